@@ -1,4 +1,4 @@
-# `make` alone explains. Every target makes the environment first where it is missing, and reuses it afterwards.
+# `make` alone prints help. Every target creates the environment first if it is missing.
 #
 # PYTHON on the command line (`make test PYTHON=python3`) means: this interpreter with its packages as they are,
 # no environment, no network.
@@ -8,6 +8,7 @@ SHELL := /bin/sh
 .PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites same-numbers docs dist clean
 
 ARGS ?=
+REPOSITORY ?=
 
 # A machine has a GPU where nvidia-smi lists one. The pins follow from it, unless CONSTRAINTS on the command line names
 # others (constraints/oldest.txt, constraints/newest.txt), which have an environment of their own: .venv-oldest.
@@ -38,40 +39,40 @@ CPU_RANKS := 4
 CPU_LAYOUT := --ranks-per-node 2 --ep 2 --esp 2 --mp 2
 
 help:
-	@echo 'fusedmoe: mixture-of-experts layers whose communication hides behind computation'
+	@echo 'fusedmoe: mixture-of-experts layers that overlap communication with computation'
 	@echo
-	@echo '  make train    train the GPT-MoE: 4 ranks on this CPU as 2 nodes x 2, or up to 4 GPUs'
+	@echo '  make train    train a small GPT: 4 CPU ranks as 2 nodes of 2, or up to 4 GPUs'
 	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
-	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
-	@echo '                with the oldest or newest versions  make test CONSTRAINTS=constraints/newest.txt'
-	@echo '  make lint     ruff, mypy, the floors of the design (import-linter), and its other rules (tests/house.py)'
-	@echo '  make chaos    faults from a seed in jobs of 2 and 4 ranks, and what became of them    make chaos ARGS=--help'
-	@echo '  make long-job a job that faults interrupt, beside one without: the same losses    make long-job ARGS=--help'
-	@echo '  make flat     what 2,000 steps, 200 topologies and 50 checkpoints leave behind    make flat ARGS=--help'
-	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
-	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
-	@echo '                and the results of each tile of the grouped products, in Triton'\''s interpreter'
-	@echo '  make bench    the benchmarks'
-	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
-	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
-	@echo '                     make bench-gpu ARGS=--rehearse   all of it without a GPU    TRITON=3.6.0'
-	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
+	@echo '  make test     run the tests except slow ones      make test ARGS="-k gates"    ARGS="-m slow"'
+	@echo '                with oldest or newest versions      make test CONSTRAINTS=constraints/newest.txt'
+	@echo '  make lint     ruff, mypy, import-linter and the rules of tests/house.py'
+	@echo '  make chaos    inject random faults from a seed into jobs of 2 and 4 ranks    make chaos ARGS=--help'
+	@echo '  make long-job compare the losses of a job with faults and a job without    make long-job ARGS=--help'
+	@echo '  make flat     look for leaks over 2,000 steps, 200 topologies and 50 checkpoints    make flat ARGS=--help'
+	@echo '  make nvshmem  install NVSHMEM and build the optional transport csrc/nvshmem (no GPU needed)'
+	@echo '  make aot      compile and check all kernels for GPUs, without a GPU    make aot TRITON=3.6.0'
+	@echo '                and check each tile of the grouped products in Triton'\''s interpreter'
+	@echo '  make bench    run the benchmarks'
+	@echo '  make bench-gpu     benchmark one GPU in nine minutes: correctness, then kernels and passes against their limits'
+	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: for a new GPU)    ARGS=--help'
+	@echo '                     make bench-gpu ARGS=--rehearse   the same code without a GPU    TRITON=3.6.0'
+	@echo '  make bench-cluster measure every schedule on two emulated nodes and compare it with its prediction (root)'
 	@echo '                     make bench-cluster ARGS="--settings layer computed:job --minutes 20"    ARGS=--show    ARGS=--help'
-	@echo '  make bench-placement  placements of experts on long made loads, in simulation'
-	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
-	@echo '  make reproduce  the tables of the four papers beside ours, ten minutes on two cores, and a page of them'
+	@echo '  make bench-placement  simulate expert placements on synthetic loads'
+	@echo '  make bench-report  print the latest GPU results as tables and a picture    make bench-report ARGS=--help'
+	@echo '  make reproduce  reproduce the tables of the four papers (ten minutes on two cores)'
 	@echo '                     make reproduce ARGS="--only fsmoe-table5"    ARGS=--help'
-	@echo '  make peer-suites  tests of transformers, peft and others with the experts of this library, and what differs without'
+	@echo '  make peer-suites  run the tests of transformers, peft and others with and without fusedmoe'\''s experts'
 	@echo '                     make peer-suites ARGS="peft --minutes 10"    ARGS=--help'
-	@echo '  make same-numbers AGAINST=COMMIT  the same runs with the library of COMMIT and of this working tree: bits, rounding'
+	@echo '  make same-numbers AGAINST=COMMIT  compare results of the working tree with those of COMMIT, bitwise'
 	@echo '                     make same-numbers AGAINST=main ARGS="--only fssdp hf"    ARGS=--list    ARGS=--help'
-	@echo '  make docs     these pages as a site, with the reference, into build/docs'
-	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
-	@echo '  make env      only the environment, .venv (the others make it when needed)'
-	@echo '  make clean    remove the environment, caches and build output; runs/ stays'
+	@echo '  make docs     build the documentation and API reference into build/docs'
+	@echo '  make dist     build, check and test wheel and sdist in dist/    make dist REPOSITORY=https://...'
+	@echo '  make env      create the environment .venv (other targets do it when needed)'
+	@echo '  make clean    remove the environment, caches and build output, but not runs/'
 	@echo
 	@echo '  This machine: $(DEVICE), pins in $(CONSTRAINTS).'
-	@echo '  make test PYTHON=python3 takes that interpreter and its packages as they are: nothing is installed.'
+	@echo '  make test PYTHON=python3 uses that interpreter and its packages; nothing is installed.'
 
 env: $(READY)
 
@@ -185,8 +186,9 @@ $(VENV)/.extra-%: $(READY)
 docs: $(VENV)/.extra-docs
 	@exec env $(RUN_ENV) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/docs $(ARGS)
 
+# The repository's address: that of pyproject.toml, or REPOSITORY. While neither is set, nothing is built.
 dist: $(VENV)/.extra-dist
-	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) .ci/dist
+	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) REPOSITORY=$(REPOSITORY) .ci/dist
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info fusedmoe/comm/one_sided/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis

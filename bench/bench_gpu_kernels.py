@@ -1,4 +1,4 @@
-"""Each kernel of a layer on a GPU against its limit, at all shapes (`make bench-gpu` runs and reports it)."""
+"""Time each kernel of a layer on a GPU against its hardware limit, at all shapes (run by `make bench-gpu`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(benchmark, measured: Measured, kernel: str) -> None:  # type: ignore[no-untyped-def]
-    """The row is in `extra_info`; pytest-benchmark's own times are a host's, launches and caches included."""
+    """The result is in `extra_info`; pytest-benchmark's own times are host times, including launches and caches."""
     if kernel not in measured:
         pytest.skip("not spread over virtual ranks")
     step, row = measured[kernel]

@@ -1,4 +1,4 @@
-"""Forward and backward of the experts on a GPU against their limit, beside other libraries (`make bench-gpu`)."""
+"""Time the experts' forward and backward on a GPU against their limit and other libraries (run by `make bench-gpu`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
 
 
 def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
-    # Whoever has hung, or was too slow to start, is not tried again; nor are peers where the timing never ended.
+    # Skip variants that hung or started too slowly, and peers whose timing never ended.
     out = gpu.spool.left_out()
     timing_hung = any(work["name"] == "timing" and work["shape"] == shape.name for work in gpu.spool.unfinished())
     makers = {**OURS, **({} if timing_hung else PEERS)}
@@ -57,7 +57,7 @@ def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("variant", [*OURS, *PEERS])
 def test_pass(benchmark, measured: Measured, variant: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    """The row is in `extra_info`; pytest-benchmark's own times are a host's, launches and caches included."""
+    """The result is in `extra_info`; pytest-benchmark's own times are host times, including launches and caches."""
     if f"{variant} {name}" not in measured:
         pytest.skip(f"{variant} is left out, see above")
     step, row = measured[f"{variant} {name}"]

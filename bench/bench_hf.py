@@ -1,4 +1,4 @@
-"""`make bench`: experts of Hugging Face's models on a CPU thread, ours beside transformers' own, by turns."""
+"""`make bench`: experts of Hugging Face models on one CPU thread, fusedmoe and transformers interleaved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = "fusedmoe"
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens, model dim H, expert hidden I, E experts, the best K of them."""
+    """T tokens, model dim H, expert hidden dim I, E experts, top K."""
 
     T: int
     H: int
@@ -29,7 +29,7 @@ class Shape:
     K: int
 
 
-#: The first is the one at which eager is to be far behind.
+#: At the first shape, eager is expected to be far slower.
 TRAINING = (Shape(512, 1024, 512, 32, 4), Shape(2048, 512, 256, 16, 2), Shape(256, 768, 768, 64, 8))
 DECODING = (
     Shape(1, 1024, 512, 32, 4),
@@ -40,7 +40,7 @@ DECODING = (
 
 
 def make(shape: Shape, family: str = "mixtral") -> Any:
-    """Mixtral's experts, or gpt-oss's: with biases, transposed weights and an activation of their own."""
+    """Create Mixtral's experts, or gpt-oss's: with biases, transposed weights and its activation."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
@@ -62,8 +62,8 @@ def make(shape: Shape, family: str = "mixtral") -> Any:
 
 
 def implementations(experts: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Makes copies of experts that share parameters, each computed by one of these implementations."""
-    import fusedmoe.hf  # noqa: F401  it registers ours
+    """Return copies of the experts that share parameters, one per implementation."""
+    import fusedmoe.hf  # noqa: F401  registers fusedmoe's implementation
 
     found = {}
     for name in names:
@@ -74,32 +74,32 @@ def implementations(experts: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def train(experts: Any, x_TH: torch.Tensor, dy_TH: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+def train(experts: Any, x_TM: torch.Tensor, dy_TM: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
     for parameter in experts.parameters():
         parameter.grad = None
-    x_TH.grad = None
-    y_TH = experts(x_TH, *routed)
-    y_TH.backward(dy_TH)
-    return y_TH.detach()
+    x_TM.grad = None
+    y_TM = experts(x_TM, *routed)
+    y_TM.backward(dy_TM)
+    return y_TM.detach()
 
 
 @torch.no_grad()
-def decode(experts: Any, x_TH: torch.Tensor, dy_TH: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
-    return experts(x_TH, *routed)
+def decode(experts: Any, x_TM: torch.Tensor, dy_TM: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+    return experts(x_TM, *routed)
 
 
 def by_turns(
     step: Callable[..., torch.Tensor], of: dict[str, Any], shape: Shape, rounds: int, repeat: int
 ) -> dict[str, float]:
-    """Seconds of one call, medians over the rounds; each round calls each implementation `repeat` times.
+    """Return the median time of a call in seconds; each round runs every implementation `repeat` times.
 
     Raises:
         AssertionError: results differ.
     """
     torch.manual_seed(0)
-    x_TH, dy_TH = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
+    x_TM, dy_TM = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
     weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
-    calls = {name: partial(step, one, x_TH, dy_TH, number_TK, weight_TK) for name, one in of.items()}
+    calls = {name: partial(step, one, x_TM, dy_TM, number_TK, weight_TK) for name, one in of.items()}
     wanted = calls[OURS]()
     for call in calls.values():
         torch.testing.assert_close(call(), wanted, rtol=1e-3, atol=1e-4)
@@ -107,7 +107,7 @@ def by_turns(
     for turn in range(rounds):
         for name in list(calls) if turn % 2 else reversed(calls):
             if repeat > 1:
-                calls[name]()  # what the one before left in the caches is not this one's
+                calls[name]()  # warm-up: caches contain the previous implementation's data
             start = time.perf_counter()
             for _ in range(repeat):
                 calls[name]()
@@ -135,9 +135,9 @@ def run(
         ratios=ratios,
         transformers=transformers.__version__,
     )
-    x_TH, dy_TH = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
+    x_TM, dy_TM = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
     weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
-    benchmark.pedantic(step, args=(of[OURS], x_TH, dy_TH, number_TK, weight_TK), rounds=3, warmup_rounds=1)
+    benchmark.pedantic(step, args=(of[OURS], x_TM, dy_TM, number_TK, weight_TK), rounds=3, warmup_rounds=1)
     told = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in ratios.items())
     print(f"\n{family}, {shape}: {seconds[OURS] * 1e3:.2f} ms; {told}")
 
@@ -147,7 +147,6 @@ def _name(shape: Shape) -> str:
 
 
 def _rounds(shape: Shape) -> tuple[int, int]:
-    """Rounds, and calls in each: more of both for one token, whose calls of a few milliseconds vary most."""
     return (61, 10) if shape.T == 1 else (15, 5)
 
 

@@ -1,4 +1,4 @@
-"""`make bench`: one layer on a CPU beside the dense products of the same FLOP, on 1 and on 2 threads."""
+"""`make bench`: one layer on a CPU compared with dense products of equal FLOP, on 1 and 2 threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedmoe import MoELayer
 
 
 def forgotten_step(layer: MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
-    """A step of which nothing is left, its gradients neither."""
+    """Run a step and free its results, including gradients."""
     layer_step(layer, x_SM, dy_SM)
     layer.zero_grad(set_to_none=True)
     x_SM.grad = None
@@ -31,14 +31,14 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     faults = page_faults(partial(layer_step, layer, x_SM, dy_SM))
     benchmark.extra_info.update(shape=asdict(shape), **asdict(cost), **use._asdict(), page_faults=faults)
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
-    print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, / those into memory that is there already")
-    print(f"= {cost.bare_ratio:.3f}, gate + order + combine = {cost.routing:.1%}, {faults} page faults a step")
+    print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, / products into preallocated memory")
+    print(f"= {cost.bare_ratio:.3f}, gate + order + combine = {cost.routing:.1%}, {faults} page faults per step")
     if use.peak_bytes is not None:
-        print(f"memory at its peak: {use.peak_bytes / 2**20:.0f} MiB above what was there, gradients included")
+        print(f"peak memory: {use.peak_bytes / 2**20:.0f} MiB above the memory before the step, gradients included")
 
 
 def test_schedule_of_one_chunk_beside_none(benchmark) -> None:  # type: ignore[no-untyped-def]
-    """In one process, where nothing travels: within 2%. Short steps, and many: machines are not always equally fast."""
+    """Overhead below 2% in one process without communication. Many short steps, since machine speed drifts."""
     shape = Shape(S=2048)
     ratio = schedule_ratio(shape, 2, rounds=60)
     layer = make_layer(shape)

@@ -1,4 +1,4 @@
-"""`make bench`: plans, the simulator and the choices that a training run makes before its first step."""
+"""`make bench`: plans, the simulator, and the decisions made before the first training step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_simulate(benchmark, function, share: float) -> None:  # type: ignore[no
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
 def test_choose_a_degree(benchmark, share: float) -> None:  # type: ignore[no-untyped-def]
-    """Less than 100 µs by the closed form; with contention by simulation."""
+    """Less than 100 µs in closed form; with contention by simulation."""
     chunks = costs().layers[0].chunks["backward"]
     benchmark(choose_degree, chunks, 5e-3, contention=Contention.between_links(share))
     assert share < 1 or benchmark.stats.stats.min < 100e-6
@@ -83,7 +83,7 @@ def test_plan_a_step(benchmark, policy: str, share: float) -> None:  # type: ign
 @pytest.mark.parametrize("share", [1.0, 0.75])
 @pytest.mark.parametrize("policy", whole_policies())
 def test_plan_24_layers(benchmark, policy: str, share: float) -> None:  # type: ignore[no-untyped-def]
-    """Of two kinds, in up to 16 micro-batches: less than a minute."""
+    """Two kinds of layers, up to 16 micro-batches: less than a minute."""
     model = TESTBEDS["B"].costs
     cheap = CostModel({name: Line(line.alpha_s / 10, line.beta_s) for name, line in model.lines.items()})
     kinds = (Workload(size, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(cheap) for size in (2, 4))

@@ -1,6 +1,6 @@
-"""`make bench`: the facade beside Tutel itself on a CPU, in one process: same weights, same inputs, by turns.
+"""`make bench`: fusedmoe.tutel and Tutel on a CPU in one process: equal weights and inputs, interleaved.
 
-Tutel has to be importable (built for the CPU); without it there is nothing to compare with, and it is skipped.
+Skipped unless Tutel is importable (built for the CPU).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedmoe.tutel import moe
 
 @dataclass(frozen=True)
 class Shape:
-    """S tokens, model dim M, expert hidden H, E experts, the best K of them, capacity factor."""
+    """S tokens, model dim M, expert hidden dim H, E experts, top K, capacity factor."""
 
     S: int = 8192
     M: int = 512
@@ -33,7 +33,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Medians over the turns; `ratio`: how many times as long as the facade the other takes."""
+    """Medians over rounds; `ratio`: time of the peer divided by the time of fusedmoe.tutel."""
 
     peer: str
     threads: int
@@ -57,7 +57,6 @@ def make(module: Any, shape: Shape) -> torch.nn.Module:
 
 
 def step(layer: Any, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> list[torch.Tensor]:
-    """Forward and backward; the output and the gradients of the input and the parameters."""
     x_SM.grad = None
     layer.zero_grad(set_to_none=True)
     y_SM = layer(x_SM)
@@ -66,11 +65,11 @@ def step(layer: Any, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> list[torch.Tens
 
 
 def compare(theirs: Any, peer: str, shape: Shape, threads: int, rounds: int) -> Comparison:
-    """Measures both by turns, after checking that their results are the same.
+    """Time both implementations interleaved, after checking that their results agree.
 
     Args:
         theirs: a module with Tutel's `moe_layer`.
-        peer: what it is.
+        peer: its name in the result.
     Raises:
         AssertionError: results differ.
     """
@@ -100,7 +99,7 @@ def seconds(work: Callable[[], object]) -> float:
 def test_beside_tutel(benchmark, threads: int) -> None:  # type: ignore[no-untyped-def]
     try:
         theirs = importlib.import_module("tutel.moe")
-    except Exception as error:  # it may be there and not load: a build for another machine
+    except Exception as error:  # may be installed but built for another machine
         pytest.skip(f"Tutel cannot be imported here, so there is nothing to compare with: {error}")
     shape = Shape()
     peer = getattr(importlib.import_module("tutel"), "__version__", "Tutel of an unknown version")

@@ -1,4 +1,4 @@
-"""Fixtures and options that benchmarks of a GPU share. Without a GPU they are skipped, with a word."""
+"""Fixtures and options of GPU benchmarks, which are skipped with a message without a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from bench.gpu.session import Session, open_session
 
 
 def pytest_configure() -> None:
-    fusedmoe.keep_memory()  # what the system does for large tensors takes a time that does not repeat itself
+    fusedmoe.keep_memory()  # otherwise large allocations take irreproducible time in the kernel
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedmoe")
-    group.addoption("--spool", type=Path, help="file for a GPU's rows as they come; those in it are not repeated")
-    group.addoption("--seconds", type=float, default=240.0, help="time for a GPU's benchmarks (default 240)")
+    group.addoption("--spool", type=Path, help="file of incremental GPU results; existing rows are not measured again")
+    group.addoption(
+        "--seconds", type=float, default=240.0, help="time limit of GPU benchmarks in seconds (default: 240)"
+    )
 
 
 @pytest.fixture(scope="session")

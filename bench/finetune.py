@@ -1,11 +1,11 @@
-"""`python -m bench.finetune`: fine-tuning and decoding on one CPU thread, beside transformers' own experts, by turns.
+"""`python -m bench.finetune`: fine-tuning and decoding on one CPU thread, interleaved with transformers' own experts.
 
-Each section is measured by itself and written into bench/results/finetune.json under its name, with where its numbers
-come from; other sections of the file stay as they are. Ratios are medians of those of each round, so that a change in
-the machine's speed hits both sides. `memory` of adapters is our peak as a share of the other's.
+Each section is measured separately and written with its provenance to bench/results/finetune.json, which keeps its
+other sections. Ratios are medians of per-round ratios, so that drift of the machine's speed cancels. `memory` of
+adapters is our peak divided by the peer's.
 
     python -m bench.finetune                    all sections
-    python -m bench.finetune --only decoding    one of them
+    python -m bench.finetune --only decoding    one section
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ from torch import Tensor
 from bench.bench_hf import DECODING, OURS, Shape, implementations, make
 from bench.meter import peak_bytes
 from bench.provenance import provenance
-from fusedmoe.hf import module_experts, owner, peft_adapters
+from fusedmoe.hf import module_experts
 
-#: Where results are written.
 RESULTS = Path(__file__).parent / "results" / "finetune.json"
-#: The code that the numbers are of.
+#: Measured code, for provenance.
 MEASURED = ("fusedmoe/kernels", "fusedmoe/autograd", "fusedmoe/hf", "bench/finetune.py")
 
-#: Of frozen experts.
+#: Shapes of the frozen-expert section.
 FROZEN = (Shape(2048, 512, 1024, 16, 4), Shape(2048, 256, 1024, 8, 2), Shape(1024, 512, 256, 64, 4))
 _MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
-# A call that returns the seconds of what is measured of it.
+# Runs the measured operation and returns its time in seconds.
 Timed = Callable[[], float]
 
 
 def by_turns(calls: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each call in each round, after one that does not count."""
+    """Return the time of each call in each round, in seconds, after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name in list(calls) if turn % 2 else reversed(list(calls)):
@@ -59,29 +58,27 @@ def by_turns(calls: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
 
 
 def ratio(times: Mapping[str, list[float]], one: str, other: str) -> float:
-    """Returns how many times as long as the other one takes, in the median of the rounds."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def routed(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes tokens, chosen experts and their weights."""
     torch.manual_seed(0)
     weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
     return torch.randn(shape.T, shape.H), number_TK, weight_TK
 
 
-def backward_s(experts: Any, x_TH: Tensor, number_TK: Tensor, weight_TK: Tensor) -> float:
-    """Returns the seconds of one backward, of tokens, router weights and what learns of the experts."""
-    x_TH, weight_TK = x_TH.detach().requires_grad_(), weight_TK.detach().requires_grad_()
+def backward_s(experts: Any, x_TM: Tensor, number_TK: Tensor, weight_TK: Tensor) -> float:
+    """Return the time in seconds of one backward for tokens, router weights and trainable expert parameters."""
+    x_TM, weight_TK = x_TM.detach().requires_grad_(), weight_TK.detach().requires_grad_()
     experts.zero_grad(set_to_none=True)
-    y_TH, dy_TH = experts(x_TH, number_TK, weight_TK), torch.ones_like(x_TH)
+    y_TM, dy_TM = experts(x_TM, number_TK, weight_TK), torch.ones_like(x_TM)
     start = time.perf_counter()
-    y_TH.backward(dy_TH)
+    y_TM.backward(dy_TM)
     return time.perf_counter() - start
 
 
 def frozen_row(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Measures the backward of frozen experts beside that of experts that learn, and transformers' `grouped_mm`."""
+    """Time the backward of frozen experts, of trainable experts, and of transformers' `grouped_mm`."""
     whole = make(shape)
     frozen = implementations(copy.deepcopy(whole).requires_grad_(False), (OURS, "grouped_mm"))
     of = {"frozen": frozen[OURS], "trained": implementations(whole, (OURS,))[OURS], "grouped_mm": frozen["grouped_mm"]}
@@ -96,9 +93,9 @@ def frozen_row(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def decoding_s(experts: Any, mode: str, repeat: int, given: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Returns the seconds of one of some calls without gradients."""
+    """Return the mean time in seconds of calls without gradients."""
     with _MODES[mode]():
-        experts(*given)  # what the one before left in the caches is not this one's
+        experts(*given)  # warm-up: caches contain the previous implementation's data
         start = time.perf_counter()
         for _ in range(repeat):
             experts(*given)
@@ -106,7 +103,7 @@ def decoding_s(experts: Any, mode: str, repeat: int, given: tuple[Tensor, Tensor
 
 
 def decoding_row(shape: Shape, family: str, mode: str, rounds: int) -> dict[str, Any]:
-    """Measures T tokens a call beside all of transformers' own implementations: above 1 ours is faster."""
+    """Time calls of T tokens against all implementations of transformers; a ratio above 1 means ours is faster."""
     own = ("grouped_mm", "eager", "batched_mm")
     of, given = implementations(make(shape, family), (OURS, *own)), routed(shape)
     with torch.no_grad():
@@ -123,25 +120,24 @@ def decoding_row(shape: Shape, family: str, mode: str, rounds: int) -> dict[str,
     }
 
 
-#: Of adapters: M 512, H 256, 64 experts, 4 of them chosen.
+#: Adapters: M 512, H 256, 64 experts, top 4.
 ADAPTED = (Shape(1024, 512, 256, 64, 4), Shape(4096, 512, 256, 64, 4))
 _RANK = 16
 
 
 class Adapted(torch.nn.Module):
-    """A model of experts alone, whose parameters have names for peft."""
+    """Model of experts only, with parameter names for peft."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
         self.experts = experts
 
-    def forward(self, x_TH: Tensor, number_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        y_TH: Tensor = self.experts(x_TH, number_TK, weight_TK)
-        return y_TH
+    def forward(self, x_TM: Tensor, number_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        y_TM: Tensor = self.experts(x_TM, number_TK, weight_TK)
+        return y_TM
 
 
 def adapted(shape: Shape, implementation: str) -> Any:
-    """Makes experts with adapters of peft on both of their parameters."""
     torch.manual_seed(0)
     model = Adapted(implementations(make(shape), (implementation,))[implementation])
     names = ["experts.gate_up_proj", "experts.down_proj"]
@@ -149,27 +145,28 @@ def adapted(shape: Shape, implementation: str) -> Any:
     return get_peft_model(model, LoraConfig(r=_RANK, target_parameters=names, init_lora_weights=False))
 
 
-def step_s(model: Any, ways: Sequence[Any], x_TH: Tensor, number_TK: Tensor, weight_TK: Tensor) -> float:
-    """Returns the seconds of a forward and a backward, of tokens, router weights and adapters, in these patches."""
-    x_TH, weight_TK = x_TH.detach().requires_grad_(), weight_TK.detach().requires_grad_()
+def step_s(model: Any, ways: Sequence[Any], x_TM: Tensor, number_TK: Tensor, weight_TK: Tensor) -> float:
+    """Return the seconds of forward and backward for tokens, router weights and adapters, under these patches."""
+    x_TM, weight_TK = x_TM.detach().requires_grad_(), weight_TK.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         for way in ways:
             stack.enter_context(way())
         start = time.perf_counter()
-        y_TH = model(x_TH, number_TK, weight_TK)
-        y_TH.backward(torch.ones_like(y_TH))
+        y_TM = model(x_TM, number_TK, weight_TK)
+        y_TM.backward(torch.ones_like(y_TM))
         return time.perf_counter() - start
 
 
 def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Measures adapters as products beside the frozen ones, beside peft's way: added to the parameter, over
-    transformers' `grouped_mm` and over our own products ("folded")."""
+    """Time adapters computed as separate products, and peft's method of adding them to the parameter.
+
+    peft's method runs with transformers' `grouped_mm` and with our products ("folded").
+    """
     original = getattr(ParamWrapper._activate_lora, "original", ParamWrapper._activate_lora)
     peft_way = partial(patch.object, ParamWrapper, "_activate_lora", original)
     ours = adapted(shape, OURS)
-    peft_adapters.replace_activation(owner.computes)
-    whole = partial(patch.object, module_experts, "matrix", lambda experts, name: (getattr(experts, name), None))
+    whole = partial(patch.object, module_experts, "read_matrix", lambda experts, name: (getattr(experts, name), None))
     of = {
         "ours": (ours, ()),
         "folded": (ours, (peft_way, whole)),
@@ -178,7 +175,7 @@ def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
     given = routed(shape)
     steps = {name: partial(step_s, model, ways, *given) for name, (model, ways) in of.items()}
     times = by_turns(steps, rounds)
-    # Of one step each, gradients included, above what was there before; steps have run, so that code is loaded.
+    # Peak of one warm step, including gradients, above the memory in use before it.
     peaks = {name: peak_bytes(step, torch.device("cpu")) for name, step in steps.items()}
     return {
         "shape": asdict(shape),
@@ -191,7 +188,6 @@ def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def share(one: int | None, other: int | None) -> float | None:
-    """Returns one peak of memory as a share of the other; None where the system does not tell."""
     return one / other if one is not None and other else None
 
 
@@ -212,7 +208,7 @@ def decoding(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-#: What makes the rows of each section, by the number of rounds.
+#: Functions that measure a section, called with the number of rounds.
 SECTIONS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "frozen": frozen,
     "adapters": adapters,
@@ -221,7 +217,6 @@ SECTIONS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 
 
 def write(path: Path, name: str, rows: list[dict[str, Any]], run: Mapping[str, Any]) -> None:
-    """Puts a section into a file of results, in which others stay as they are."""
     known = json.loads(path.read_text()) if path.exists() else {}
     known[name] = {"run": {**run, "threads": 1, "transformers": transformers.__version__}, "rows": rows}
     path.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n")
@@ -229,9 +224,11 @@ def write(path: Path, name: str, rows: list[dict[str, Any]], run: Mapping[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=[*SECTIONS], default=[*SECTIONS], help="sections to measure")
-    parser.add_argument("--rounds", type=int, default=21, help="of each row (21)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the file of results")
+    parser.add_argument(
+        "--only", nargs="*", choices=[*SECTIONS], default=[*SECTIONS], help="sections to measure (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=21, help="rounds per row (default: 21)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="results file (default: bench/results/finetune.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.only:

@@ -1,11 +1,11 @@
-"""Counts what the host does for one-sided dispatch over two ranks: operations of torch, and launches of kernels.
+"""Count host-side torch operations and kernel launches of one-sided dispatch over two ranks.
 
-    python -m bench.host_counts          # prints them
-    python -m bench.host_counts --keep   # and adds them to bench/results/host.json
+    python -m bench.host_counts          # print
+    python -m bench.host_counts --keep   # and add to bench/results/host.json
 
-Kernels run in Triton's interpreter, whose own operations are left out. Counted are a rank's passes in two chunks: with
-the order of its tokens forward, and backward with what joins the two ranks' gradients. Sizes that the host reads on a
-CPU it bounds on a GPU: some counts are lower there.
+Kernels run in Triton's interpreter, whose own operations are excluded. Counted are a rank's passes in two chunks,
+including token ordering in forward and the gradient reduction between the ranks in backward. On a CPU the host reads
+sizes that it only bounds on a GPU, so some counts are lower there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _RANKS = 2
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
@@ -48,7 +46,7 @@ class _Operations(TorchDispatchMode):
 
 
 def count(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
-    """Returns operations of torch and launches of kernels, by their names."""
+    """Return the torch operations and kernel launches of a call, by name."""
     from triton.runtime.interpreter import GridExecutor
 
     launches: Counter[str] = Counter()
@@ -70,7 +68,7 @@ def main() -> None:
     keep = parser.parse_args().keep
     case = make_case(Shape("host", 64, 32, 16, 8, 2, spread=True), torch.device("cpu"), torch.float32)
     layer = puts_layer(case, _RANKS)
-    for _ in range(SLOTS):  # buffers have been made, and what is kept of each of their slots
+    for _ in range(SLOTS):  # warm-up: allocate buffers and per-slot state
         y_SM = layer.forward()
     row: dict[str, float] = {}
     for name, prefix, call in (

@@ -1,10 +1,10 @@
-"""Host time of a layer's step at sizes so small that little else is left, beside another checkout, by turns.
+"""Host time of a layer's step at sizes small enough to hide other costs, interleaved with another checkout.
 
     python -m bench.host_time                       # this checkout
-    python -m bench.host_time --against ../other    # both, one after the other, several rounds in one run
+    python -m bench.host_time --against ../other    # both, in alternating rounds of one run
 
-A row for one rank, and for two ranks without a schedule and with plans of 1, 2 and 4 chunks each way: microseconds of
-one forward and backward, the least of the rounds' medians.
+Rows: one rank; two ranks without a schedule; two ranks with plans of 1, 2 and 4 chunks in each pass. Values are
+microseconds of one forward and backward, the minimum over rounds of the median.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEPS, _WARM = 200, 20
 
 
 def step_us(rank: int, world: int, chunks: int) -> float:
-    """Measures the median of a few hundred steps on one rank. `chunks`: of a plan; 0: none."""
+    """Return the median of a few hundred steps on one rank. `chunks`: of the plan, 0 for no schedule."""
     import torch
 
     import fusedmoe
@@ -45,7 +45,6 @@ def step_us(rank: int, world: int, chunks: int) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Measures all settings in this process and its ranks."""
     import torch
 
     from tests.cluster import Cluster
@@ -59,10 +58,9 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--against", type=Path, help="another checkout of this repository")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout of this repository to compare with")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:
@@ -72,7 +70,7 @@ def main() -> None:
     checkouts = [own] if given.against is None else [own, given.against.resolve()]
     best: dict[Path, dict[str, float]] = {checkout: {} for checkout in checkouts}
     for _ in range(given.rounds):
-        for checkout in checkouts:  # the library of that checkout, by this script
+        for checkout in checkouts:  # runs this script with the other checkout's library
             env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, str(Path(__file__)), "--here"]
             output = subprocess.run(command, env=env, cwd=checkout, check=True, capture_output=True, text=True).stdout

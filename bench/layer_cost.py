@@ -1,8 +1,8 @@
-"""One layer's forward and backward beside the same FLOP in dense products: the limit of what routing may cost.
+"""Forward and backward of one layer compared with dense products of equal FLOP: the overhead of routing.
 
-The reference multiplies, for each expert, as many rows as were really routed to it (padding does not count) in the
-dense products that a SwiGLU expert needs: up, down; dA, dW2, dX, dW1. Layer and reference take turns, so that a change
-in the machine's speed hits both.
+For each expert, the reference multiplies as many rows as were routed to it (without padding) in the dense products of a
+SwiGLU expert: up, down; dA, dW2, dX, dW1. Layer and reference are interleaved, so that drift of the machine's speed
+cancels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusedmoe.runtime.recorder import Recorder
 
 @dataclass(frozen=True)
 class Shape:
-    """S tokens, model dim M, expert hidden H, E experts, K of them for each token."""
+    """S tokens, model dim M, expert hidden dim H, E experts, top K."""
 
     S: int = 8192
     M: int = 512
@@ -35,11 +35,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the rounds.
+    """Medians over rounds.
 
-    `ratio`: layer / reference. `bare_ratio`: layer / the same products into memory that is there already, so that they
-    pay for no fresh page. `routing`: gate, order and combine as a part of the layer; gathers and weighted sums
-    included, which run inside the experts' operation and are timed by themselves.
+    `ratio`: layer / reference. `bare_ratio`: layer / reference with preallocated outputs, which avoids page faults.
+    `routing`: fraction of the layer's time in gate, order and combine, including gathers and weighted sums that run
+    inside the experts' operation and are timed separately.
     """
 
     threads: int
@@ -62,9 +62,9 @@ def layer_step(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor
 
 
 def reference_step(shape: Shape, counts: list[int], bare: bool = False) -> Callable[[], None]:
-    """The dense products of all experts, forward and backward, by `torch.matmul`.
+    """Return a function that runs the dense products of all experts, forward and backward, with `torch.matmul`.
 
-    `bare`: into memory that is there already.
+    `bare`: into preallocated memory.
     """
     w1, w2 = torch.randn(2 * shape.H, shape.M), torch.randn(shape.M, shape.H)
     most = max(counts)
@@ -119,7 +119,7 @@ def measure(shape: Shape, threads: int, rounds: int) -> Cost:
 
 
 def schedule_ratio(shape: Shape, threads: int, rounds: int) -> float:
-    """A layer with a schedule of one chunk over the same layer without, in one process; the median of turns."""
+    """Return the median ratio of a layer with a one-chunk schedule to the same layer without, in one process."""
     torch.set_num_threads(threads)
     layers = [make_layer(shape), make_layer(shape, Schedule("fsmoe", degrees=(1, 1)))]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -137,7 +137,7 @@ def schedule_ratio(shape: Shape, threads: int, rounds: int) -> float:
 
 
 def outside_experts(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> float:
-    """Seconds of a step outside the experts' operation: gate, order and weights, forward and backward."""
+    """Return the time in seconds of a step outside the experts' operation: gate, order and weights, both passes."""
     layer.recorder = Recorder()
     whole = seconds(lambda: layer_step(layer, x_SM, dy_SM))
     spans = layer.recorder.timeline().spans
@@ -146,14 +146,14 @@ def outside_experts(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.T
 
 
 def combine_step(shape: Shape, counts: list[int]) -> Callable[[], None]:
-    """Makes a step of what the experts' operation does besides products and activations: gathers and weighted sums."""
+    """Return a function for the experts' operation without products and activations: gathers and weighted sums."""
     expert_SK = torch.repeat_interleave(torch.arange(shape.E), torch.tensor(counts)).view(shape.K, shape.S).t()
     layout = build_layout(expert_SK, shape.E)
     rows_NM, x_SM, weight_N = torch.randn(layout.rows, shape.M), torch.randn(shape.S, shape.M), torch.rand(layout.rows)
 
     def step() -> None:
-        gather_sum(rows_NM, layout, weight_N)  # forward: the sum over a token's experts
-        gather_sum(rows_NM, layout, weight_N)  # backward: the same for dx
+        gather_sum(rows_NM, layout, weight_N)  # forward: sum over a token's experts
+        gather_sum(rows_NM, layout, weight_N)  # backward: equal cost for dx
         for _ in range(3):  # x in forward; x and dy in backward
             torch.index_select(x_SM, 0, layout.source_N, out=rows_NM)
         rows_NM.mul_(weight_N[:, None]).mul_(weight_N[:, None])

@@ -1,7 +1,7 @@
-"""Measures of a step besides its time: the GPU's energy, and the most memory (FlowMoE, Table 6).
+"""Energy and peak memory of a step (FlowMoE, Table 6).
 
-Energy is that of the whole GPU by its own counter, what it takes while idle included. Memory on a GPU is what PyTorch
-has allocated; on a CPU it is what is resident, which the kernel keeps the highest value of.
+Energy is read from the GPU's counter for the whole device, including idle power. Memory on a GPU is what PyTorch
+allocated; on a CPU, the peak resident set size reported by the kernel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _STATUS, _CLEAR_REFS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/
 
 
 class Use(NamedTuple):
-    """`peak_bytes`: above what was there before the step. `energy_j`: joules of one step. None where it cannot be told;
-    `missing` says why."""
+    """Resource use of a step.
+
+    `peak_bytes`: above the memory in use before the step. `energy_j`: joules per step. None if unavailable, for the
+    reasons in `missing`.
+    """
 
     peak_bytes: int | None
     energy_j: float | None
@@ -32,9 +35,9 @@ class Use(NamedTuple):
 
 
 def measure_use(step: Step, device: torch.device, seconds: float = 1.0) -> Use:
-    """Runs the step once, so that what is made only once is there; then again, and again for energy.
+    """Run a warm-up step, then measure memory and energy of further steps.
 
-    `seconds`: how long energy is measured for; the counters of GPUs go on about ten times a second.
+    `seconds`: duration of the energy measurement; GPU counters update about ten times per second.
     """
     step()
     peak = peak_bytes(step, device)
@@ -47,7 +50,7 @@ def measure_use(step: Step, device: torch.device, seconds: float = 1.0) -> Use:
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:
-    """The most memory during a step, above what was there before; None where the system does not tell."""
+    """Return the peak memory of a step above the memory in use before it, or None if unavailable."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -62,12 +65,12 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
         before = _status_bytes("VmRSS")
         step()
         return max(0, _status_bytes("VmHWM") - before)
-    except (OSError, LookupError):  # not Linux, or not allowed
+    except (OSError, LookupError):  # not Linux, or no permission
         return None
 
 
 def page_faults(step: Step) -> int:
-    """Pages that the system gives this process anew in one step, the second."""
+    """Return the number of page faults in a second run of the step."""
     step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
@@ -75,8 +78,10 @@ def page_faults(step: Step) -> int:
 
 
 def energy_j(step: Step, device: torch.device, read_j: Callable[[], float], seconds: float) -> float | None:
-    """Joules of a step: over at least so many seconds, from one change of the counter to another. None where it stands
-    still for three times as long."""
+    """Return the joules per step, measured for at least `seconds` between two updates of the counter.
+
+    None if the counter does not change for three times as long.
+    """
     began = time.monotonic()
     first, at, steps, start = read_j(), began, 0, -1.0
     while at - began < 3 * seconds or start >= 0:
@@ -96,7 +101,7 @@ def energy_j(step: Step, device: torch.device, read_j: Callable[[], float], seco
 
 @contextmanager
 def energy_counter(device: torch.device) -> Iterator[tuple[Callable[[], float] | None, str]]:
-    """Reads the joules that the device has taken so far; None, and why, where nothing counts them."""
+    """Yield a function that reads the device's total energy in joules, or None and the reason."""
     if device.type != "cuda":
         yield None, "no GPU, whose counter would tell the energy"
         return
@@ -110,7 +115,7 @@ def energy_counter(device: torch.device) -> Iterator[tuple[Callable[[], float] |
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except (pynvml.NVMLError, AttributeError) as error:  # a PyTorch without uuid, a GPU without a counter
+    except (pynvml.NVMLError, AttributeError) as error:  # an old PyTorch without uuid, or a GPU without a counter
         yield None, f"NVML: {error}"
     else:
         yield lambda: 1e-3 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), ""
@@ -126,7 +131,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _give_back() -> None:
-    """Memory that was freed and that the C library keeps would hide what a step asks for."""
+    """Return memory cached by the C library to the system, so that it does not hide a step's allocations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""FSMoE §4.2 as printed: four cases of a pass, and the degree found by minimising each (Algorithm 1).
+"""FSMoE §4.2 as printed: four cases of a pass, and the degree by minimising each (Algorithm 1).
 
-For study and comparison; the library uses the exact form (`passes.three_queues_s`), which these cases equal only where
-an all-gather takes as long as a reduce-scatter.
+For comparison only. The library uses the exact form (`passes.three_queues_s`), which equals these cases only if
+all-gather and reduce-scatter take equal time.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from fusedmoe.schedule.task import PIPELINE
 
 
 class Case(NamedTuple):
-    """Which of the four holds (1: all-reduce, 2: experts, 3: all-to-all, 4: links in the node), and its seconds."""
+    """The active case (1: all-reduce, 2: experts, 3: all-to-all, 4: intra-node links) and its time in seconds."""
 
     number: int
     seconds: float
 
 
 def paper_cases(r: float, times: ChunkTimes, gar: float = 0.0) -> Case:
-    """The case of a pass of r chunks and its time, by the predicates Q1 … Q7 (Q5 and Q7 are the same one)."""
+    """Return the case and time of a pass of r chunks, by the predicates Q1 … Q7 (Q5 and Q7 are identical)."""
     q1, q2, q3, q4, q5, q6 = (margin > 0 for margin in _margins(r, times, gar))
-    short = 2 if (q2 if q1 else q3) else 3 if q1 else 4  # the case when the all-reduce is short
+    short = 2 if (q2 if q1 else q3) else 3 if q1 else 4  # the case for a short all-reduce
     long = {2: q5, 3: q4, 4: q6}[short]
     number = 1 if long else short
     return Case(number, _case_s(number, r, times, gar))
 
 
 def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> DegreeChoice:
-    """The degree by Algorithm 1: SLSQP in the region where each case holds, then the better whole neighbour.
+    """Return the degree by Algorithm 1: SLSQP in the region of each case, then the better neighbouring integer.
 
-    The printed algorithm takes the least of the four minima; of these regions it speaks in §4.2. A case may hold in
-    several regions; each is a conjunction, which SLSQP can handle.
+    The printed algorithm takes the minimum of the four minima; the regions are described in §4.2. A case may hold in
+    several regions, each a conjunction that SLSQP can handle.
 
     Returns:
-        The degree, and the time that the paper's cases give for it.
+        The degree and its time according to the paper's cases.
     """
     from scipy.optimize import minimize
 
@@ -63,17 +63,17 @@ def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: in
 
 
 def unconstrained_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> DegreeChoice:
-    """The degree by Algorithm 1 as its lines stand, without the regions of §4.2: the least of the four minima wins.
+    """Return the degree by Algorithm 1 literally, without the regions of §4.2: the minimum of the four minima.
 
     Returns:
-        The degree, and the time that its case gives for it, whether that case holds there or not.
+        The degree and its time in the selected case, whether or not that case holds there.
     """
     degrees = range(1, limit + 1)
     found = (DegreeChoice(r, _case_s(number, r, _times(chunks, r), gar)) for number in range(1, 5) for r in degrees)
     return min(found, key=lambda choice: choice.seconds)
 
 
-# Where each case holds: (index of a predicate's margin, +1 where it is true and −1 where it is not).
+# Regions of the cases: (index of a predicate's margin, +1 if true, −1 if false).
 _Q1, _Q2, _Q3, _Q4, _Q5, _Q6 = range(6)
 _REGIONS = (
     (1, ((_Q1, 1), (_Q2, -1), (_Q4, 1))),
@@ -91,7 +91,7 @@ _TOLERANCE = 1e-6
 
 
 def _margins(r: float, times: ChunkTimes, gar: float) -> tuple[float, ...]:
-    """Returns how far each predicate is from changing: it is true where its margin is positive."""
+    """Return the margin of each predicate, which is true if its margin is positive."""
     a2a, ag, x, rs, _ = times
     hidden = r * x - 2 * (r - 1) * a2a
     return (

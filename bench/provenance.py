@@ -1,7 +1,7 @@
-"""Provenance of numbers: commit, machine and load of a run; whether the code that they measure is another since.
+"""Provenance of results: commit, machine and load of a run, and whether the measured code has changed since.
 
-A row that is older than its code says so in every table, and rows of different commits or machines are in none
-together: a difference between them may be that of the code, or of the machine.
+Rows older than their code are marked in every table. Rows of different commits or machines never share a table, because
+their difference may be due to code or machine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> str | None:
-    """Asks git in this repository; returns None where it is none, or git fails."""
+    """Run a git command in this repository; None if it is no repository or git fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20)
+        # Benchmarks that need root may run in another user's repository, which git refuses to read by default.
+        command = ["git", "-c", f"safe.directory={ROOT}", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def provenance(measured: Sequence[str]) -> dict[str, Any]:
-    """Notes the provenance of a run that begins now. `measured`: the paths that its numbers are of."""
+    """Record the provenance of a run that starts now. `measured`: paths of the measured code."""
     changed = git("status", "--porcelain", "--", *measured)
     return {
         "commit": git("rev-parse", "--short=12", "HEAD"),
@@ -47,9 +49,9 @@ def provenance(measured: Sequence[str]) -> dict[str, Any]:
 
 
 def age(run: Mapping[str, Any], measured: Sequence[str]) -> str | None:
-    """Says how a run is older than the code that it measured, as that is here now; None where it is not.
+    """Describe by how much a run is older than the code it measured, or None if it is current.
 
-    `run`: as by `provenance`. Where git does not know the commit, nobody can tell, and that is said.
+    `run`: result of `provenance`. If git does not know the commit, the text states this.
     """
     commit = run.get("commit")
     if commit is None:
@@ -66,7 +68,7 @@ def age(run: Mapping[str, Any], measured: Sequence[str]) -> str | None:
 
 
 def conditions(run: Mapping[str, Any], measured: Sequence[str]) -> str:
-    """A line for below a table: commit, rounds, load, machine, date, and the run's age."""
+    """Return a caption for a table: commit, rounds, load, machine, date, and age of the run."""
     machine = run.get("machine") or {}
     parts = [
         f"commit {(run.get('commit') or 'unknown')[:10]}",
@@ -80,7 +82,7 @@ def conditions(run: Mapping[str, Any], measured: Sequence[str]) -> str:
 
 
 def difference(runs: Iterable[Mapping[str, Any]]) -> str | None:
-    """Why rows of these runs are no comparison: other commits, or machines. None where they are one."""
+    """Return why rows of these runs are not comparable (commits or machines differ), or None."""
     found = list(runs)
     commits = sorted({str(run.get("commit")) for run in found})
     if len(commits) > 1:

@@ -1,4 +1,4 @@
-"""`make bench-report`: results of a GPU as tables in Markdown and a roofline picture."""
+"""`make bench-report`: GPU results as Markdown tables and a roofline plot."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bench.gpu.results import RESULTS, SCHEMA
 from bench.gpu.spread import PARTS
 from bench.provenance import age
 
-#: What the numbers are of.
+#: Measured code, for provenance.
 MEASURED = ("fusedmoe/kernels", "fusedmoe/autograd", "bench/gpu")
 
 Results = dict[str, Any]
 
 
 class Published(NamedTuple):
-    """Throughputs that others have published for the same layers, by shape: (forward, backward).
+    """Published throughputs of other implementations for the same layers, by shape: (forward, backward).
 
-    In TFLOP/s, of useful FLOP only. Other GPUs, or other software on the same one: a place to compare with, not a
-    measurement beside ours. An H100 has an H200's tensor cores and two thirds of its memory's bandwidth.
+    In TFLOP/s of useful FLOP. They come from other GPUs or other software, so they are a reference and not a
+    measurement under equal conditions. An H100 has an H200's tensor cores and two thirds of its memory bandwidth.
     """
 
     gpu: str
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     file = options.file or newest(RESULTS)
     if file is None:
-        print(f"no results of a GPU in {RESULTS} yet; make bench-gpu makes some", file=sys.stderr)
+        print(f"no GPU results in {RESULTS}; run make bench-gpu first", file=sys.stderr)
         return 1
     results = json.loads(file.read_text())
     if results.get("schema") != SCHEMA:
-        print(f"{file} is not of this benchmark (schema {results.get('schema')}, not {SCHEMA})", file=sys.stderr)
+        print(f"{file} has schema {results.get('schema')}, expected {SCHEMA}", file=sys.stderr)
         return 1
     print(table(results))
     print(f"picture: {picture(results, options.picture or file.with_suffix('.png'))}", file=sys.stderr)
@@ -85,18 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def newest(folder: Path) -> Path | None:
-    """The results there whose run began last, by their names: a checkout gives all files the same time."""
+    """Return the results of the latest run, by file name: a checkout gives all files the same modification time."""
     return max(folder.glob("gpu_*.json"), key=lambda path: path.stem.rpartition("_")[2], default=None)
 
 
 def table(results: Results) -> str:
-    """All of the results as Markdown."""
     parts = [_head(results), _passes(results), _beside(results), _kernels(results), _memory(results), _notes(results)]
     return "\n\n".join(part for part in parts if part)
 
 
 def picture(results: Results, path: Path) -> Path:
-    """Every kernel and pass under the GPU's roofline, and the fraction of the limit that each reaches."""
+    """Plot every kernel and pass under the GPU's roofline, and the fraction of the limit each reaches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +186,7 @@ def _passes(results: Results) -> str:
 
 
 def _beside(results: Results) -> str:
-    """TFLOP/s of all variants, forward/backward, and what has been published."""
+    """Tabulate TFLOP/s of all variants (forward/backward) and published numbers."""
     rows = [row for row in results["rows"] if row["kind"] == "pass"]
     if not rows:
         return ""
@@ -244,7 +243,7 @@ def _kernels(results: Results) -> str:
 
 
 def _forms(rows: Mapping[tuple[str, str], Any]) -> list[str]:
-    """Tabulates of each product that was tuned the fastest of Triton's forms beside the fastest in Gluon."""
+    """For each tuned product, tabulate the fastest Triton form and the fastest Gluon form."""
     body = []
     for (shape, kernel), row in rows.items():
         if times := row.get("microseconds"):
@@ -268,7 +267,7 @@ def _memory(results: Results) -> str:
             row["variant"],
             f"{row['saved_bytes'] / 2**20:.0f}",
             "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
-            "–" if row.get("energy_j") is None else f"{row['energy_j']:.3g}",  # older results have none
+            "–" if row.get("energy_j") is None else f"{row['energy_j']:.3g}",  # missing in older results
             f"{max(row['errors'].values()):.1e}",
         ]
         for row in rows
@@ -319,13 +318,12 @@ def _number(value: float | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="make bench-report ARGS=…",
-        description="Shows results of make bench-gpu: tables in Markdown on the standard output (redirect it into a "
-        "file to keep it), and a picture of the roofline. The tables: how the GPU held, the passes against their "
-        "limit, other libraries beside them and what has been published, every kernel, memory.",
-        epilog="A layer is named with its sizes (S tokens, M model dim, H expert hidden, E experts, K of a token).",
+        description="Show results of make bench-gpu: Markdown tables on standard output, and a roofline plot. Tables: "
+        "GPU state, passes against their limit, other libraries and published numbers, every kernel, memory.",
+        epilog="Layers are labelled with their sizes (S tokens, M model dim, H expert hidden dim, E experts, top K).",
     )
-    parser.add_argument("file", nargs="?", type=Path, help="results; without it the newest in bench/results/")
-    parser.add_argument("--picture", type=Path, help="where the picture goes (default: beside the results, .png)")
+    parser.add_argument("file", nargs="?", type=Path, help="results file (default: the latest in bench/results/)")
+    parser.add_argument("--picture", type=Path, help="file of the plot (default: the results file with suffix .png)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Blocks in micro-batches: a transformer with a causal attention of its own, chunks going on from block to block.
+"""Train a small transformer whose blocks run in micro-batches that overlap across blocks (`fusedmoe.pipeline`).
 
 torchrun --standalone --nproc-per-node 4 examples/blocks.py      # or: python examples/blocks.py
 """
@@ -17,7 +17,7 @@ from fusedmoe.training import sync_gradients
 
 
 class Attention(nn.Module):
-    """x → x with attention added, and what the experts of the block see."""
+    """Return x + attention(x) and the input of the block's experts."""
 
     def __init__(self, model_dim: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def main(steps: int = 60) -> float:
         degrees=(2, 4),  # micro-batches forward and backward
     )
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=3e-3)
-    torch.manual_seed(1 + topology.rank)  # data of its own
+    torch.manual_seed(1 + topology.rank)  # different data on every rank
     with topology.guard("training"):
         for step in range(steps):
             x_BLM = torch.randn(8, 16, 32)

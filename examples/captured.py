@@ -1,4 +1,4 @@
-"""A model in plain torch, which knows nothing of this library: compiled, its all-to-alls hide behind computation.
+"""Compile a plain PyTorch model so that its all-to-alls overlap with computation (`GraphBackend`).
 
 torchrun --standalone --nproc-per-node 2 examples/captured.py      # or: python examples/captured.py
 """
@@ -17,7 +17,7 @@ import fusedmoe
 
 
 class Experts(nn.Module):
-    """The best of 4 experts for each token, at most `capacity` tokens of this rank for each; the others are dropped."""
+    """Top-1 routing to 4 experts. Each expert takes at most `capacity` tokens of this rank; the rest are dropped."""
 
     def __init__(self, model_dim: int, hidden: int, capacity: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def main(steps: int = 60) -> float:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(Block(32, 64), Block(32, 64))
-    # A place of `send_SEC` has one token at most, which alone reads it back: the first step checks it.
+    # Each capacity slot of `send_SEC` holds at most one token, and only this token reads it back (checked).
     backend = fusedmoe.graph.GraphBackend(own_places=True)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

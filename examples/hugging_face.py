@@ -1,10 +1,10 @@
-"""Trains a small Mixtral of Hugging Face on this repository's own text, with this library's experts.
+"""Train a small Hugging Face Mixtral on the source of these examples, with fusedmoe's experts.
 
     python examples/hugging_face.py
     torchrun --nproc-per-node 2 examples/hugging_face.py      # experts split over the ranks, the rest by FSDP
 
-Two lines make the difference: `import fusedmoe.hf`, and `experts_implementation="fusedmoe"`. Over ranks
-`ep_implementation="fusedmoe"` has tokens travel by this library, too. Needs `pip install '.[hf]'`.
+Two lines select fusedmoe: `import fusedmoe.hf` and `experts_implementation="fusedmoe"`. With several ranks,
+`ep_implementation="fusedmoe"` also sends the tokens. Needs `pip install '.[hf]'`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH, BATCH = 64, 8
 
 
 def main(steps: int = 60) -> float:
-    """Returns the last loss, of rank 0 its mean over the ranks."""
+    """Return the last loss; on rank 0, its mean over the ranks."""
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if world > 1:
         dist.init_process_group()
@@ -40,21 +40,21 @@ def main(steps: int = 60) -> float:
 def train(world: int, rank: int, steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
-        if rank == 0:  # in place of a model that you have downloaded
+        if rank == 0:  # stands for a downloaded model
             torch.manual_seed(0)
             MixtralForCausalLM(MixtralConfig(**SMALL, **HEADS)).save_pretrained(folder)
         if world > 1:
             dist.broadcast_object_list(shared)
-        config = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=fusedmoe.hf.NAME)
+        config = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="fusedmoe")
         model = AutoModelForCausalLM.from_pretrained(
-            shared[0], experts_implementation=fusedmoe.hf.NAME, distributed_config=config if world > 1 else None
+            shared[0], experts_implementation="fusedmoe", distributed_config=config if world > 1 else None
         )
         if world > 1:
-            dist.barrier()  # before the folder goes
+            dist.barrier()  # before the folder is removed
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
     bytes_N = torch.tensor(list(text.encode()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    chance = torch.Generator().manual_seed(rank)  # each rank has a batch of its own
+    chance = torch.Generator().manual_seed(rank)  # different batches on every rank
     mean = torch.zeros(())
     for step in range(steps):
         starts = torch.randint(0, len(bytes_N) - LENGTH, (BATCH,), generator=chance)

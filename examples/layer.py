@@ -1,4 +1,4 @@
-"""A first layer, in one process: sixteen experts learn a function with sixteen regimes.
+"""Train one MoE layer in one process: 16 experts learn a function with 16 regimes.
 
 python examples/layer.py
 """
@@ -19,7 +19,7 @@ def main(steps: int = 200) -> float:
     )
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
 
-    # Tokens gather around sixteen centres; around each, the target is another linear map.
+    # Tokens are clustered around 16 centres; each cluster has its own linear target.
     centre_EM = 3 * torch.randn(16, 32)
     map_EMM = torch.randn(16, 32, 32) / 32**0.5
 
@@ -34,7 +34,7 @@ def main(steps: int = 200) -> float:
         optimizer.step()
         optimizer.zero_grad()
         if step % 40 == 0 or step == steps - 1:
-            # Slots are token · choice pairs. Those beyond an expert's capacity are dropped: they add nothing to y.
+            # (token, k) pairs beyond an expert's capacity are dropped: they add nothing to y.
             print(f"step {step:3}  loss {loss.item():6.3f}  load {layer.load_E.tolist()}  dropped {layer.dropped}")
     return loss.item()
 

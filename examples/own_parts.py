@@ -1,4 +1,4 @@
-"""Parts of your own: a gate, an expert, and a hook that counts what travels.
+"""Define a custom gate, a custom expert, and a hook that counts dispatched rows.
 
 python examples/own_parts.py
 """
@@ -13,7 +13,7 @@ from fusedmoe import gates
 
 
 class SignGate(gates.Gate):
-    """Routes by the sign pattern of the first components: nothing to learn, perfectly repeatable."""
+    """Route by the signs of the first components. No parameters, deterministic."""
 
     def route(self, x_SM: Tensor) -> gates.Routing:
         bits = self.experts.bit_length() - 1
@@ -25,12 +25,12 @@ class SignGate(gates.Gate):
 
 
 def expert(model_dim: int) -> nn.Module:
-    """Any module that maps rows to rows can be an expert."""
+    """Make an expert. Any module that maps rows to rows can be one."""
     return nn.Sequential(nn.Linear(model_dim, 48), nn.Tanh(), nn.Linear(48, model_dim))
 
 
 class CountRows(fusedmoe.Hooks):
-    """Counts the rows that are dispatched, apart for activations and for gradients."""
+    """Count dispatched rows, separately for activations and gradients."""
 
     def __init__(self) -> None:
         self.rows = {"forward": 0, "backward": 0}
@@ -46,12 +46,12 @@ def main() -> CountRows:
         model_dim=24,
         gate=SignGate(experts=8),
         experts=fusedmoe.experts.Custom(expert),
-        # Rows would cross ranks as bfloat16, half the bytes. Hooks nest: CountRows sees rows before they are cast.
+        # Over several ranks, rows are sent as bfloat16. Hooks nest: CountRows sees rows before the cast.
         hooks=[count, fusedmoe.hooks.WireCast(torch.bfloat16)],
     )
     x_SM = torch.randn(200, 24)
     layer(x_SM).square().mean().backward()
-    print("rows dispatched:", count.rows, " load of the experts:", layer.load_E.tolist())
+    print("rows dispatched:", count.rows, " expert load:", layer.load_E.tolist())
     return count
 
 

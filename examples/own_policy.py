@@ -1,7 +1,7 @@
-"""A policy of your own: how many chunks the rows of a layer travel in, from what the layer is and what it costs.
+"""Define a schedule policy that chooses the number of chunks from a layer's workload and costs.
 
-python examples/own_policy.py                                              # what it would take, by prediction
-torchrun --standalone --nproc-per-node 2 examples/own_policy.py            # and in a layer
+python examples/own_policy.py                                              # predicted step times
+torchrun --standalone --nproc-per-node 2 examples/own_policy.py            # also run a layer
 torchrun --standalone --nproc-per-node 2 examples/own_policy.py train --schedule half_a_millisecond --steps 20
 """
 
@@ -15,18 +15,23 @@ import torch.distributed as dist
 
 import fusedmoe
 from fusedmoe.cli.main import main as command
-from fusedmoe.schedule.cost import LINES, CostModel, Line
-from fusedmoe.schedule.passes import three_queues
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import ChunkedPass, step_plan
-from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule import (
+    LINES,
+    POLICIES,
+    ChunkedPass,
+    CostModel,
+    Line,
+    Plan,
+    StepCosts,
+    Workload,
+    makespan,
+    step_plan,
+    three_queues,
+)
 
 
 def half_a_millisecond(workload: Workload, costs: StepCosts) -> Plan:
-    """Chunks whose experts compute for about half a millisecond."""
+    """Use chunks whose experts compute for about half a millisecond."""
 
     def chunks(phase: str) -> list[ChunkedPass]:
         whole_s = [layer.chunks[phase]["expert"].seconds(1) for layer in costs.layers]
@@ -37,12 +42,12 @@ def half_a_millisecond(workload: Workload, costs: StepCosts) -> Plan:
 
 fusedmoe.register_policy("half_a_millisecond", half_a_millisecond)
 
-# Made up: 10 µs to start anything, 10 GB/s between ranks, 1 TFLOP/s.
+# Example costs: 10 µs latency, 10 GB/s between ranks, 1 TFLOP/s.
 MACHINE = CostModel({name: Line(1e-5, 1e-12 if name == "gemm" else 1e-10) for name in LINES})
 
 
 def predicted() -> dict[str, float]:
-    """Milliseconds of a step of four layers, by policy."""
+    """Return the predicted time of a step of four layers in milliseconds, by policy."""
     layer = Workload(batch=8, seq_len=512, model_dim=512, hidden=1024, experts=8, ep=2)
     costs = layer.step_costs(MACHINE, [layer.gradient_bytes()] * 4, ("dispatch", "expert", "combine"))
     names = ("sequential", "tutel", "fsmoe", "half_a_millisecond")
@@ -52,7 +57,7 @@ def predicted() -> dict[str, float]:
 def main() -> dict[str, float]:
     found = predicted()
     for name, step_ms in found.items():
-        print(f"{name}: {step_ms:.1f} ms a step, by prediction")
+        print(f"{name}: {step_ms:.1f} ms per step (predicted)")
     if "RANK" in os.environ:  # under torchrun
         dist.init_process_group("gloo")
         topology = fusedmoe.Topology.from_sizes(ep=dist.get_world_size())
@@ -62,7 +67,7 @@ def main() -> dict[str, float]:
             gate=fusedmoe.gates.TopK(experts=8, k=2),
             experts=fusedmoe.experts.SwiGLU(hidden=128),
             topology=topology,
-            # By name it would measure this machine first: schedule="half_a_millisecond".
+            # schedule="half_a_millisecond" would measure this machine first.
             schedule=fusedmoe.Schedule(half_a_millisecond, costs=MACHINE),
         )
         layer(torch.randn(4096, 64)).square().mean().backward()
@@ -74,6 +79,6 @@ def main() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # the command, which knows the policy by its name
+    if len(sys.argv) > 1:  # run the fusedmoe command, which knows the registered policy
         sys.exit(command())
     main()

@@ -1,9 +1,9 @@
-"""The same layer over four ranks, and the training step around it.
+"""Train an MoE layer on four ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/parallel.py
 
-Experts are split over EP = 2 (which would be two nodes), each expert's hidden dimension over ESP = 2 (the ranks of a
-node). Every rank has tokens of its own, not even equally many.
+Experts are split over EP = 2 (two nodes), and each expert's hidden dimension over ESP = 2 (the ranks of a node). Every
+rank has different tokens, and a different number of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     topology = fusedmoe.Topology.from_sizes(ep=2, esp=2, ranks_per_node=2)
 
-    # Seeded alike, all ranks hold parts of one and the same model.
+    # With the same seed, all ranks hold parts of the same model.
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 32),
@@ -37,14 +37,14 @@ def main() -> None:
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # If this rank fails in here, the others end at once with an error that names it, wherever they wait.
+    # If this rank fails inside, the other ranks raise an error that names it at once.
     with topology.guard("the training loop"):
         torch.manual_seed(1 + topology.rank)
         for step in range(5):
             x_SM = torch.randn(100 + 10 * topology.rank, 16, device=device)
             loss = model(x_SM).square().mean() + 0.01 * model[1].aux_loss
             loss.backward()
-            # Expert gradients over the ranks that hold the same shard, all others over all ranks.
+            # Average expert gradients over ranks with the same shard, and all other gradients over all ranks.
             training.sync_gradients(model, topology)
             norm = training.clip_grad_norm(model, topology, max_norm=1.0)
             optimizer.step()

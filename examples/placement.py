@@ -1,10 +1,9 @@
-"""Experts that go where their tokens are: owned once in the world, copied for a step to the ranks that ask for them.
+"""Train with expert placement: each expert has one owner, and popular experts are replicated for one step.
 
     torchrun --standalone --nproc-per-node 4 examples/placement.py
 
-The tokens like some experts more than others, and change their minds. Expert parallelism has the ranks of popular
-experts compute while the others wait. Here two lines are different, the layers' `placement` and `ShardedExperts`;
-losses and updates stay the same.
+Loads are skewed and change over time. With expert parallelism, ranks wait for the owners of popular experts. Two lines
+differ from expert parallelism: the layers' `placement` and `ShardedExperts`. Losses and updates do not change.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WIDTH, EXPERTS, TOKENS = 32, 16, 256
 
 
 class Model(nn.Module):
-    """Two layers of experts behind something that takes time, in which copies travel."""
+    """Two MoE layers, each after a dense layer that overlaps with the sending of replicas."""
 
     def __init__(self, topology: fusedmoe.Topology) -> None:
         super().__init__()
@@ -54,24 +53,24 @@ def main(steps: int = 12) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sharded = ShardedExperts(model, optimizer, topology, overlap=6, memory=2)
 
-    likes_M = torch.randn(WIDTH)
+    bias_M = torch.randn(WIDTH)  # makes some experts popular
     torch.manual_seed(topology.rank)
     for step in range(steps):
-        likes_M = likes_M.roll(1) if step % 6 == 5 else likes_M  # they change their minds
-        x_SM = torch.randn(TOKENS, WIDTH) + likes_M
+        bias_M = bias_M.roll(1) if step % 6 == 5 else bias_M  # other experts become popular
+        x_SM = torch.randn(TOKENS, WIDTH) + bias_M
         loss = (model(x_SM) - x_SM.flip(1)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         sync_gradients(model, topology)
         clip_grad_norm(model, topology, 1.0)
-        optimizer.step()  # and copies for the next step are chosen
-        copies = sum(placement.extra_W().sum() for placement in sharded.placements)
-        say(topology, f"step {step + 1}: loss {loss.item():.3f}, {copies} copies")
+        optimizer.step()  # also chooses the replicas of the next step
+        replicas = sum(placement.extra_W().sum() for placement in sharded.placements)
+        say(topology, f"step {step + 1}: loss {loss.item():.3f}, {replicas} replicas")
 
-    for number, placement in enumerate(sharded.placements):  # none on one rank
-        say(topology, f"layer {number}, rank by rank (+: a copy)\n{placement}")
+    for number, placement in enumerate(sharded.placements):  # empty on one rank
+        say(topology, f"layer {number}, per rank (+: a replica)\n{placement}")
     memory = sharded.memory()
-    say(topology, f"rank 0: {memory.parameters} bytes of parameters, {memory.replicas} of copies")
+    say(topology, f"rank 0: {memory.parameters} bytes of parameters, {memory.replicas} of replicas")
     sharded.close()
     dist.destroy_process_group()
     return loss.item()

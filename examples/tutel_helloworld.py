@@ -1,9 +1,9 @@
-"""A training loop as Tutel's users write it, on this library: Tutel's flags, and its `[Summary]` line with step time.
+"""Train with Tutel's interface, flags and `[Summary]` line.
 
     python examples/tutel_helloworld.py --batch_size 1 --num_steps 10
     torchrun --nproc-per-node 2 examples/tutel_helloworld.py --batch_size 1 --num_steps 10 --a2a_ffn_overlap_degree auto
 
-The same file with `from tutel import …` in place of the marked lines runs on Tutel.
+With `from tutel import …` in the two marked lines, this program runs on Tutel.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top", type=int, default=2)
     parser.add_argument("--l_aux_wt", type=float, default=0.0)
     parser.add_argument("--a2a_ffn_overlap_degree", default="1", help="a number, or auto")
-    parser.add_argument("--allreduce_degree", type=int, default=1, help="-1: shared gradients are not averaged")
+    parser.add_argument("--allreduce_degree", type=int, default=1, help="-1: do not average shared gradients")
     parser.add_argument("--num_steps", type=int, default=100)
     parser.add_argument("--parallel_type", default="adaptive:1")
     parser.add_argument("--checkpoint_path", default="", help="with {rank} and {size}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--use_2dh", action="store_true")
     parser.add_argument("--eval", action="store_true")
-    parser.add_argument("--capacity_factor", type=float, default=1.0, help="0: nothing is dropped; −f: up to f")
+    parser.add_argument("--capacity_factor", type=float, default=1.0, help="0: no drops; -f: at most f")
     parser.add_argument("--megablocks_size", type=int, default=0)
     parser.add_argument("--use_tensorcore", action="store_true")
     parser.add_argument("--expert_type", default="ffn", choices=("ffn", "llama_ffn"))
-    parser.add_argument("--init", default="0.4", choices=("0.4", "0.3"), help="which Tutel's initial weights (new)")
+    parser.add_argument(
+        "--init", default="0.4", choices=("0.4", "0.3"), help="initial weights of a Tutel version (new)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -58,7 +60,7 @@ class Model(nn.Module):
         }
         if args.expert_type == "ffn":
             experts |= {"activation_fn": lambda x: F.relu(x)}
-            if args.init != "0.4":  # Tutel itself knows no choice
+            if args.init != "0.4":  # not an argument of Tutel
                 experts |= {"init": args.init}
         degree = args.a2a_ffn_overlap_degree
         self.megablocks_size = args.megablocks_size
@@ -84,7 +86,7 @@ class Model(nn.Module):
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Trains; returns the losses."""
+    """Train and return the losses."""
     args = parse(arguments)
     torch.backends.cuda.matmul.allow_tf32 = args.use_tensorcore
     env = system.init_data_model_parallel(backend="nccl" if args.device == "cuda" else "gloo")
@@ -140,7 +142,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         losses.append(float(loss.detach()))
         seconds.append(system.record_time() - start)
         tflops = products * (1 if args.eval else 3) * 1e-12 / seconds[-1]
-        show(f"STEP-{step}: loss = {losses[-1]:.5f}, step_time = {seconds[-1]:.6f} sec, perf = {tflops:.2f} tflops.")
+        show(f"STEP-{step}: loss = {losses[-1]:.5f}, step_time = {seconds[-1]:.6f} sec, perf = {tflops:.4g} tflops.")
     last = seconds[-10:]
     show(f"\n[Summary] Average synchronized step_time = {sum(last) / max(len(last), 1)} sec.")
     if path and not args.eval:

@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers for PyTorch whose communication hides behind computation.
+"""Mixture-of-experts layers for PyTorch whose communication overlaps with computation.
 
-Names are imported when they are first asked for, so that what does not compute (`fusedmoe.schedule`, `fusedmoe.tutel`
-before its layers) does not wait for torch.
+Names are imported on first access: modules without tensor computation (`fusedmoe.schedule`, `fusedmoe.tutel` before its
+layers) do not import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fusedmoe import routing as routing
     from fusedmoe import schedule as schedule
     from fusedmoe import training as training
-    from fusedmoe.blocks.pipeline import Along as Along
-    from fusedmoe.blocks.pipeline import Parts as Parts
     from fusedmoe.blocks.pipeline import PipelinedBlocks as PipelinedBlocks
     from fusedmoe.blocks.pipeline import pipeline as pipeline
     from fusedmoe.comm.topology import Topology as Topology
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from fusedmoe.layers.fsmoe import MOELayer as MOELayer
     from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
     from fusedmoe.layers.moe import MoELayer as MoELayer
-    from fusedmoe.layers.moe import Placements as Placements
     from fusedmoe.layers.schedule import Schedule as Schedule
     from fusedmoe.memory import keep_memory as keep_memory
     from fusedmoe.metrics import trace as trace
@@ -50,24 +47,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("autograd", "experts", "gates", "graph", "hooks", "losses", "metrics", "orders", "routing")
 _NAMES = {
     "hooks": ("HookContext", "Hooks"),
-    "blocks.pipeline": ("Along", "Parts", "PipelinedBlocks", "pipeline"),
+    "blocks.pipeline": ("PipelinedBlocks", "pipeline"),
     "comm.topology": ("Topology",),
     "engine.dispatcher": ("Dispatcher", "Handle", "Routed"),
     "errors": ("ConfigError", "DerivativeError", "RankError"),
     "layers.fsmoe": ("CallbackBase", "ExpertBase", "LinearGate", "MOELayer", "SimpleOrder"),
-    "layers.moe": ("MoELayer", "Placements"),
+    "layers.moe": ("MoELayer",),
     "metrics": ("trace",),
     "layers.schedule": ("Schedule",),
     "memory": ("keep_memory",),
     "schedule.policies": ("register_policy",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-__all__ = [*_HOMES, *_MODULES]
+__all__ = [*_HOMES]
 
-# A type checker would take `__getattr__` for a sign that there may be any name.
+# From `__getattr__` a type checker would infer that any name exists.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
@@ -75,7 +71,7 @@ if not TYPE_CHECKING:
             try:
                 return import_module(f"fusedmoe.{name}")
             except ImportError as error:
-                # A door to a library that is not installed; `hasattr` takes no other error.
+                # The library behind an integration is not installed; `hasattr` catches only AttributeError.
                 raise AttributeError(f"fusedmoe.{name} cannot be imported: {error}") from error
         if name not in _HOMES:
             raise AttributeError(f"module 'fusedmoe' has no attribute {name!r}")

@@ -1,9 +1,8 @@
-"""Descriptions of parts that a user constructed, for ranks to compare: arguments, and attributes that follow from them.
+"""Descriptions of user-constructed parts that ranks can compare: constructor arguments and derived attributes.
 
-A description is a text without addresses, indices of devices and hash order, so that ranks that construct alike have
-equal texts. A function is described by its code, its defaults and its closure. A tensor is described by its bits. An
-object of the standard library or of torch without a value of its own (a lock, a generator, a process group) is
-described by its class.
+A description is a text without addresses, device indices and hash order: equally constructed parts have equal texts on
+all ranks. Functions are described by code, defaults and closure; tensors by their bits; objects of the standard library
+or torch without a value (locks, generators, process groups) by their class.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Errors show this many characters of a value. A digest tells longer values apart.
+# Maximum number of characters of a value in errors; longer values are cut and have a digest.
 _SHOWN = 160
 _DEEPEST = 12
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_arguments"}
@@ -33,7 +32,7 @@ _BY_CODE = types.FunctionType, types.CodeType, types.MethodType, functools.parti
 
 
 class Description(str):
-    """A description that errors show without quotation marks."""
+    """String whose repr has no quotation marks, for values in error messages."""
 
     __slots__ = ()
 
@@ -42,38 +41,38 @@ class Description(str):
 
 
 class Constructed:
-    """Base of parts whose constructor arguments ranks compare, subclasses' included.
+    """Base of parts whose constructor arguments are compared between ranks, including those of subclasses.
 
     Attributes:
-        rank_specific: names of arguments and attributes that may differ between ranks, as the path of a log. Those of
-            base classes hold, too.
+        rank_specific: names of arguments and attributes that may differ between ranks, such as the path of a log; adds
+            to the names of base classes.
     """
 
     rank_specific: ClassVar[Collection[str]] = ()
     _arguments: dict[str, Description]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Here, and not in `__init__`: a subclass cannot forget it, and sees its arguments before it changes them.
+        # Subclasses cannot forget to call `__new__`, and it sees the arguments before they change.
         made = super().__new__(cls)
         object.__setattr__(made, "_arguments", describe_arguments(cls, args, kwargs))
         return made
 
 
 def describe_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Description]:
-    """Describe the arguments of a constructor by name, defaults included."""
+    """Describe the arguments of a constructor by name, including defaults."""
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except (TypeError, ValueError):
-        return {}  # the constructor raises; or a copy is made, which has what its original had
+        return {}  # the constructor raises; or this is a copy, with the attributes of its original
     bound.apply_defaults()
     return {name: describe(value) for name, value in list(bound.arguments.items())[1:]}
 
 
-def facts_of(part: Constructed, name: str, *, only_arguments: bool = False) -> dict[str, Description]:
-    """Describe a part for ranks to compare: its class, constructor arguments, and attributes that are no tensors.
+def describe_part(part: Constructed, name: str, *, only_arguments: bool = False) -> dict[str, Description]:
+    """Describe a part for comparison: class, constructor arguments, and attributes that are not tensors.
 
     Args:
-        only_arguments: of the attributes those named like a constructor's argument, for parts that also keep a state.
+        only_arguments: only attributes named like a constructor argument, for parts with mutable state.
     """
     hidden = {own for base in type(part).__mro__ for own in vars(base).get("rank_specific", ())}
     arguments = {key: value for key, value in part._arguments.items() if key not in hidden}
@@ -90,7 +89,7 @@ def facts_of(part: Constructed, name: str, *, only_arguments: bool = False) -> d
 
 
 def describe(value: object) -> Description:
-    """Describe a value; see the module's docstring."""
+    """Describe a value as a text, see the module docstring."""
     text = _text(value, ())
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}… (digest {_digest(text.encode())})"
@@ -102,7 +101,7 @@ def _parameters(cls: type) -> Collection[str]:
 
 
 def _text(value: Any, around: tuple[int, ...]) -> str:
-    plain = _plain(value)
+    plain = _describe_plain(value)
     if plain is not None:
         return plain
     if id(value) in around or len(around) > _DEEPEST:
@@ -124,39 +123,39 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
     if isinstance(value, _BY_CODE):
         return _function(value, inner)
     if isinstance(value, Constructed):
-        return mapping(facts_of(value, "part", only_arguments=True))
+        return mapping(describe_part(value, "part", only_arguments=True))
     if isinstance(value, nn.Module):
-        own = {key: part for key, part in vars(value).items() if key not in _OF_MODULES and _configures(key, part)}
+        own = {key: part for key, part in vars(value).items() if key not in _OF_MODULES and _is_config(key, part)}
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         shapes = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors}
         return f"{_name_of(type(value))}({mapping(own | shapes | dict(value.named_children()))})"
     return _object(value, mapping)
 
 
-def _configures(key: str, part: object) -> bool:
-    """Return whether an attribute of a module of any library is configuration.
+def _is_config(key: str, part: object) -> bool:
+    """Return whether a module's attribute is configuration, equal on all ranks: a public plain value or function.
 
-    Wrappers such as FSDP keep state of the rank in other attributes: objects, and names with an underscore.
+    Objects and names with an underscore are excluded: wrappers such as FSDP keep per-rank state in them.
     """
     if key.startswith("_") or isinstance(part, (Tensor, np.ndarray)):
         return False
     if isinstance(part, (list, tuple)):
-        return all(_plain(each) is not None for each in part)
-    return isinstance(part, _BY_CODE) or _plain(part) is not None
+        return all(_describe_plain(each) is not None for each in part)
+    return isinstance(part, _BY_CODE) or _describe_plain(part) is not None
 
 
-def _plain(value: Any) -> str | None:
-    """Describe a value that holds no others; None: it may hold others."""
+def _describe_plain(value: Any) -> str | None:
+    """Describe a value without nested values; None if it may contain others."""
     if isinstance(value, enum.Enum):
         return str(value)
-    # By the base class: a subclass may print an address, and NumPy's float prints its class.
+    # A subclass may print an address, and NumPy's float prints its class.
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
             return kind.__repr__(value)
     if isinstance(value, np.generic):
-        return _plain(value.item()) or repr(value)
+        return _describe_plain(value.item()) or repr(value)
     if isinstance(value, torch.device):
-        return value.type  # each rank has a device of its own
+        return value.type  # device indices differ between ranks
     if value is None or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, np.ndarray):
@@ -172,10 +171,10 @@ def _function(value: Any, inner: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if isinstance(value, types.MethodType):
-        owner = value.__self__  # of an owner that is no part, as a trainer, the state is no configuration
+        owner = value.__self__  # the state of other owners, such as a trainer, is not configuration
         described = inner(owner) if isinstance(owner, (Constructed, nn.Module, type)) else _name_of(type(owner))
         return f"{inner(value.__func__)} of {described}"
-    if isinstance(value, types.CodeType):  # without lines and paths of files
+    if isinstance(value, types.CodeType):  # without line numbers and paths
         return f"{value.co_name}{inner(value.co_consts)}{value.co_names}{value.co_freevars}{value.co_code.hex()}"
     closure = {}
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -195,7 +194,7 @@ def _object(value: Any, mapping: Any) -> str:
     root = cls.__module__.partition(".")[0]
     if root not in _OPAQUE:
         return f"{_name_of(cls)}({mapping(getattr(value, '__dict__', {}))})"
-    # Values of the standard library, as paths and dates, compare by value.
+    # Values of the standard library, such as paths and dates, compare by value.
     if root in sys.stdlib_module_names and cls.__eq__ is not object.__eq__:
         own = getattr(value, "__dict__", None)
         return f"{_name_of(cls)}({mapping(own)})" if own else _ADDRESS.sub("", repr(value))
@@ -203,7 +202,7 @@ def _object(value: Any, mapping: Any) -> str:
 
 
 def _name_of(value: Any) -> str:
-    # Processes that were spawned call the main module by another name.
+    # Spawned processes rename the main module.
     module = str(getattr(value, "__module__", "builtins")).replace("__mp_main__", "__main__")
     name = str(getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__))
     return name if module in ("builtins", "None") else f"{module}.{name}"
@@ -211,7 +210,7 @@ def _name_of(value: Any) -> str:
 
 @torch.no_grad()
 def _bits(tensor: Tensor) -> str:
-    # Of a DTensor or a fake tensor a rank has not all bits.
+    # A rank does not have all bits of a DTensor or a fake tensor.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
         return ""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -222,10 +221,12 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def facts_of_all(parts: Mapping[str, Constructed | None], hooks: Sequence[Constructed]) -> Iterator[Mapping[str, str]]:
-    """Yield the facts of a layer's parts, and of its hooks."""
+def describe_parts(
+    parts: Mapping[str, Constructed | None], hooks: Sequence[Constructed]
+) -> Iterator[Mapping[str, str]]:
+    """Yield the descriptions of a layer's parts and hooks."""
     for name, part in parts.items():
-        yield {name: Description(None)} if part is None else facts_of(part, name)
+        yield {name: Description(None)} if part is None else describe_part(part, name)
     yield {"hooks": Description([_name_of(type(hook)) for hook in hooks])}
     for number, hook in enumerate(hooks):
-        yield facts_of(hook, f"hooks[{number}]", only_arguments=True)
+        yield describe_part(hook, f"hooks[{number}]", only_arguments=True)

@@ -1,4 +1,4 @@
-"""Numbers in environment variables, checked where they are read."""
+"""Validated numbers from environment variables, and a warning for one that limits overlap."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def integer(
     most: int | None = None,
     given: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Return the integer in a variable, or `default` where the variable is not set or empty.
+    """Return the integer in a variable, or `default` if it is unset or empty.
 
     Args:
         least, most: bounds of the value.
-        given: the environment; None: that of the process.
+        given: the environment; None: the environment of the process.
     Raises:
-        ConfigError: the value is no integer, or is out of bounds.
+        ConfigError: the value is not an integer or out of bounds.
     """
     text = (os.environ if given is None else given).get(name, "").strip()
     if not text:
@@ -45,24 +45,29 @@ def integer(
     return value
 
 
+def launch_command(ranks: int, arguments: str) -> str:
+    """Return the command line of `fusedmoe` with these arguments, for as many ranks per host as this job has."""
+    if ranks == 1:
+        return f"fusedmoe {arguments}"
+    local = integer("LOCAL_WORLD_SIZE", ranks, 1)
+    hosts = "--standalone" if local == ranks else f"--nnodes {ranks // local} --rdzv-endpoint HOST:PORT"
+    return f"torchrun --nproc-per-node {local} {hosts} -m fusedmoe {arguments}"
+
+
 def seconds(name: str, default: float) -> float:
-    """Return the seconds in a variable, or `default` where the variable is not set or empty.
+    """Return the seconds in a variable, or `default` if it is unset or empty.
 
     Raises:
-        ConfigError: the value is no number, or not positive and finite.
+        ConfigError: the value is not a positive finite number.
     """
     value = number(name, default)
     if not 0 < value < math.inf:
-        raise ConfigError(f"{name}={os.environ[name]!r} in the environment must be seconds above 0, and finite")
+        raise ConfigError(f"{name}={os.environ[name]!r} in the environment must be positive, finite seconds")
     return value
 
 
 def number(name: str, default: float) -> float:
-    """Return the number in a variable, or `default` where the variable is not set or empty.
-
-    Raises:
-        ConfigError: the value is no number, or NaN.
-    """
+    """Return the number in a variable, or `default` if it is unset or empty. Raises `ConfigError` if it is invalid."""
     text = os.environ.get(name, "").strip()
     try:
         value = float(text) if text else default
@@ -71,6 +76,17 @@ def number(name: str, default: float) -> float:
     if math.isnan(value):
         raise ConfigError(f"{name}={text!r} in the environment must be a number")
     return value
+
+
+def single_queue_warning() -> str:
+    """Return why the value of CUDA_DEVICE_MAX_CONNECTIONS limits overlap, with the fix, or "" if it does not."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() != "1":
+        return ""
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue holds the launches of all streams of a process, and "
+        "communication may not overlap with computation as scheduled; unset it, or with Megatron's tensor or context "
+        "parallelism before Blackwell, which require it, measure both values (docs/guides/performance.md)"
+    )
 
 
 def _bounds(least: int | None, most: int | None) -> str:

@@ -1,18 +1,18 @@
-"""The errors of the library: what went wrong, on which rank, in which operation, and what cures it."""
+"""Exceptions of the library. Messages state what failed, on which rank and in which operation, and the fix."""
 
 from __future__ import annotations
 
 import unicodedata
 import warnings
 
-# Control and format characters (terminal sequences, bidirectional overrides), surrogates, and ends of lines.
+# Control and format characters (terminal sequences, bidirectional overrides), surrogates, and line separators.
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
-    """Replace characters that a terminal would act on by escapes: ESC by \\x1b, a line feed by \\n.
+    r"""Escape characters that a terminal interprets: ESC as \x1b, a line feed as \n.
 
-    Text from a file, such as the name of a tensor, could otherwise move the cursor, hide text or add lines.
+    Text from a file, such as a tensor name, could otherwise move the cursor, hide text or add lines.
     """
     if text.isprintable():
         return text
@@ -23,36 +23,36 @@ def printable(text: str) -> str:
 
 
 def warn(message: str, stacklevel: int = 1) -> None:
-    """Issue a `UserWarning` whose text is printable."""
+    """Issue a `UserWarning` with escaped text."""
     warnings.warn(printable(message), stacklevel=stacklevel + 1)
 
 
 class _Printable(Exception):
-    """An error whose message has no character that a terminal would act on."""
+    """Exception with an escaped message."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(_Printable, ValueError):
-    """An argument, a shape or a topology that cannot work; found before anything is sent."""
+    """Invalid argument, shape or topology, detected before any communication."""
 
 
 class DerivativeError(ConfigError, NotImplementedError):
-    """A derivative that an operation does not have; the message names the operation.
+    """An operation lacks a derivative; the message names the operation.
 
-    It is PyTorch's own error for missing derivatives, too, which is a RuntimeError.
+    Also a `NotImplementedError`, like PyTorch's own error for missing derivatives.
     """
 
 
 class RankError(_Printable, RuntimeError):
-    """A rank failed, or refused its input, and the others end with it.
+    """A rank failed or rejected its input. All ranks of the group raise the same error.
 
-    The message names the rank, the operation and a cure. Every rank of the group raises the same error.
+    The message names the rank, the operation and the fix.
 
     Attributes:
-        agreed: the ranks have told each other, and all raise it at the same place: nothing is on its way between them
-            that has not begun before, so that what follows finds nothing left of it.
+        agreed: all ranks raise it at the same point, and no communication is in flight except operations started
+            before. Later operations can proceed.
     """
 
     def __init__(self, message: str, agreed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Hooks: user code at the six seams of a layer, FSMoE §3.1, and two that are ready-made, with their operators."""
+"""Hooks: user code at six points of a layer (FSMoE §3.1), and two ready-made compression hooks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import wire
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
 
-__all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]
+__all__ = ["WireCast", "WireFp8"]
 
 Direction = Literal["forward", "backward"]
 
 
 @dataclass
 class HookContext:
-    """The pass and the chunk of a tensor that a hook is given.
+    """Pass and chunk of a hook's tensor.
 
     Attributes:
-        direction: "forward" with activations, "backward" with their gradients.
-        chunk, chunks: which part of the batch travels, of how many.
-        memory: a dict shared by the before_ and after_ hooks of one transfer, for what the one must tell the other. Of
-            several hooks, each keeps to a key of its own, best itself.
+        direction: "forward" for activations, "backward" for their gradients.
+        chunk, chunks: index of the chunk, and the number of chunks.
+        memory: a dict shared by the before_ and after_ hooks of one transfer. With several hooks, each uses its own
+            key, preferably itself.
     """
 
     direction: Direction
@@ -37,22 +37,22 @@ class HookContext:
 
 
 class Hooks(Constructed):
-    """Override what you need. Each hook gets a tensor and returns another, or None to leave it as it is.
+    """Base class of hooks. Each method receives a tensor and returns another, or None to leave it unchanged.
 
     In forward the order is before_moe_start, before_dispatch, after_dispatch, before_combine, after_combine,
-    before_moe_end; in backward the gradients pass the same seams in the same order: a gradient's way to the experts is
-    a dispatch, its way home a combine.
+    before_moe_end. Backward calls the hooks in the same order with gradients: the gradient of the layer's output is
+    dispatched to the experts, and the gradient of its input is combined.
 
-    - `before_moe_start` sees the layer's input [..., M] and `before_moe_end` its output (backward: the gradient of the
-      output, and that of the input). In forward autograd sees through them: what they compute is differentiated.
-    - The dispatch and combine hooks see rows [n, M], once per chunk, on the wire's two ends. A row is a token, once for
-      each rank that it goes to (this one among them), or the sum of its results on a rank; numbers of experts and
-      router weights travel beside. They stand for lossless or nearly lossless transport (compression): autograd takes
-      before_ and after_ together for the identity. A before_ hook may change dtype and width, if the after_ hook undoes
-      it, and if all ranks do the same.
+    - `before_moe_start` receives the layer's input [..., M], `before_moe_end` its output (in backward the gradient of
+      the output, and of the input). Autograd records the computation of both hooks in forward.
+    - Dispatch and combine hooks receive rows [n, M], once per chunk, before sending and after receiving. A row is a
+      token, once for each destination rank including this one, or the sum of its results on a rank. Expert assignments
+      and router weights are sent separately. The hooks must form lossless or nearly lossless compression: autograd
+      treats a before_ and after_ pair as the identity. A before_ hook may change dtype and width if the after_ hook
+      restores them and all ranks do the same.
 
-    Ranks compare the arguments that hooks were made with when a layer is made, and the attributes of these names. Those
-    that may differ by rank, as the path of a log, are named in the class attribute `rank_specific`.
+    When a layer is constructed, ranks compare the hooks' constructor arguments and the attributes of the same names,
+    except those in the class attribute `rank_specific`, such as the path of a log.
     """
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
@@ -74,19 +74,19 @@ class Hooks(Constructed):
         return None
 
 
-def carry(
+def transfer_rows(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
-    """Moves rows ("dispatch" or "combine") with the hooks at both ends."""
+    """Dispatch or combine rows with the hooks before and after the transfer."""
     before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
     return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
-    """Passes the tensor through every hook at a seam."""
-    # After_ hooks in reverse, so that pairs nest: the hook that packed last unpacks first.
+    """Apply every hook at one point of the layer to the tensor."""
+    # after_ hooks run in reverse order: the last hook to pack is the first to unpack.
     for hook in reversed(hooks) if seam.startswith("after") else hooks:
-        # Each seam is written out, so that a search for a method's name finds where it is called.
+        # Written out: searching for a method's name finds its call.
         seams = {
             "before_moe_start": hook.before_moe_start,
             "before_dispatch": hook.before_dispatch,
@@ -97,31 +97,31 @@ def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookCo
         }
         changed = seams[seam](tensor, context)
         if changed is not None and not isinstance(changed, Tensor):
-            raise ConfigError(f"{type(hook).__name__}.{seam} gave {changed!r}; a hook gives a tensor, or None")
+            raise ConfigError(f"{type(hook).__name__}.{seam} returned {changed!r}; a hook returns a tensor, or None")
         tensor = tensor if changed is None else changed
     return tensor
 
 
 class WireCast(Hooks):
-    """Compression: tokens are dispatched, and their sums combined, in a narrower dtype and widened on arrival.
+    """Compression: send tokens and their summed results in a narrower floating-point dtype.
 
-    Halves these bytes for float32 tokens, in forward and in backward; rounds every element that travels, a token's
-    results on a rank once, as their sum. Router weights, which travel beside, stay as they are. What ESP moves
-    inside a node stays wide, and so does what the experts compute in.
+    Halves the bytes of dispatch and combine for float32 tokens, in forward and backward. Every sent element is rounded;
+    a token's results on a rank are rounded once, as their sum. Router weights, ESP collectives and the experts'
+    computation keep their dtype.
 
     Args:
-        dtype: on the wire, e.g. torch.bfloat16.
+        dtype: of sent rows, e.g. torch.bfloat16.
     Raises:
-        ConfigError: a dtype that is not of floating-point numbers.
+        ConfigError: not a floating-point dtype.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"WireCast: rows cannot travel as {dtype!r}; give a floating-point dtype, torch.bfloat16")
+            raise ConfigError(f"WireCast: cannot send rows as {dtype!r}; pass a floating-point dtype, torch.bfloat16")
         self.dtype = dtype
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        # The other end is told the dtype here: what arrives does not say what it was.
+        # Received rows do not carry the original dtype.
         context.memory[self] = rows.dtype
         return rows.to(self.dtype)
 
@@ -136,12 +136,12 @@ class WireCast(Hooks):
 
 
 class WireFp8(Hooks):
-    """Compression: tokens and their sums travel between ranks as fp8, one byte an element and a scale for each row.
+    """Compression: send tokens and their summed results as fp8 (e4m3), one byte per element and one scale per row.
 
-    A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and in backward. An
-    element that travels is off by 2⁻⁴ of itself at most, or by 2⁻¹⁸ of the largest of its row. The format is
-    e4m3 both ways: with a scale for each row gradients do not need the range of e5m2. What is not finite arrives as
-    NaN. The experts compute in the rows' own dtype. The bytes: `fusedmoe.kernels.wire`.
+    A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and backward. The
+    error of a sent element is at most 2⁻⁴ of itself, or 2⁻¹⁸ of the largest in its row. With a scale per row, gradients
+    do not need the range of e5m2. Non-finite values are received as NaN. The experts compute in the rows' own dtype.
+    Format: `fusedmoe.kernels.wire`.
     """
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
@@ -158,33 +158,33 @@ class WireFp8(Hooks):
         return "WireFp8()"
 
 
-def listed(hooks: object) -> tuple[Hooks, ...]:
-    """Returns the hooks that a layer was given.
+def validate_hooks(hooks: object) -> tuple[Hooks, ...]:
+    """Return the hooks passed to a layer as a tuple.
 
     Raises:
-        ConfigError: one that is in no list, or what are no hooks.
+        ConfigError: not a list, or an element that is not a `Hooks`.
     """
     if not isinstance(hooks, Iterable):
-        raise ConfigError(f"MoELayer: hooks is {hooks!r}; give a list, hooks=[fusedmoe.hooks.WireCast()]")
+        raise ConfigError(f"MoELayer: hooks is {hooks!r}; pass a list, hooks=[fusedmoe.hooks.WireCast()]")
     given = tuple(hooks)
     for hook in given:
         if not isinstance(hook, Hooks):
-            example = "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own"
-            raise ConfigError(f"MoELayer: a hook is {hook!r}, no Hooks; give, say, {example}")
+            example = "fusedmoe.hooks.WireCast(), or your own fusedmoe.Hooks"
+            raise ConfigError(f"MoELayer: hook {hook!r} is not a Hooks; pass, for example, {example}")
     return given
 
 
-def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """Returns what a layer gets of its input. The gradient of the input passes the hooks at the layer's end."""
+def apply_start_hooks(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
+    """Apply hooks to the layer's input. In backward, apply the end hooks to the input's gradient."""
     if not hooks:
         return x
-    # The gradient of the input leaves the layer at its end, in the order of the backward pass.
+    # In backward the gradient of the input is the last tensor to leave the layer.
     x = _tap(hooks, x, "before_moe_end", chunk, chunks)
     return run_hooks(hooks, "before_moe_start", x, HookContext("forward", chunk, chunks))
 
 
-def leave(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """Returns what a layer gives of its output. The gradient of the output passes the hooks at the layer's start."""
+def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
+    """Apply hooks to the layer's output. In backward, apply the start hooks to the output's gradient."""
     if not hooks:
         return y
     y = run_hooks(hooks, "before_moe_end", y, HookContext("forward", chunk, chunks))
@@ -192,17 +192,17 @@ def leave(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) ->
 
 
 def _tap(hooks: Sequence[Hooks], tensor: Tensor, seam: str, chunk: int, chunks: int) -> Tensor:
-    """The identity, whose backward passes the gradient through the hooks at `seam`."""
+    """Return the tensor; its backward applies the hooks at `seam` to the gradient."""
     return _Tap.apply(tensor, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward", chunk, chunks)))
 
 
 class _Tap(Function):
-    operation, twice = "hooks at a layer's start and end", True  # autograd sees what they make of a gradient, too
+    operation, double_backward = "hooks at a layer's start and end", True  # hooks on gradients are differentiable
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passed: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.passed = passed
-        # An input that is returned as it is would not be an output of this function.
+        # A view: an input returned unchanged would not be an output of this function.
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -212,9 +212,9 @@ class _Tap(Function):
 
 @operator("pack_bf16")
 def pack_bf16(rows_NM: Tensor) -> Tensor:
-    """[n, M] floating point -> [n, M] bfloat16."""
+    """Convert [n, M] floating point to [n, M] bfloat16."""
     packed = wire.pack_bf16(rows_NM)
-    # An operator returns new memory, also where there is nothing to convert.
+    # Operators must return new memory, even without conversion.
     return packed.clone() if packed is rows_NM else packed
 
 
@@ -225,7 +225,7 @@ def _(rows_NM: Tensor) -> Tensor:
 
 @operator("unpack_bf16")
 def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, M] bfloat16 -> [n, M] of `dtype`."""
+    """Convert [n, M] bfloat16 to [n, M] of `dtype`."""
     rows = packed_NM.to(dtype)
     return rows.clone() if rows is packed_NM else rows
 
@@ -237,7 +237,7 @@ def _(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator("pack_fp8")
 def pack_fp8(rows_NM: Tensor) -> Tensor:
-    """[n, M] floating point -> [n, M + 4] uint8."""
+    """Pack [n, M] floating point into [n, M + 4] uint8."""
     return wire.pack_fp8(rows_NM)
 
 
@@ -248,7 +248,7 @@ def _(rows_NM: Tensor) -> Tensor:
 
 @operator("unpack_fp8")
 def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, M + 4] uint8 -> [n, M] of `dtype`."""
+    """Unpack [n, M + 4] uint8 into [n, M] of `dtype`."""
     return wire.unpack_fp8(packed, dtype)
 
 
@@ -257,10 +257,10 @@ def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)
 
 
-# The backward of either bfloat16 operator is the other, so that both have derivatives of any order.
-def _keep_dtype(ctx: Any, inputs: Any, output: Tensor) -> None:
+# The two bfloat16 operators are each other's backward, so both have derivatives of any order.
+def _save_dtype(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-register_gradient(pack_bf16, lambda ctx, grad: (unpack_bf16(grad, ctx.dtype),), _keep_dtype)
-register_gradient(unpack_bf16, lambda ctx, grad: (pack_bf16(grad), None), _keep_dtype)
+register_gradient(pack_bf16, lambda ctx, grad: (unpack_bf16(grad, ctx.dtype),), _save_dtype)
+register_gradient(unpack_bf16, lambda ctx, grad: (pack_bf16(grad), None), _save_dtype)

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps from one step to the next: one opt-in, for a whole process."""
+"""Opt-in setting of the C library to keep freed memory between training steps."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ _TOP_PAD_BYTES = 1 << 26
 
 
 def keep_memory() -> bool:
-    """Lets this process keep the memory of tensors on a CPU that it frees, for those that it makes next.
+    """Keep freed CPU tensor memory in this process for later tensors. Results do not change.
 
-    By default glibc returns each large tensor's memory to the system when the tensor goes, and the system clears every
-    page of it when it is asked for the next one: a training step of fixed shapes pays for hundreds of megabytes of
-    zeros that nobody reads. This call sets three of glibc's parameters (`man mallopt`): large blocks come from the heap
-    and not from the system one by one (`M_MMAP_MAX`), the heap never shrinks (`M_TRIM_THRESHOLD`), and it grows by 64
-    MiB at a time (`M_TOP_PAD`). No number changes. Call it once, before the first large tensor; `fusedmoe train` does.
+    By default, glibc returns the memory of each large tensor to the system, which clears every page before reuse: a
+    training step with fixed shapes pays for clearing hundreds of megabytes. This call sets three glibc parameters
+    (`man mallopt`): large blocks come from the heap (`M_MMAP_MAX`), the heap never shrinks (`M_TRIM_THRESHOLD`), and it
+    grows by 64 MiB at a time (`M_TOP_PAD`). Call it once, before the first large tensor; `fusedmoe train` does.
 
-    The price: the process holds the most memory that it has ever used until it ends, and somewhat more, because a block
-    in the middle of the heap fits only what is no larger than it. That is the right trade for a job that trains, and
-    the wrong one for a process that uses much memory once and then shares the machine. `malloc_trim(3)` returns what is
-    free. Threads other than the first have heaps of their own, of 64 MiB, and return what is larger.
-
-    It is for the CPU only: PyTorch keeps a GPU's memory by itself.
+    The process then holds its peak memory until it exits, and more because of fragmentation. `malloc_trim(3)` releases
+    free memory. Threads other than the main thread have separate heaps of 64 MiB and still return larger blocks.
+    PyTorch caches GPU memory itself.
 
     Returns:
-        Whether it took effect: False, and nothing changed, where the C library is not glibc (macOS, Windows, musl).
-            Where another allocator is preloaded (jemalloc, tcmalloc) it returns True, and changes nothing.
+        Whether it took effect. False if the C library is not glibc (macOS, Windows, musl). With a preloaded allocator
+            (jemalloc, tcmalloc) it returns True without an effect.
     """
     try:
         library = ctypes.CDLL(None)
     except TypeError:
-        # Windows has no such handle.
+        # Windows has no handle of the process.
         return False
     if not hasattr(library, "gnu_get_libc_version"):
         return False

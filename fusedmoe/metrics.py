@@ -1,6 +1,6 @@
-"""Metrics of a model's routing: counted on the device in every forward, brought together when they are asked for.
+"""Routing metrics of a model: counted on the device in every forward pass, reduced over ranks on request.
 
-`Metrics(model).collect()` gives numbers by name; `JsonLines` and `TensorBoard` are places where these can go.
+`Metrics(model).collect()` returns values by name. `JsonLines` and `TensorBoard` write them.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from torch.profiler import ProfilerActivity, profile
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import ProfilerConfig, profiler_is_on
-from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.compat.torch import ProfilerConfig, is_profiler_active
+from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import TERMS, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.runtime.recorder import Recorder
 
-__all__ = ["Collector", "JsonLines", "Metrics", "RoutingCounters", "Sink", "TensorBoard", "Watched"]
+__all__ = ["JsonLines", "Metrics", "TensorBoard"]
 
 Floats = NDArray[np.float64]
 
 
 class Watched(NamedTuple):
-    """A layer that metrics are of."""
+    """A layer's counters, and the number of ranks its experts are evenly split over (1 if uneven or dynamic)."""
 
     counters: RoutingCounters
-    # Ranks that its experts are split over, evenly and in order; 1 where they are not, or move.
     ranks: int = 1
 
 
 class Collector:
-    """Brings counters of layers together over the ranks. Making one is collective, and so is `collect`.
+    """Reduces the counters of layers over ranks. Construction and `collect` are collective.
 
     Args:
-        layers: by the name that their keys have.
-        topology: of whose ranks.
-        flops_per_token: FLOP of a token's forward and backward pass (six for each parameter that it meets), for "mfu".
-        peak_flops: FLOP/s that a rank's device could do, for "mfu".
-        exposed_s: seconds of communication that nothing hid since the last collection; None: nothing is known of it.
+        layers: by name, which becomes part of the keys.
+        topology: the ranks to reduce over.
+        flops_per_token: FLOP per token of forward and backward (6 per active parameter), for "mfu".
+        peak_flops: peak FLOP/s of a rank's device, for "mfu".
+        exposed_s: returns the seconds of exposed communication since the last collection; None if unknown.
     Raises:
-        ConfigError: no layers; one of the two numbers without the other, or not positive.
-        RankError: other layers on other ranks.
+        ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
+        RankError: layers differ between ranks.
     """
 
     def __init__(
@@ -67,42 +66,42 @@ class Collector:
         exposed_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         if not layers:
-            raise ConfigError("Metrics: the model has no layers with experts")
+            raise ConfigError("Metrics: the model has no MoE layers")
         numbers = flops_per_token, peak_flops
         if None in numbers and numbers != (None, None):
-            raise ConfigError("Metrics: mfu takes both flops_per_token and peak_flops")
+            raise ConfigError("Metrics: mfu needs both flops_per_token and peak_flops")
         if any(number is not None and not number > 0 for number in numbers):
             raise ConfigError(f"Metrics: flops_per_token and peak_flops must be positive, got {numbers}")
         sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
-        # The sums of all layers travel as one tensor, so these must be the same on all ranks.
-        topology.agree({"layers": sizes}, "Metrics")
+        # The sums of all layers are reduced as one tensor: layers must be equal on all ranks.
+        topology.require_equal_facts({"layers": sizes}, "Metrics")
         self._layers, self._topology, self._exposed_s = dict(layers), topology, exposed_s
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
         self._since_s = time.perf_counter()
 
     def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
-        """Returns the metrics since the last collection, the same on all ranks, which all call it.
+        """Return the metrics since the last collection, equal on all ranks. Collective.
 
-        One all-reduce, and the only wait for the device. Keys of what nothing was counted of are left out.
+        One all-reduce and one device synchronization. Keys without data are left out.
 
         Args:
-            per_layer: also those of each layer, "moe/NAME/max_vio" and so on.
-            per_expert: also the load of each expert, "moe/NAME/load/3": how often the tokens of all ranks chose it,
-                drops included.
+            per_layer: also return each layer's metrics, "moe/NAME/max_vio" and so on.
+            per_expert: also return the load of each expert, "moe/NAME/load/3": number of choices by tokens of all
+                ranks, including dropped choices.
         """
-        # Sums go where the group's collectives want them; alone, nothing is copied before the one wait.
+        # A single rank copies nothing before the synchronization.
         device = device_of(self._topology.world)
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
         exposed_s = self._exposed_s()
         now_s = time.perf_counter()
-        # Time is summed over ranks like the rest, with a count of those that know what was exposed.
+        # Times are summed over ranks too, with the number of ranks that have recorded exposed time.
         own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
         sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype, device="cpu").to(device)])
         every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
         self._since_s = now_s
-        # Counting goes on in the same memory, which graphs may hold.
+        # In place: CUDA graphs may refer to this memory.
         for layer in self._layers.values():
             layer.counters.sums.zero_()
         return self._named(every_sum, per_layer, per_expert)
@@ -110,11 +109,11 @@ class Collector:
     def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
         loads: dict[str, float] = {}
-        # A layer that did not run in every forward has seen fewer tokens than the model.
+        # A layer that did not run in every forward pass has fewer tokens than the model.
         tokens, start = 0.0, 0
         for name, (counters, ranks) in self._layers.items():
             stop = start + len(counters.sums)
-            each[name] = of_layer(sums[start:stop], counters.experts, ranks)
+            each[name] = layer_metrics(sums[start:stop], counters.experts, ranks)
             tokens = max(tokens, float(sums[start + 2 * counters.experts]))
             if per_expert:
                 chosen_E = sums[start : start + counters.experts].tolist()
@@ -124,7 +123,7 @@ class Collector:
         for key in dict.fromkeys(key for metrics in each.values() for key in metrics):
             values = [metrics[key] for metrics in each.values() if key in metrics]
             result[f"moe/{key}"] = sum(values) / len(values)
-            # A mean hides one layer whose experts have collapsed.
+            # A mean hides a single collapsed layer.
             if key == "max_vio":
                 result["moe/max_vio_worst"] = max(values)
         seconds, exposed_s, recorded = sums[start:].tolist()
@@ -140,38 +139,38 @@ class Collector:
 
 
 class Metrics(Collector):
-    """Metrics of a model's `MoELayer`s; training forwards count, once where activations are computed again.
+    """Metrics of a model's `MoELayer`s in training forward passes. Recomputed activations count once.
 
         metrics = Metrics(model)
         for step, batch in enumerate(batches):
-            …                                        # as before
+            …                                        # unchanged training step
             if step % 20 == 19:
                 print(metrics.collect())             # {"moe/max_vio": 0.21, …}, on all ranks
 
-    Over all tokens of all ranks since the last collection; c_e are the choices of expert e of E, drops included; the
-    mean over the layers:
+    Values cover all tokens of all ranks since the last collection and are means over layers. c_e is the number of
+    choices of expert e of E, including dropped choices:
 
-    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": of the layer where it is
-      largest; "moe/load_cv" = std c / mean c; "moe/dead_experts": the share of experts with c = 0; "moe/diversity" =
-      exp(H(c / Σc)) / E, 1 when even
-    - "moe/dropped": the share of choices that found no room
-    - "moe/rank_rows": rows that the busiest rank's experts receive over the mean of ranks, those of replicas added up;
-      where experts are split over ranks, and do not move
-    - "moe/pairs_per_token": (token, k) pairs that travelled for each token that did, which goes once to each rank that
-      has experts for it: how many times fewer bytes that is than a row for each pair; not of compiled layers
-    - of gates with router logits l: "moe/router_entropy", nats of softmax(l) of a token in the mean; "moe/z_loss", mean
-      of logsumexp(l)²; "moe/balance_loss", E·Σ mean(softmax(l)_e)·share_e of a forward on a rank (1 when even), in the
-      mean; whatever losses the gate has, without coefficients
-    - "moe/aux_loss": the gate's own losses with their coefficients, mean of forwards and ranks
+    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": maximum over layers
+    - "moe/load_cv" = std c / mean c; "moe/dead_experts": fraction of experts with c = 0
+    - "moe/diversity" = exp(H(c / Σc)) / E, 1 if balanced
+    - "moe/dropped": fraction of choices dropped by the capacity
+    - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; only if
+      experts are split over ranks and static
+    - "moe/pairs_per_token": (token, k) pairs per token sent. A token is sent once to each rank with any of its experts:
+      this is the reduction in bytes compared with one row per pair. Not for compiled layers
+    - for gates with router logits l: "moe/router_entropy", mean entropy of softmax(l) in nats; "moe/z_loss", mean of
+      logsumexp(l)²; "moe/balance_loss", mean of E·Σ mean(softmax(l)_e)·share_e per forward pass and rank (1 if
+      balanced); independent of the gate's own losses, without coefficients
+    - "moe/aux_loss": the gate's own losses with their coefficients, mean over forward passes and ranks
     - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
-    - "moe/tokens_per_s", of all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
-    - "moe/exposed_s": seconds in which rows travelled and this rank's layers computed nothing, in the first forward and
-      backward pass of each layer since the last collection, in the mean of ranks; where rows travel between ranks, but
-      not of layers in a compiled model
+    - "moe/tokens_per_s" over all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
+    - "moe/exposed_s": seconds of communication not overlapped with computation of this rank's layers, in the first
+      forward and backward pass of each layer since the last collection, mean over ranks. Not for a single rank or
+      compiled models
 
-    The counters are float64 on the device of the layer; nothing but `collect` waits for it. `close` ends it.
+    Counters are float64 on the layer's device; only `collect` synchronizes. `close` stops counting.
 
-    Args: see `Collector`; `model` has the layers, which are numbered in order for timelines and profiles.
+    Args: see `Collector`. The layers of `model` are numbered in order for timelines and profiles.
     """
 
     def __init__(
@@ -182,28 +181,30 @@ class Metrics(Collector):
         layers = list(self._named_layers.values())
         topology = layers[0].topology if layers else Topology()
         if any(layer.topology.world.size != topology.world.size for layer in layers):
-            raise ConfigError("Metrics: the model's layers are of topologies of different sizes; make one for each")
+            raise ConfigError(
+                "Metrics: the model's layers have topologies of different sizes; use one Metrics for each"
+            )
         if any(layer.load.counters is not None for layer in layers):
-            raise ConfigError("Metrics: a layer has metrics already: close() these first, or use them")
-        # Timelines that the sampler records tell layers apart by number.
+            raise ConfigError("Metrics: a layer already has metrics: use them, or close() them first")
+        # Timelines of the sampler identify layers by number.
         number_layers(layers)
         watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        super().__init__(watched, topology, exposed_s=lambda: self._sampler.exposed_s(), **numbers)
-        # Once nothing is refused any more: it hooks the model.
-        self._sampler = ExposedSampler(model, topology)
+        super().__init__(watched, topology, exposed_s=lambda: self._exposed_sampler.exposed_s(), **numbers)
+        # Last, because it hooks the model: no error may follow.
+        self._exposed_sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
 
     def close(self) -> None:
-        """Ends the counting, and takes its hooks from the model."""
-        self._sampler.close()
+        """Stop counting and remove the hooks."""
+        self._exposed_sampler.close()
         for layer in self._named_layers.values():
             layer.load.counters = None
 
 
 class ExposedSampler:
-    """Records the first training pass of each part of a model through which rows travel; the rest run as ever."""
+    """Records the first training pass of each layer that communicates, to measure exposed communication."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
         self._seen: set[nn.Module] = set()
@@ -211,7 +212,7 @@ class ExposedSampler:
         self._recorder: Recorder | None = None
         if topology.ep.size * topology.esp.size == 1:
             return
-        # One recorder for all modules: time is exposed only where no layer computed.
+        # One recorder for all modules: time is exposed only if no layer computes.
         self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
         for module in model.modules():
             if isinstance(module, (MoELayer, PipelinedBlocks)):
@@ -219,7 +220,7 @@ class ExposedSampler:
                 self._on += [module.register_forward_hook(self._end, always_call=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks go with copies and pickles of a model, of which nobody collects anything.
+        # Copies and pickles of the model are not measured.
         return {"_seen": set(), "_on": [], "_recorder": None}
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Returns the seconds exposed since the last call, None where nothing was recorded; waits for the device."""
+        """Return the exposed seconds since the last call; None without a recording. Synchronizes with the device."""
         if self._recorder is None or not self._seen:
             return None
         found = self._recorder.timeline()
@@ -236,14 +237,14 @@ class ExposedSampler:
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
-        # What is in a graph is not recorded.
+        # Compiled graphs are not recorded.
         if torch.compiler.is_compiling():
             return
         if self._recorder is None or module.recorder is not None or not module.training:
             return
-        # One pass of each module is enough: a recorder costs what it measures.
-        if module not in self._seen and not recomputing():
-            # Removed in `_end`, so that the other forwards of the module run without a recorder.
+        # One pass per module: recording costs time.
+        if module not in self._seen and not is_recomputing():
+            # `_end` removes the recorder: other forward passes run without it.
             self._seen.add(module)
             module.recorder = self._recorder
 
@@ -254,21 +255,20 @@ class ExposedSampler:
 
 def _watch(layer: MoELayer) -> Watched:
     device = next(layer.parameters()).device
-    # Under a placement experts change ranks between two collections: rows by rank would mix placements.
+    # With a dynamic placement, rows per rank would mix several placements.
     ranks = layer.topology.ep.size if layer.placed is None else 1
     return Watched(RoutingCounters(layer.gate.experts, device), ranks)
 
 
-def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
-    """Works out the metrics of one layer from its counters' sums (`RoutingCounters.sums`); without prefix, and without
-    those of which there is nothing to say."""
+def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
+    """Return the defined metrics of one layer from the sums of `RoutingCounters`, without prefix."""
     sums = np.asarray(sums, dtype=np.float64)
     chosen_E, kept_E = sums[:experts], sums[experts : 2 * experts]
     terms = dict(zip(TERMS, sums[2 * experts :].tolist(), strict=True))
     metrics: dict[str, float] = {}
     if chosen_E.any():
         mean, share_E = chosen_E.mean(), chosen_E / chosen_E.sum()
-        # 0 · log 0 is 0: experts without rows add nothing.
+        # 0 · log 0 = 0.
         entropy = -np.sum(share_E[share_E > 0] * np.log(share_E[share_E > 0]))
         metrics |= {
             "max_vio": chosen_E.max() / mean - 1,
@@ -278,7 +278,7 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
             "dropped": 1 - kept_E.sum() / chosen_E.sum(),
         }
     if ranks > 1 and kept_E.any():
-        # Experts lie evenly over the ranks, in order, and what a rank waits for is its busiest peer.
+        # Experts are split evenly over ranks, in order. A rank waits for its busiest peer.
         rows_W = kept_E.reshape(ranks, -1).sum(1)
         metrics["rank_rows"] = rows_W.max() / rows_W.mean()
     if terms["scored"]:
@@ -295,31 +295,31 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
 
 
 class Sink(Protocol):
-    """Takes what was collected; on one rank, as all of them collect the same."""
+    """Writes collected metrics; used on one rank, because all ranks collect the same values."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None: ...
 
 
 class JsonLines:
-    """A line of JSON for each collection, {"step": 20, "moe/max_vio": …}, added to what the file has.
+    """Append one JSON line per collection to a file: {"step": 20, "moe/max_vio": …}.
 
-    Each line is on its way to the disk when `write` returns, so that a job that is killed leaves the lines before.
+    `write` flushes its line: a killed job keeps it.
 
     Raises:
-        OSError: the folder is not there, or cannot be written to.
+        OSError: the folder does not exist or is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        # Opened anew each time: a line that is written is not kept in a buffer of this process.
+        # Opened for each write: no line stays in a buffer of this process.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
 
 class TensorBoard:
-    """Curves in TensorBoard, by `torch.utils.tensorboard`.
+    """Write curves with `torch.utils.tensorboard`.
 
     Raises:
         ConfigError: the package tensorboard is not installed.
@@ -330,7 +330,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"TensorBoard needs its package ({error}): pip install tensorboard, or use JsonLines"
+                f"TensorBoard is not installed ({error}): pip install tensorboard, or use JsonLines"
             ) from error
         self._writer = SummaryWriter(str(folder))
 
@@ -339,36 +339,36 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Writes what is kept."""
+        """Flush and close the writer."""
         self._writer.close()
 
 
 @contextmanager
 def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Iterator[Path]:
-    """Writes a trace of what runs inside, for ui.perfetto.dev and chrome://tracing.
+    """Write a trace of the enclosed code for ui.perfetto.dev and chrome://tracing.
 
         with fusedmoe.trace("step.json", model):
             model(x).sum().backward()
 
-    Beside operators and kernels it shows what layers with experts do as ranges "fusedmoe: dispatch, layer 3, chunk 0,
-    forward": gate, permute, dispatch, all-gather, expert, reduce-scatter, combine, unpermute. A profiler of your own
-    (`torch.profiler.profile`) shows the same ranges; this one also has those of the threads on which a CPU overlaps
-    what travels.
+    In addition to operators and kernels, the trace has ranges for tasks of MoE layers ("fusedmoe: dispatch, layer 3,
+    chunk 0, forward"): gate, permute, dispatch, all-gather, expert, reduce-scatter, combine, unpermute. Any
+    `torch.profiler.profile` shows these ranges; this trace also includes the threads that overlap communication on a
+    CPU.
 
     Args:
-        path: of the file; where there are several ranks each writes its own, step.rank0.json and so on. What is
-            there is replaced; ".json.gz" compresses.
-        model: whose `MoELayer`s are numbered in order, for the ranges; those of `fusedmoe.models` are already.
+        path: output file; with several ranks each writes its own, step.rank0.json and so on. Existing files are
+            replaced; ".json.gz" compresses.
+        model: number its `MoELayer`s in order, for the ranges; models of `fusedmoe.models` are numbered already.
     Yields:
-        The path of this rank's file, which is there afterwards; not if what runs inside raises.
+        The path of this rank's file. It is written at the end, unless the enclosed code raises.
     Raises:
-        ConfigError: the folder is not there, or another profiler is on.
+        ConfigError: the folder does not exist, or another profiler is active.
     """
     wanted = Path(os.path.expanduser(path))
     if not wanted.parent.is_dir():
-        raise ConfigError(f"fusedmoe.trace: there is no folder {wanted.parent}; make it first")
-    if profiler_is_on():
-        raise ConfigError("fusedmoe.trace: a profiler is on already, and shows the same ranges: leave one of them out")
+        raise ConfigError(f"fusedmoe.trace: folder {wanted.parent} does not exist; create it first")
+    if is_profiler_active():
+        raise ConfigError("fusedmoe.trace: another profiler is active and shows the same ranges; use only one of them")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         stem, dot, ending = wanted.name.partition(".")
         wanted = wanted.with_name(f"{stem}.rank{dist.get_rank()}{dot}{ending}")
@@ -380,5 +380,5 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Itera
     with profile(activities=activities, experimental_config=ProfilerConfig(profile_all_threads=True)) as found:
         yield wanted
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what was issued inside belongs to it
+            torch.cuda.synchronize()  # include kernels launched inside
     found.export_chrome_trace(str(wanted))

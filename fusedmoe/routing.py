@@ -1,17 +1,17 @@
-"""Routing replay: which experts a model's tokens chose is recorded, or given to it.
+"""Routing replay: record the experts that a model's tokens choose, and replay recorded choices.
 
     with routing.record(model) as choices:
         model(x)
     with routing.replay(model, choices):
         loss(model(x)).backward()
 
-Reinforcement learning generates with one program and trains with another, whose routers choose other experts for some
-tokens; that makes it unstable (rollout routing replay). `replay` has the trained model use the experts of the
-generation: router weights, losses and gradients are of its own live logits, at the experts given. `read_vllm` and
-`read_sglang` take what these engines return.
+In reinforcement learning, generation and training run in different programs, whose routers choose different experts for
+some tokens; this makes training unstable (rollout routing replay). `replay` makes the trained model use the experts of
+the generation, with router weights, losses and gradients from its live logits. `read_vllm` and `read_sglang` read the
+choices that these engines return.
 
-Served are the routers of `MoELayer` (with `fusedmoe.pipeline`, too), of transformers' models, torchtitan's, Megatron's
-and `fusedmoe.tutel`'s layers, whichever library computes their experts. Compiled models run eagerly meanwhile.
+Supported are the routers of `MoELayer` (also under `fusedmoe.pipeline`), transformers, torchtitan, Megatron and
+`fusedmoe.tutel`, with any implementation of their experts. Compiled models run eagerly meanwhile.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from fusedmoe.compat import megatron, torchtitan
 from fusedmoe.compat.torch import WRAPPED_NAMES
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import ExpertChoice, SoftMoE
-from fusedmoe.gates.choosing import Choosing, RouterTap
+from fusedmoe.gates.choice_override import ChoiceOverride, RouterTap
 from fusedmoe.layers.moe import MoELayer
 
 __all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]
 
-# Names that wrappers give to the module that they wrap: DDP, PEFT, and those of `compat`.
+# Attributes under which DDP, PEFT and the wrappers in `compat` hold the wrapped module.
 _WRAPPED = {"module", "base_layer", *WRAPPED_NAMES}
 
 
 class _Router(NamedTuple):
-    """A router of another library.
+    """Router of another library.
 
     Attributes:
-        path, module: the module in whose forward experts are chosen.
+        path, module: the module whose forward chooses experts.
         num_experts: E.
-        dims: of the scores.
-        used: tells by the forward's output which experts are used; None: it does not say.
-        experts: a module that is called with numbers of all ranks' experts in that forward, if there is one.
+        dims: number of dimensions of the scores.
+        used: returns the used experts from the forward's output; None if the output does not contain them.
+        experts: a module called with global expert indices inside that forward, if there is one.
     """
 
     path: str
@@ -57,72 +57,72 @@ class _Router(NamedTuple):
 
 
 def routers(model: nn.Module) -> list[str]:
-    """Names the layers of a model whose choices can be recorded, in order.
+    """Return the names of the layers whose choices can be recorded, in order.
 
     Raises:
-        ConfigError: a model without any; a layer whose choices cannot be, named.
+        ConfigError: the model has none; or a layer whose choices cannot be recorded.
     """
-    return list(_found(model))
+    return list(_find_routers(model))
 
 
 @contextmanager
 def record(model: nn.Module, device: torch.device | str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Records the experts that a model's tokens choose; forwards that a checkpoint computes again are no others.
+    """Record the experts that a model's tokens choose. Recomputations of activation checkpoints are not recorded.
 
     Args:
-        model: with layers of experts of any kind, bare or in wrappers (DDP, FSDP, torch.compile, PEFT).
-        device: where the choices are kept, "cpu" to have them on the host; None: where they are made.
-    Returns:
-        A dictionary that is filled at the end: by layer [T, K], int16, or int32 for more than 32,767 experts, of the T
-        tokens that this rank's router saw in all forwards, one after the other, before expert parallelism numbers
-        experts anew. (With a mask that `MoELayer` was given, tokens without padding.)
+        model: with MoE layers of any supported kind, bare or wrapped (DDP, FSDP, torch.compile, PEFT).
+        device: where the choices are stored; None: the device that computes them.
+    Yields:
+        A dictionary, filled when the context ends: by layer [T, K] global expert indices, int16, or int32 for more than
+        32,767 experts, for all T tokens of this rank's router, over all forwards in order. (With a mask passed to
+        `MoELayer`, tokens without padding.)
     Raises:
-        ConfigError: a model without layers of experts, or with one whose choices cannot be recorded, named; a layer
-            that had no forward, or whose router takes other experts than a top-k of scores gives; a record in a record.
+        ConfigError: a model without MoE layers, or with a layer whose choices cannot be recorded; a layer
+            without a forward, or whose router does not use the top-k of its scores; nested records.
     """
     choices: dict[str, Tensor] = {}
-    by_name = _found(model)
+    by_name = _find_routers(model)
     if any(tap is not None and tap.recorded is not None for tap in map(_tap, by_name.values())):
-        raise ConfigError("routing.record: the model's choices are being recorded already")
-    taps = {name: _tapped(name, router) for name, router in by_name.items()}
+        raise ConfigError("routing.record: the model's choices are already being recorded")
+    taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for tap in taps.values():
         tap.record(device)
-    with _eager(), _ending(taps, RouterTap.drop_recording):
+    with _eager_mode(), _ending(taps, RouterTap.drop_recording):
         yield choices
         choices |= {name: tap.stop_recording() for name, tap in taps.items()}
 
 
 @contextmanager
 def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -> Iterator[None]:
-    """Has a model's tokens use these experts. Weights and losses are those of the live logits there, with gradients.
+    """Make a model's tokens use the given experts, with weights, losses and gradients from the live logits.
 
-    Each forward of a layer takes the next rows, as many as its router sees tokens: with micro-batches the first one
-    takes the first rows. A forward that an activation checkpoint computes again takes those that it had, in a backward
-    pass after the end of the replay, too. Over ranks each gives its own tokens' choices.
+    Each forward of a layer consumes the next rows, one per token of its router: the first micro-batch uses the first
+    rows. Recomputing an activation checkpoint reuses the rows that its forward used, even after the context has
+    ended. Each rank passes the choices of its own tokens.
 
     Args:
-        choices: by layer as `record` gives them, or of all layers in the order of `routers`: [T, K] integers, on any
-            device; rows with −1 in them choose live.
+        choices: by layer as from `record`, or for all layers in the order of `routers`: [T, K] integers on any device.
+            In rows that contain −1 the router chooses the experts itself.
     Raises:
-        ConfigError: other layers than the model's; numbers that are no experts, or twice the same for a token; from a
-            forward, other numbers of tokens or of experts than the router's; at the end, rows that are left, or a layer
-            that had no forward. All name the layer.
+        ConfigError: other layers than the model's; invalid or repeated experts of a token; from a forward, another
+            number of tokens or experts than the router's; at the end of the context, unused rows, or a layer
+            without a forward.
     """
-    by_name = _found(model)
+    by_name = _find_routers(model)
     given = _by_layer(list(by_name), choices)
     num_experts = {name: r.gate.experts if isinstance(r, MoELayer) else r.num_experts for name, r in by_name.items()}
     some_live = {name: _check(name, given[name], num_experts[name]) for name in by_name}
     if any(tap is not None and tap.replayed is not None for tap in map(_tap, by_name.values())):
-        raise ConfigError("routing.replay: the model's choices are being replayed already")
-    taps = {name: _tapped(name, router) for name, router in by_name.items()}
+        raise ConfigError("routing.replay: the model's choices are already being replayed")
+    taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for name, tap in taps.items():
         tap.replay(given[name], some_live[name])
-    with _eager(), _ending(taps, RouterTap.stop_replaying):
+    with _eager_mode(), _ending(taps, RouterTap.stop_replaying):
         yield
         for name, tap in taps.items():
             total, left = len(given[name]), tap.stop_replaying()
             if left:
-                raise ConfigError(f"routing.replay: {name} has routed {total - left} tokens, and {total} were given")
+                raise ConfigError(f"routing.replay: {name} has routed {total - left} tokens, but {total} were given")
 
 
 def read_vllm(
@@ -134,25 +134,25 @@ def read_vllm(
     left: bool = False,
     sequence_first: bool = False,
 ) -> list[Tensor]:
-    """Reads the experts that vLLM's tokens chose (`enable_return_routed_experts`), for `replay`.
+    """Read the experts that vLLM's tokens chose (`enable_return_routed_experts`), for `replay`.
 
     Args:
-        sequences: of each sequence its prompt's [P, L, K] and its generated tokens' [G, L, K], int16, as arrays of
-            NumPy or tensors.
-        tokens: of each sequence as it is trained: P + G, or one more where the last token's choice is not among them,
-            which was never made. That token chooses live.
-        moe_layers: which of L are the model's layers with experts, where dense layers are counted, too (of DeepSeek-V3
-            `range(3, 61)`); None: all.
-        padded_to: tokens to which each sequence is padded, on the right or on the `left`; padding chooses live. None:
-            sequences are packed, one after the other.
-        sequence_first: tokens lie [length, batch], as Megatron has them; else [batch, length].
+        sequences: per sequence the choices of its prompt [P, L, K] and generated tokens [G, L, K], int16, as NumPy
+            arrays or tensors.
+        tokens: trained length of each sequence: P + G, or one more if the last token was never routed. That token
+            chooses live.
+        moe_layers: indices of the layers with experts, if L includes dense layers (DeepSeek-V3: `range(3, 61)`);
+            None: all.
+        padded_to: padded length of each sequence, with padding on the right, or on the `left`; padding chooses live.
+            None: sequences are packed.
+        sequence_first: True if tokens are laid out [length, batch] (Megatron), else [batch, length].
     Returns:
-        Of each layer [T, K].
+        Per layer [T, K].
     Raises:
-        ConfigError: shapes that do not fit each other, or `tokens`; a number of a layer that does not exist.
+        ConfigError: shapes that do not match each other or `tokens`; a layer index that does not exist.
     """
     joined = [_join(number, parts) for number, parts in enumerate(sequences)]
-    return _arranged(joined, tokens, moe_layers, padded_to, left, sequence_first)
+    return _arrange(joined, tokens, moe_layers, padded_to, left, sequence_first)
 
 
 def read_sglang(
@@ -165,12 +165,12 @@ def read_sglang(
     left: bool = False,
     sequence_first: bool = False,
 ) -> list[Tensor]:
-    """Reads the experts that SGLang's tokens chose (`return_routed_experts`), for `replay`.
+    """Read the experts that SGLang's tokens chose (`return_routed_experts`), for `replay`.
 
     Args:
-        sequences: of each sequence [tokens − 1, L, K] int32, prompt and generated tokens but the last, which chooses
-            live; an array of NumPy or a tensor.
-        layers_and_k: L and K, of flat arrays (SGLang's bytes, after `numpy.frombuffer(base64.b64decode(…), "int32")`).
+        sequences: per sequence [tokens − 1, L, K] int32, prompt and generated tokens without the last, which chooses
+            live; a NumPy array or a tensor.
+        layers_and_k: L and K, for flat arrays (SGLang's bytes, after `numpy.frombuffer(base64.b64decode(…), "int32")`).
         tokens, moe_layers, padded_to, left, sequence_first: see `read_vllm`.
     Returns, Raises: as `read_vllm`.
     """
@@ -179,11 +179,11 @@ def read_sglang(
         if layers_and_k is not None and sequence.dim() == 1:
             if sequence.numel() % (layers_and_k[0] * layers_and_k[1]):
                 raise ConfigError(
-                    f"routing: sequence {number} has {sequence.numel()} numbers, no multiple of L·K = {layers_and_k}"
+                    f"routing: sequence {number} has {sequence.numel()} values, not a multiple of L·K = {layers_and_k}"
                 )
             sequence = sequence.view(-1, *layers_and_k)
         shaped.append(sequence)
-    return _arranged(shaped, tokens, moe_layers, padded_to, left, sequence_first)
+    return _arrange(shaped, tokens, moe_layers, padded_to, left, sequence_first)
 
 
 def _join(number: int, parts: Any) -> Tensor:
@@ -196,7 +196,7 @@ def _join(number: int, parts: Any) -> Tensor:
     return torch.cat([prompt, generated])
 
 
-def _arranged(
+def _arrange(
     sequences: Sequence[Tensor],
     tokens: Sequence[int],
     moe_layers: Sequence[int] | None,
@@ -205,7 +205,7 @@ def _arranged(
     sequence_first: bool,
 ) -> list[Tensor]:
     if len(sequences) != len(tokens) or not len(tokens):
-        raise ConfigError(f"routing: {len(sequences)} sequences, and numbers of tokens of {len(tokens)}")
+        raise ConfigError(f"routing: {len(sequences)} sequences, but {len(tokens)} entries in tokens")
     if sequence_first and padded_to is None:
         raise ConfigError("routing: packed sequences have no batch, so sequence_first needs padded_to")
     shape, rows = sequences[0].shape[1:], []
@@ -218,7 +218,6 @@ def _arranged(
         if len(sequence) not in (count, count - 1) or (padded_to is not None and count > padded_to):
             limit = "" if padded_to is None else f" (at most {padded_to})"
             raise ConfigError(f"routing: sequence {number} has {len(sequence)} rows for {count} tokens{limit}")
-        # −1 for the last token, where its row is missing, and for padding.
         after = count - len(sequence)
         before = 0
         if padded_to is not None:
@@ -240,7 +239,7 @@ def _by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]
         if len(choices) != len(names):
             lacks = f"; {names[len(choices)]} is the first without" if len(choices) < len(names) else ""
             raise ConfigError(
-                f"routing.replay: the model has {len(names)} layers with experts, and {len(choices)} were given{lacks}"
+                f"routing.replay: the model has {len(names)} layers with experts, but {len(choices)} were given{lacks}"
             )
         return dict(zip(names, choices, strict=True))
     for name in (*names, *choices):
@@ -251,7 +250,7 @@ def _by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]
 
 
 def _check(name: str, expert_TK: Tensor, experts: int) -> bool:
-    """Checks choices; returns whether there are rows that choose live."""
+    """Validate choices; return True if some rows choose live."""
     if not isinstance(expert_TK, Tensor) or expert_TK.dim() != 2 or expert_TK.is_floating_point():
         got = f"{expert_TK.dtype} {list(expert_TK.shape)}" if isinstance(expert_TK, Tensor) else type(expert_TK)
         raise ConfigError(f"routing.replay: choices of {name} must be integers [T, K], got {got}")
@@ -270,8 +269,8 @@ def _check(name: str, expert_TK: Tensor, experts: int) -> bool:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
-    """Has compiled models run as they are: their graphs hold a choice of their own."""
+def _eager_mode() -> Iterator[None]:
+    """Run compiled models eagerly: their graphs contain the router's own choice."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -287,15 +286,14 @@ def _ending(taps: Mapping[str, RouterTap], stop: Callable[[RouterTap], object]) 
 
 
 def _tap(router: MoELayer | _Router) -> RouterTap | None:
-    """Returns the tap that a router has already."""
     if isinstance(router, MoELayer):
         return router.gate.tap
     own = vars(router.module).get("forward")
     return own.tap if isinstance(own, _TappedForward) else None
 
 
-def _tapped(name: str, router: MoELayer | _Router) -> RouterTap:
-    """Returns a router's tap. Another library's has a forward in place of its own that asks it."""
+def _get_or_create_tap(name: str, router: MoELayer | _Router) -> RouterTap:
+    """Return a router's tap, creating it if needed. Replaces the forward of another library's router."""
     if (tap := _tap(router)) is not None:
         return tap
     if isinstance(router, MoELayer):
@@ -309,9 +307,9 @@ def _tapped(name: str, router: MoELayer | _Router) -> RouterTap:
 
 
 class _TappedForward:
-    """A router's forward, with its choice recorded or given."""
+    """Router's forward whose choices are recorded or replayed."""
 
-    tap: RouterTap | None = None  # None of a copy
+    tap: RouterTap | None = None  # None for a copy
 
     def __init__(self, router: _Router, forward: Callable[..., Any], own: bool) -> None:
         self._router, self._forward, self._own = router, forward, own
@@ -329,17 +327,17 @@ class _TappedForward:
         if router.experts is not None:
             hook = router.experts.register_forward_pre_hook(see, with_kwargs=True)
         try:
-            with Choosing(router.num_experts, tap.give, router.dims) as choice:
+            with ChoiceOverride(router.num_experts, tap.next_experts, router.dims) as choice:
                 output = self._forward(*args, **kwargs)
         finally:
             if hook is not None:
                 hook.remove()
         used_TK = router.used(output) if router.used is not None else seen[0] if seen else None
-        tap.note(choice.chosen_TK, used_TK)
+        tap.record_choice(choice.chosen_TK, used_TK)
         return output
 
     def remove(self) -> None:
-        # Another library may have put its own forward around this one since: then this stays, and does nothing.
+        # If another library has wrapped this forward since, it stays as a no-op.
         if vars(self._router.module).get("forward") is self:
             if self._own:
                 self._router.module.forward = self._forward
@@ -347,8 +345,8 @@ class _TappedForward:
                 del self._router.module.forward
 
 
-def _found(model: nn.Module) -> dict[str, MoELayer | _Router]:
-    """Finds the routers of layers of experts by the layers' names, without those of wrappers."""
+def _find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
+    """Return the routers of MoE layers by layer name, without the names of wrappers."""
     by_name: dict[str, MoELayer | _Router] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -357,19 +355,19 @@ def _found(model: nn.Module) -> dict[str, MoELayer | _Router]:
         path = router.path if isinstance(router, _Router) else path
         name = ".".join(part for part in path.split(".") if part not in _WRAPPED) or type(module).__name__
         if name in by_name:
-            raise ConfigError(f"fusedmoe.routing: {name} has two routers, and nobody can say which tokens are whose")
+            raise ConfigError(f"fusedmoe.routing: {name} has two routers, so the router of each token is ambiguous")
         by_name[name] = router
     if not by_name:
-        raise ConfigError(f"fusedmoe.routing: {type(model).__name__} has no layers of experts that it knows")
+        raise ConfigError(f"fusedmoe.routing: {type(model).__name__} has no MoE layers of a supported kind")
     return by_name
 
 
 def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELayer | _Router | None:
-    """Returns what chooses experts, where a module is a router, or experts that the module around them chooses for."""
+    """Return the router if `module` is one, or is experts chosen by the surrounding module; else None."""
     if isinstance(module, MoELayer):
         if isinstance(module.gate, (ExpertChoice, SoftMoE)):
             gate = type(module.gate).__name__
-            raise ConfigError(f"fusedmoe.routing: {path or 'the layer'} has a {gate} gate, whose tokens choose nothing")
+            raise ConfigError(f"fusedmoe.routing: {path or 'the layer'} has a {gate} gate, which chooses no experts")
         return module
     if {"is_transposed", "is_concatenated"} <= vars(module).keys():  # transformers'
         from fusedmoe.compat.transformers import is_expert_parallel
@@ -377,8 +375,8 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         while path.rpartition(".")[2] in _WRAPPED:
             path = path.rpartition(".")[0]
         around = path.rpartition(".")[0]
-        # Where experts are split, their number is one rank's, and the parameters are those of all. What they are called
-        # with are numbers of one rank, too.
+        # With expert parallelism num_experts is local, parameters are global, and the module is also called with local
+        # indices.
         split = is_expert_parallel(module)
         num_experts = len(module.down_proj) if split else int(module.num_experts)
         return _Router(around, modules[around], num_experts, experts=None if split else module)

@@ -1,7 +1,7 @@
-"""Threads that make calls for their owner, and are never waited for without a bound.
+"""Worker threads with bounded waits.
 
-Where memory is out a thread may end before it does anything, or before it tells of what it did. `Thread.start` waits
-for ever for that thread, and so would a caller that waits for its work.
+Without memory, a thread may die before it starts its work or reports the result. `Thread.start`, and callers waiting
+for the result, would then block forever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,32 +20,31 @@ from weakref import finalize
 T = TypeVar("T")
 _Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
-# A thread begins in less than a millisecond, but where 40 processes want two cores it has taken more than 5 s. A look
-# costs nothing.
-_BEGIN_S, LOOK_S = 30.0, 0.25
-# So long a process that ends waits for calls that are under way.
+# A thread usually starts in less than 1 ms, but with 40 processes on two cores it has taken more than 5 s.
+_BEGIN_S, POLL_S = 30.0, 0.25
+# Seconds that an exiting process waits for running calls.
 _END_S = 1.0
-_CURE = "Raise the limit of its memory (ulimit -v, the container's), or make its batch smaller"
+_CURE = "Raise the memory limit (ulimit -v or the container's), or reduce the batch size"
 
 
-class Helper:
-    """A thread that makes calls, one after another.
+class WorkerThread:
+    """Thread that runs calls one after another.
 
-    It ends with the last reference to this, or with a call of `end`, once those calls are made that have begun.
+    It exits after `end` is called or the last reference to this object is dropped, once started calls have returned.
 
     Raises:
-        MemoryError: the process has no memory for another thread.
+        MemoryError: no memory for another thread.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
-        # A daemon that nobody joins: a call may block when the process ends, or when the last reference goes.
+        # A daemon that is never joined: a call may block at process exit or when the last reference is dropped.
         self._thread = _Thread(self._calls, name)
         try:
             self._thread.start()
             self.end = finalize(self, self._calls.put, None)
         except BaseException as error:
-            # It may run already.
+            # The thread may be running already.
             self._calls.put(None)
             if isinstance(error, RuntimeError):
                 raise MemoryError(f"no memory for the thread {name!r}: {error}. {_CURE}") from error
@@ -53,47 +52,46 @@ class Helper:
         self.end.atexit = False
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
-        """Starts a call; the future gets what it returns or raises."""
+        """Start a call. The future receives its result or exception."""
         done: Future[T] = Future()
         self._calls.put((call, done))
         return done
 
     def check(self, done: Future[Any]) -> bool:
-        """Returns whether a call is done. Raises what it raised, or `MemoryError` if the thread ended before that."""
-        # Before the other question: it may end in between.
+        """Return whether a call is done. Raise its exception, or `MemoryError` if the thread died before."""
+        # Read before `done`: the thread may exit in between.
         alive = self._thread.is_alive()
         try:
             if done.done():
                 done.result()
             elif not alive:
-                raise MemoryError(f"the thread {self._thread.name!r} has ended: the memory was out. {_CURE}")
+                raise MemoryError(f"the thread {self._thread.name!r} died: out of memory. {_CURE}")
             return done.done()
         finally:
             del done
 
     def result(self, done: Future[T]) -> T:
-        """Waits for a call; returns what it returns and raises what it raises, or as `check`."""
+        """Wait for a call and return its result. Raises like `check`."""
         try:
             while not self.check(done):
-                with suppress(NoAnswer):
-                    done.exception(LOOK_S)
+                with suppress(NotDone):
+                    done.exception(POLL_S)
             return done.result()
         finally:
-            # Its error has this frame, by which the two would hold each other.
+            # The exception's traceback has this frame: break the reference cycle.
             del done
 
-    def settle(self, done: Future[Any]) -> None:
-        """Waits until a call has returned or raised, or its thread has ended. Its error stays as it is: raised once
-        more, it would also hold on to whoever waits here."""
+    def wait_for(self, done: Future[Any]) -> None:
+        """Wait until a call has returned or raised, or its thread has died, without raising its exception."""
         while not done.done() and self._thread.is_alive():
-            with suppress(NoAnswer):
-                done.exception(LOOK_S)
+            with suppress(NotDone):
+                done.exception(POLL_S)
 
 
 class _Thread(threading.Thread):
     def __init__(self, calls: _Calls, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.calls, self._started = calls, _Begun()
+        self.calls, self._started = calls, _StartedEvent()
 
     def run(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -102,23 +100,23 @@ class _Thread(threading.Thread):
                 done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
-            # They refer to the caller's objects.
+            # They refer to objects of the caller.
             del call, work, done
 
 
-class _Begun(threading.Event):
-    """Event that tells `Thread.start` that a thread has begun, within a bound."""
+class _StartedEvent(threading.Event):
+    """Event of `Thread.start` with a bounded wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(_BEGIN_S if timeout is None else timeout):
-            raise MemoryError(f"no memory for a thread: it did not begin within {_BEGIN_S:g} s. {_CURE}")
+            raise MemoryError(f"no memory for a thread: it did not start within {_BEGIN_S:g} s. {_CURE}")
         return True
 
 
 @atexit.register
 def _end_threads() -> None:
-    # A rank that waited long may have asked the store, and not needed the answer. Where native code comes back to a
-    # Python that is no more, C++ aborts the process.
+    # A rank that waited long may still have a request at the store. Native code that returns after the interpreter has
+    # been finalized aborts the process.
     deadline = time.monotonic() + _END_S
     threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.is_alive()]
     for thread in threads:

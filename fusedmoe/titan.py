@@ -1,24 +1,25 @@
-"""Torchtitan's models with this library's exchange of tokens and kernels, by names of overrides:
+"""Torchtitan's models with this library's token dispatch and kernels, as override names:
 
     torchtitan … --override.imports fusedmoe.titan.routed_experts,fusedmoe.titan.selective_ac
 
-`token_dispatcher` sends tokens by this library, and leaves the experts to torchtitan; `routed_experts` is both, with
-the experts by this library's kernels; take one of them. `routed_experts={"schedule": "auto"}` has what travels overlap
-what is computed, and `fusedmoe.training.tune_model` measures plans while a loop trains; `pipeline(model)` has attention
-of some samples go beside the experts of others, over all blocks. `selective_ac` has selective activation checkpointing
-run each exchange once. Parameters, their names and how they are sharded stay torchtitan's.
+Use one of `token_dispatcher`, which replaces the dispatch and keeps torchtitan's experts, and `routed_experts`, which
+replaces both. `routed_experts={"schedule": "auto"}` overlaps communication with computation;
+`fusedmoe.training.tune_model` measures plans during training. `pipeline(model)` overlaps attention of one micro-batch
+with experts of another over all blocks. With `selective_ac`, selective activation checkpointing runs each exchange
+once. Parameters, their names and shardings stay torchtitan's.
 
-Shape suffixes are torchtitan's: T tokens, D model, K choices, E experts, e experts of this rank, F an expert's hidden
-width, G both halves of gpt-oss's up projection (a column of each in turn), N rows sorted by expert, R tokens
-received, S either tokens or received tokens.
+Shape suffixes are torchtitan's: T tokens, D model dim, K top-k, E experts, e local experts, F expert hidden dim, G both
+halves of gpt-oss's up projection (interleaved columns), N rows sorted by expert, R received tokens, S tokens or
+received tokens.
 """
 
 from __future__ import annotations
 
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.compat.torchtitan import VERSIONS
-from fusedmoe.versions import refused
+from fusedmoe.versions import version_error
 
-if (error := refused("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
+if (error := version_error("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
     raise error
 
 import warnings
@@ -43,6 +44,8 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from fusedmoe import PipelinedBlocks, Schedule, Topology, autograd
+from fusedmoe.autograd.experts import WeightParts, experts_in_parts
+from fusedmoe.autograd.grouped import clamped_swiglu
 from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.comm import make_all_to_all
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
@@ -55,14 +58,13 @@ from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 from fusedmoe.training import KEPT_OPERATORS
 
-__all__ = ["FusedRoutedExperts", "SelectiveAC", "TokenDispatcher"]
-__all__ += ["pipeline", "routed_experts", "selective_ac", "token_dispatcher"]
+__all__ = ["pipeline", "routed_experts", "selective_ac", "token_dispatcher"]
 
 _TIMEOUT_S, _NAME = 300.0, "fusedmoe.titan"
 
 
 class DispatchMetadata(NamedTuple):
-    """The layout of received tokens' rows, the scores of these rows, and the tokens' handle; None where none travel."""
+    """Layout and scores of the received tokens' rows, and the dispatch handle (None without expert parallelism)."""
 
     layout: Layout
     scores_N: Tensor
@@ -70,25 +72,22 @@ class DispatchMetadata(NamedTuple):
 
 
 class TokenDispatcher(BaseEPTokenDispatcher):
-    """Sends a token once to each rank with experts for it, and the sum of its results there back.
+    """Sends each token once to every rank that hosts its experts, and returns one sum per rank.
 
-    Scores travel with tokens, and multiply results on the experts' ranks.
-
-    Waits are bounded, and an error names the rank at fault, the operation and the cure. Input that cannot be sent, and
-    tokens or scores that are NaN or infinite, are refused on all ranks before anything is sent.
+    Scores are sent with the tokens and applied on the experts' ranks. Waits are bounded. Unsupported inputs, and NaN or
+    infinite tokens or scores, raise on all ranks before rows are sent.
 
     Raises:
-        RankError: from a step, or where meshes are wired: a rank fails, or does not come within `timeout_s`.
-        ConfigError: without expert-parallel ranks, tokens or scores that are NaN or infinite (on CUDA from a later
-            call).
+        RankError: in a step, or in `init_buffer`: a rank failed, or did not join within `timeout_s`.
+        ConfigError: without expert parallelism: NaN or infinite tokens or scores (on CUDA in a later call).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
         timeout_s: float = _TIMEOUT_S
-        """Seconds that a rank waits for others (see `fusedmoe.Topology`)."""
+        """Maximum wait for other ranks in seconds (see `fusedmoe.Topology`)."""
         schedule: Any = "off"
-        """When tokens travel and the experts that this serves compute; as of `fusedmoe.MoELayer`."""
+        """Schedule of dispatch, experts and combine, as in `fusedmoe.MoELayer`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -98,13 +97,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         self._experts: ExternalExperts | None = None
         self.exchange: ScheduledExchange | None = None
 
-    def serve(self, experts: ExternalExperts) -> None:
-        """Has `through_experts` take tokens to these experts."""
+    def set_experts(self, experts: ExternalExperts) -> None:
         self._experts = experts
         self.exchange = ScheduledExchange(Topology(), experts, self._schedule, _NAME)
 
     def init_buffer(self) -> None:
-        """Makes the ranks' topology. Collective over the expert-parallel mesh, if there is one."""
+        """Create the topology. Collective over the expert-parallel mesh, if there is one."""
         if self.ep_mesh is None:
             return
         topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
@@ -122,28 +120,28 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Returns [N, D] rows for this rank's experts, sorted by expert; [e] how many of each; and the metadata."""
-        # A check that would fail far from here, in torchtitan's own code.
+        """Return rows [N, D] sorted by expert, the row count of each local expert [e], and the metadata."""
+        # The failure would otherwise occur in torchtitan's code.
         if spmd.is_type_checking():
             raise ConfigError(
-                "fusedmoe.titan.token_dispatcher: torchtitan's type checks know no rows that this library sent; take "
-                "fusedmoe.titan.routed_experts, or leave --debug.spmd_typechecking out"
+                "fusedmoe.titan.token_dispatcher: torchtitan's type checks do not support rows sent by this library; "
+                "use fusedmoe.titan.routed_experts, or leave --debug.spmd_typechecking out"
             )
-        bad = self._checks.of_given(x_TD, topk_scores_TK)
+        bad = self._checks.nonfinite_flag(x_TD, topk_scores_TK)
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
-        scores_N = autograd.take_pairs(topk_scores_TK, layout)
+        scores_N = take_pairs(topk_scores_TK, layout)
         if self._collectives is None:
             return autograd.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
         x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, bad)
         assert handle.weight_N is not None
-        # Tokens arrive once; torchtitan's experts want a row for each of their experts, sorted by these.
+        # Tokens are received once; torchtitan's experts need one row per (token, expert), sorted by expert.
         rows_ND = autograd.permute(x_RD, handle.layout)
         return rows_ND, handle.layout.counts_E, DispatchMetadata(handle.layout, handle.weight_N, handle)
 
     def combine(self, routed_output_RD: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
-        """Returns [T, D] the sum of each token's results, each times its score in the wider dtype of the two."""
+        """Return [T, D], the score-weighted sum of each token's results, in the dtype of `x_TD`."""
         layout, scores_N, handle = metadata
-        # On the experts' rank, so that one sum of a token's results comes back.
+        # Weighted on the experts' rank: one sum per token is returned.
         rows_ND = (routed_output_RD * scores_N[:, None]).to(routed_output_RD.dtype)
         y_RD = autograd.unpermute(rows_ND, layout)
         if handle is not None:
@@ -152,12 +150,9 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         return y_RD.to(x_TD.dtype)
 
     def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
-        """Does dispatch, experts and combine as one, with the experts that this `serve`s, by the schedule.
+        """Dispatch tokens, run the experts set by `set_experts`, and combine, as scheduled. Returns [T, D].
 
-        Scores travel with the tokens, so that no result has to be kept for their gradient.
-
-        Returns:
-            [T, D] the sum of each token's results.
+        The experts' rank computes the gradient of the scores from the activations: no rank saves expert outputs.
         """
         assert self.exchange is not None
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
@@ -165,26 +160,24 @@ class TokenDispatcher(BaseEPTokenDispatcher):
 
 
 class FusedExperts(GroupedExperts):
-    """Torchtitan's SwiGLU experts, with their parameters and another forward: no copies of rows sorted by expert."""
+    """Torchtitan's SwiGLU experts with the same parameters and a fused forward, without copies of sorted rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
-        """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
-        return autograd.experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
+        """Run the experts on their tokens. Returns [S, D], each token's score-weighted sum of expert outputs."""
+        return experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
-        """Returns the same experts for a schedule."""
         if not torch.compiler.is_compiling():
             return PartExperts(self._parts(), _PARTS, "swiglu")
-        # A graph joins its parts itself, and splits their gradients.
+        # A graph concatenates its parts, and splits their gradients.
         w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
         return GroupedChunks(Weights(w13, w2_EDF), "swiglu")
 
     def widths(self) -> tuple[int, int]:
-        """Returns D, and F over all ranks."""
         return self.w2_EDF.shape[1], self.w2_EDF.shape[2]
 
     def _parts(self) -> list[Tensor]:
@@ -192,9 +185,9 @@ class FusedExperts(GroupedExperts):
 
 
 class FusedGptOssExperts(GptOssGroupedExperts):
-    """Gpt-oss's experts, with their parameters and another forward.
+    """Gpt-oss's experts with the same parameters and another forward.
 
-    Products and the activation run in the dtype of the rows. (Torchtitan's own experts always compute in bfloat16.)
+    GEMMs and activation run in the rows' dtype. (Torchtitan's own experts always compute in bfloat16.)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -202,19 +195,17 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         pass
 
     def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
-        """Returns [S, D]: for each token given the sum of its sorted rows' results, times their scores."""
-        return self._compute(self._parameters_here(), x_SD, layout, score_N)
+        """Run the experts on their tokens. Returns [S, D], each token's score-weighted sum of expert outputs."""
+        return self._compute(self._local_parameters(), x_SD, layout, score_N)
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
-        """Returns the same experts for a schedule."""
-        parameters = self._parameters_here()
+        parameters = self._local_parameters()
         return AutogradExperts(partial(self._compute, parameters), parameters, self)
 
     def widths(self) -> tuple[int, int]:
-        """Returns D, and F over all ranks."""
         return self.mlp2_weight_EDF.shape[1], self.mlp2_weight_EDF.shape[2]
 
-    def _parameters_here(self) -> list[Tensor]:
+    def _local_parameters(self) -> list[Tensor]:
         names = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
         return [_local(parameter) for parameter in names]
 
@@ -222,9 +213,9 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         shards = _tensor_parallel_ranks(self)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
         h_NG = autograd.grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
-        a_NF = autograd.clamped_swiglu(h_NG, limit=self.swiglu_limit)
+        a_NF = clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
-            # Each rank adds its share of the bias, so that the sum has it once; the gradient is whole on every rank.
+            # Each rank adds 1/shards of the bias: the sum contains it once, and its gradient is complete on every rank.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
         rows_ND = autograd.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         assert score_N is not None
@@ -232,28 +223,25 @@ class FusedGptOssExperts(GptOssGroupedExperts):
 
 
 class _InnerExperts(ExternalExperts):
-    """Torchtitan's inner experts."""
-
     @property
-    def reads_once(self) -> bool:  # type: ignore[override]
+    def reads_parameters_once(self) -> bool:  # type: ignore[override]
         return isinstance(self.module, FusedExperts)
 
-    def in_graphs(self) -> torch.nn.Module | None:
-        # Gpt-oss's share their biases by how their parameters lie, of which an operator sees nothing.
+    def graph_module(self) -> torch.nn.Module | None:
+        # An operator cannot see the sharding of gpt-oss's parameters, by which its experts divide their biases.
         shared = isinstance(self.module, FusedGptOssExperts) and _tensor_parallel_ranks(self.module) > 1
         return None if shared else self.module
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Dispatch, experts and combine as one.
+    """Dispatch, experts and combine as one module.
 
-    Products run, and tokens travel, in the tokens' dtype, which is that of FSDP's mixed precision; under autocast
-    in its dtype. (Torchtitan's own experts always compute in bfloat16.) Scores are float32, and multiply the experts'
-    results in float32. Where tensor parallelism splits each expert, a rank has a part of F, and returns a part of the
-    sum, as in torchtitan.
+    GEMMs run, and tokens are sent, in the tokens' dtype (FSDP's mixed precision), or in autocast's. (Torchtitan's own
+    experts always compute in bfloat16.) Scores are float32 and weight the results in float32. With tensor parallelism
+    inside experts, a rank has a slice of F and returns a partial sum, as in torchtitan.
 
     Attributes:
-        fusedmoe_exchange: takes tokens to their experts by the schedule, and their results back.
+        fusedmoe_exchange: runs dispatch, experts and combine with the schedule.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -262,14 +250,16 @@ class FusedRoutedExperts(RoutedExperts):
         token_dispatcher: TokenDispatcher.Config
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if hasattr(self, name):  # after it was made
+            if hasattr(self, name):  # after construction
                 _check_replacement(name, getattr(self, name), value)
             object.__setattr__(self, name, value)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         inner = self.inner_experts
-        self.token_dispatcher.serve(_InnerExperts(inner, self.token_dispatcher.num_experts, inner.widths(), gated=True))
+        self.token_dispatcher.set_experts(
+            _InnerExperts(inner, self.token_dispatcher.num_experts, inner.widths(), gated=True)
+        )
 
     @property
     def fusedmoe_exchange(self) -> ScheduledExchange:
@@ -283,10 +273,10 @@ class FusedRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """Returns [B, L, D] the sum of each token's results, in the dtype of x_BLD."""
+        """Return [B, L, D], the sum of each token's results, in the dtype of x_BLD."""
         kind = x_BLD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BLD.dtype
-        # Their type checks know no operators of ours; they are told what they need where this module begins and ends.
+        # Torchtitan's type checks do not know our operators; types are declared at the module's boundary.
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
@@ -295,10 +285,9 @@ class FusedRoutedExperts(RoutedExperts):
 
 
 class SelectiveAC(activation_checkpoint.SelectiveAC):
-    """Torchtitan's policy of selective activation checkpoints, which also saves what travelled.
+    """Torchtitan's selective activation checkpointing that also saves received tokens and their counts.
 
-    A block that backward computes again takes the tokens, and the numbers of them, that came the first time. What the
-    experts computed is computed again. (See `fusedmoe.training.save_communication`.)
+    A recomputed block reuses these and repeats the expert computation. (See `fusedmoe.training.save_communication`.)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -310,12 +299,12 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 
 def _check_replacement(name: str, held: Any, value: Any) -> None:
-    """Refuse another override of a part of `routed_experts`. Warn if it claims the part and leaves it."""
+    """Raise for another override of a part of `routed_experts`. Warn if the override has no effect."""
     if name in ("inner_experts", "token_dispatcher") and type(value) is not type(held):
         text = f"another override, or quantisation, replaces {name} by {_name(value)} after {_NAME}.routed_experts"
         raise ConfigError(f"{text}; leave one of the two out")
     if value is held and name == "inner_experts":
-        text = f"another override claims {name} and leaves it as it is, without effect: the experts are {_name(value)}"
+        text = f"another override claims {name} without effect: the experts are {_name(value)}"
         warnings.warn(f"{_NAME}.routed_experts: {text}. Leave one of the two out", stacklevel=4)
 
 
@@ -324,7 +313,6 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _tensor_parallel_ranks(experts: nn.Module) -> int:
-    """Returns over how many ranks tensor parallelism splits each expert."""
     weight = next(experts.parameters())  # reading an attribute would evaluate a parametrisation
     if not isinstance(weight, DTensor):
         return 1
@@ -333,9 +321,9 @@ def _tensor_parallel_ranks(experts: nn.Module) -> int:
 
 
 def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Makes [e, 2, F, D] and [e, D, F], contiguous."""
+    """Return contiguous [e, 2, F, D] and [e, D, F]."""
     w1_EFD, w2_EDF, w3_EFD = parts
-    # SwiGLU's halves, the gate first: w1 goes through SiLU, w3 multiplies.
+    # SiLU applies to SwiGLU's gate half, w1; w3 multiplies.
     return torch.stack((w1_EFD, w3_EFD), 1), w2_EDF.contiguous()
 
 
@@ -344,22 +332,21 @@ def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
     return w1_EFD, w2_EDF, w3_EFD
 
 
-_PARTS = autograd.WeightParts(_join, _split)
+_PARTS = WeightParts(_join, _split)
 
-# Torchtitan's experts, and ours in their place.
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 
 
-@override(target=AllToAllTokenDispatcher.Config, description="Tokens travel by fusedmoe's exchange")
+@override(target=AllToAllTokenDispatcher.Config, description="Dispatch and combine by fusedmoe")
 def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S) -> TokenDispatcher.Config:
-    """Replaces the dispatcher's configuration by this library's.
+    """Replace the dispatcher's configuration by this library's.
 
     Args:
-        timeout_s: seconds that a rank waits for others.
+        timeout_s: maximum wait for other ranks, in seconds.
     Raises:
         ConfigError: a dispatcher that pads rows, for quantised experts.
     """
-    # A derived configuration adds behaviour that this dispatcher would drop.
+    # This dispatcher would drop the behaviour of a derived configuration.
     if type(cfg) is not AllToAllTokenDispatcher.Config:
         raise ConfigError(
             f"fusedmoe.titan.token_dispatcher: {_name(cfg)} does more than send rows, such as pad them for quantised "
@@ -368,31 +355,29 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = 
     return derive(cfg, TokenDispatcher.Config, timeout_s=timeout_s)
 
 
-@override(target=RoutedExperts.Config, description="Rows travel, and experts compute, by fusedmoe")
+@override(target=RoutedExperts.Config, description="Dispatch, experts and combine by fusedmoe")
 def routed_experts(
     cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off"
 ) -> FusedRoutedExperts.Config:
-    """Replaces the routed experts' configuration: dispatcher and kernels are this library's.
+    """Replace the routed experts' configuration: dispatcher and kernels become this library's.
 
     Args:
-        timeout_s: seconds that a rank waits for others.
-        schedule: what travels overlaps what is computed by it where experts are over ranks, as of
-            `fusedmoe.MoELayer`: "off", "auto", the name of a policy, or a `fusedmoe.Schedule`. With "auto" and names
-            the first step measures the machine, and keeps that on disk. Blocks that are compiled go as by "off".
+        timeout_s: maximum wait for other ranks, in seconds.
+        schedule: as for `fusedmoe.MoELayer`, under expert parallelism. Compiled blocks run as with "off".
     Raises:
-        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones and gpt-oss's, named; an
-            unknown schedule.
+        ConfigError: experts or a dispatcher of an unsupported class (supported: torchtitan's plain ones and gpt-oss's);
+            an unknown schedule.
     """
     if isinstance(schedule, str):
-        Schedule.named(schedule)  # refused here rather than when the model is built
+        Schedule.named(schedule)  # checked before the model is built
     inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
     if isinstance(dispatcher, TokenDispatcher.Config):
         before = "routed_experts" if isinstance(cfg, FusedRoutedExperts.Config) else "token_dispatcher"
         raise ConfigError(f"{_NAME}.routed_experts: {_NAME}.{before} was applied before; name one of them, once")
     if type(cfg) is not RoutedExperts.Config or type(inner) not in _EXPERTS:
         raise ConfigError(
-            f"fusedmoe.titan.routed_experts computes plain SwiGLU experts and gpt-oss's, and not {_name(inner)} in "
-            f"{_name(cfg)}; take fusedmoe.titan.token_dispatcher, which leaves the experts as they are"
+            f"fusedmoe.titan.routed_experts supports plain SwiGLU experts and gpt-oss's, but not {_name(inner)} in "
+            f"{_name(cfg)}; use fusedmoe.titan.token_dispatcher, which keeps the experts"
         )
     if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
         raise ConfigError(
@@ -407,22 +392,22 @@ def routed_experts(
     )
 
 
-@override(target=activation_checkpoint.SelectiveAC.Config, description="Each exchange of fusedmoe runs once")
+@override(target=activation_checkpoint.SelectiveAC.Config, description="Each fusedmoe exchange runs once")
 def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.Config:
-    """Replaces the policy's configuration by one that saves what travelled.
+    """Replace the policy's configuration by one that saves received tokens.
 
     Raises:
-        ConfigError: a policy of another class, named.
+        ConfigError: a policy of another class.
     """
     if type(cfg) is not activation_checkpoint.SelectiveAC.Config:
         raise ConfigError(
             f"fusedmoe.titan.selective_ac would lose what {_name(cfg)} saves; leave this override out, and add "
-            "fusedmoe.training.KEPT_OPERATORS to what its get_save_ops returns"
+            "fusedmoe.training.KEPT_OPERATORS to the result of its get_save_ops"
         )
     return derive(cfg, SelectiveAC.Config)
 
 
-#: Classes of blocks that add what their experts give to what they return, and do nothing else with it.
+#: Block classes that only add their experts' output to their own.
 FAMILIES = ("DeepSeekV3TransformerBlock", "GptOssTransformerBlock", "Qwen3TransformerBlock")
 
 
@@ -433,28 +418,26 @@ def pipeline(
     policy: str | None = None,
     recompute: bool = False,
 ) -> list[PipelinedBlocks]:
-    """Has a model's blocks go in micro-batches: attention of one beside the experts, and the travelling tokens, of
-    another, over all blocks (`fusedmoe.pipeline`).
+    """Pipeline a model's blocks: attention of one micro-batch overlaps with the experts of another.
 
-    Losses and gradients are those of the blocks one after the other. Schedules of the layers rest meanwhile. FSDP keeps
-    all blocks' parameters gathered from the first block's forward pass to the last one's, and so in the backward pass.
+    As `fusedmoe.hf.pipeline`, for torchtitan's blocks. Losses and gradients equal those of sequential blocks.
 
     Args:
-        model: with `routed_experts` in it, on its ranks and with its parameters initialised: blocks of DeepSeek-V3
-            (Kimi K2's too), gpt-oss or Qwen3, not compiled, without activation checkpoints.
-        degrees, policy, recompute: as `fusedmoe.hf.pipeline` takes them.
+        model: with `routed_experts`, parallelised and initialised. Blocks of DeepSeek-V3 (also Kimi K2), gpt-oss or
+            Qwen3, neither compiled nor in activation checkpoints.
+        degrees, policy, recompute: as for `fusedmoe.hf.pipeline`.
     Returns:
-        The blocks that follow each other with experts, as `fusedmoe.hf.pipeline` does.
+        The pipelined blocks, as `fusedmoe.hf.pipeline`.
     Raises:
-        ConfigError: an unknown policy; blocks of another class, in activation checkpoints among them; from a forward,
-            blocks that are compiled, tensor parallelism, type checks, masks of variable length. Each names the cure.
+        ConfigError: an unknown policy; blocks of another class, or in activation checkpoints; from a forward: compiled
+            blocks, tensor parallelism, type checks, masks of variable length.
         RankError: ranks with different blocks or degrees. Collective.
     """
     return pipeline_external(model, TitanBlocks(), degrees, policy, recompute)
 
 
 class TitanBlocks:
-    """Blocks of torchtitan as `pipeline_external` sees them (`DecoderDoor`)."""
+    """Torchtitan's blocks with the interface of `pipeline_external` (`DecoderLibrary`)."""
 
     who: str = f"{_NAME}.pipeline"
     families: tuple[str, ...] = FAMILIES
@@ -470,11 +453,11 @@ class TitanBlocks:
     def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
-        return "torchtitan's type checks know none; leave --debug.spmd_typechecking out" if _checks_types() else None
+    def why_not_split(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
+        return "torchtitan's type checks are on; leave --debug.spmd_typechecking out" if _is_type_checking() else None
 
 
-def _checks_types() -> bool:
+def _is_type_checking() -> bool:
     return bool(spmd.is_type_checking())
 
 

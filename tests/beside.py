@@ -1,18 +1,17 @@
-"""Tests that run in another pytest process, beside those of this one, and are reported as its own.
+"""Run tests in another pytest process, alongside this process, and report them as this process's own.
 
-A process waits for ranks, for the ends of processes and for time-outs about as long as it computes, so that one alone
-leaves cores idle. Two others may run beside it (tests/conftest.py):
+A process waits for ranks, for the ends of processes and for time-outs about as long as it computes, so one process
+alone leaves cores idle. Two more may run in parallel (tests/conftest.py):
 
-- One for the tests of Triton kernels (tests/kernels/device), without a GPU: Triton decides when a kernel is *defined*
-  whether it is to be compiled or interpreted, by the environment variable TRITON_INTERPRET, and other tests want no
-  interpreter.
-- One for half of the rest, where all tests are run. It begins with the last file, and each takes the next file that the
-  other has not taken: they meet where they meet, on any machine.
+- One for the tests of Triton kernels (tests/kernels/device), without a GPU: when a kernel is *defined*, the environment
+  variable TRITON_INTERPRET decides whether Triton compiles or interprets it, and other tests need no interpreter.
+- One for half of the rest, where all tests are run. It begins with the last file, and each process takes the next file
+  that the other has not taken, for any speed of the machine.
 
-Options like `-x`, `-k` and `-m` mean what they always mean. A debugger or `-s` sees tests of this process only: name
-the files that you want, and with kernels set TRITON_INTERPRET=1.
+Options like `-x`, `-k` and `-m` keep their meaning. A debugger or `-s` reaches tests of this process only: name the
+files, and for kernels set TRITON_INTERPRET=1.
 
-This file is both ends: `Beside` and `Elsewhere` here, and a plugin (`pytest_configure`) in the other process.
+This file has both ends: `Beside` and `Elsewhere` here, and a plugin (`pytest_configure`) in the other process.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _PIPE, _PARENT, _CLAIMS = "FUSEDMOE_TEST_REPORTS", "FUSEDMOE_TEST_PARENT", "FUSE
 
 
 class Claims:
-    """Files of tests, of which each is taken by one of the processes that have the same folder."""
+    """Files of tests, each of which is claimed by one of the processes that share the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._taken = folder, dict[Path, bool]()
 
     def take(self, file: Path) -> bool:
-        """Whether the file is this process's, now or before."""
+        """Whether this process has claimed the file, now or before."""
         if file not in self._taken:
             try:
                 Path(self._folder, os.path.relpath(file, ROOT).replace(os.sep, " ")).touch(exist_ok=False)
@@ -56,7 +55,7 @@ class Claims:
 
 
 class Beside:
-    """A pytest process that works through the given tests."""
+    """A pytest process that runs the given tests."""
 
     def __init__(
         self,
@@ -65,12 +64,12 @@ class Beside:
         environment: Mapping[str, str] | None = None,
         claims: Path | None = None,
     ) -> None:
-        """Starts it.
+        """Start the process.
 
         Args:
-            options: of pytest.
-            environment: variables besides those of this process.
-            claims: an empty folder, where the process runs only what `runs` leaves it.
+            options: pytest's options.
+            environment: variables added to those of this process.
+            claims: an empty folder, with which the process runs only the tests that `runs` leaves to it.
         """
         reports, told = Pipe(duplex=False)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
@@ -90,7 +89,7 @@ class Beside:
         self._reports: dict[str, list[dict[str, Any]]] = {}
         self._told: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._ended = False
-        # A pipe takes only so much, and nobody may ask for long.
+        # A pipe's buffer is limited, and nobody may read it for a long time.
         Thread(target=self._read, args=(reports,), daemon=True).start()
 
     def _read(self, pipe: Connection) -> None:
@@ -101,11 +100,11 @@ class Beside:
             self._told.put(None)
 
     def runs(self, file: Path) -> bool:
-        """Whether the process runs a file of the given tests; if not, it is this process's from now on."""
+        """Whether the other process runs a file of the given tests; if not, this process has claimed it from now on."""
         return self._claims is None or not self._claims.take(file)
 
     def finished(self) -> list[str]:
-        """Tests of which all is known, and whose reports nobody has had."""
+        """Tests with complete reports that have not been returned yet."""
         while not self._told.empty():
             self._keep(self._told.get())
         return [nodeid for nodeid in self._reports if self._complete(nodeid)]
@@ -119,10 +118,10 @@ class Beside:
         return any(report["when"] == "teardown" for report in self._reports.get(nodeid, []))
 
     def reports(self, nodeid: str) -> list[dict[str, Any]]:
-        """Waits for a test's end. Returns its reports as pytest serialises them.
+        """Wait for a test's end. Return its reports as pytest serialises them.
 
         Raises:
-            ProcessLookupError: the process has died before. The text tells its last words.
+            ProcessLookupError: the process has died before. The message includes its last output.
         """
         while not self._complete(nodeid):
             if self._ended:
@@ -136,7 +135,7 @@ class Beside:
         return self._output.read().decode(errors="replace")[-4000:]
 
     def broken(self) -> bool:
-        """Whether it has ended in another way than after its tests."""
+        """Whether the process has ended in another way than after its tests."""
         return self._process.poll() not in (None, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
     def close(self) -> None:
@@ -146,7 +145,7 @@ class Beside:
 
 
 class Elsewhere:
-    """Plugin that reports tests which run in other processes: as they end, and at the latest when it is their turn."""
+    """Plugin that reports tests of other processes: when they end, and at the latest when it is their turn."""
 
     def __init__(self) -> None:
         self._processes: list[Beside] = []
@@ -169,7 +168,7 @@ class Elsewhere:
         return True
 
     def pytest_sessionfinish(self) -> None:
-        """Where the session ends before its last test."""
+        """Report the remaining tests if the session ends before its last test."""
         self._report_finished()
 
     def _report_finished(self) -> None:
@@ -184,7 +183,7 @@ class Elsewhere:
                 terminalreporter.write_line(f"A process that had tests to run broke:\n{beside.said()}")
 
     def _report(self, item: pytest.Item, beside: Beside) -> None:
-        """Waits where it must. A process that has died fails the test."""
+        """Block for a report if necessary. A process that has died fails the test."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         waited = pytest.CallInfo.from_call(
             lambda: beside.reports(item.nodeid), when="call", reraise=(pytest.exit.Exception, KeyboardInterrupt)
@@ -199,7 +198,7 @@ class Elsewhere:
 
 
 class _Teller:
-    """In the other process: takes tests, and tells what becomes of each."""
+    """In the other process: claims tests, and sends their reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._pipe = config, Connection(int(os.environ[_PIPE]), readable=False)
@@ -215,6 +214,6 @@ class _Teller:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the other process."""
+    """Register the plugin in the other process."""
     end_with(int(os.environ[_PARENT]))
     config.pluginmanager.register(_Teller(config))

@@ -1,8 +1,8 @@
 """Ranks for tests: processes that live as long as the test session and run functions as a Gloo world on loopback.
 
-Importing torch costs seconds, so one process does it, in which nothing runs, and ranks are its copies. They are started
-once, and each test borrows as many as it asks for. A run is bounded in time; ranks that fail or hang are ended, and
-fresh ones are started for the next test. Ranks end with the process that started them, whatever they are doing.
+Importing torch takes seconds, so one idle process imports it and ranks are forked from it. They are started once, and
+each test borrows the number that it needs. A run is bounded in time; ranks that fail or hang are ended, and fresh ones
+are started for the next test. Ranks end with the process that started them, in any state.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import pytest
 
 from tests.lifetime import end_with
 
-# Starting ranks is part of the first run: where a core is shared by ten it has taken 80 s.
+# Starting ranks is part of the first run: where ten processes share a core it has taken 80 s.
 RUN_TIMEOUT_S = 180.0
 MOST_THREADS = 60
-# What most ranks come to import. Nothing here starts a thread, or copies would wait for it for ever.
+# Modules that most ranks import. None of them starts a thread, for which forked processes would wait for ever.
 _IMPORTED = (
     "tests.copied",
     "pytest",
@@ -75,10 +75,10 @@ class Cluster:
         timeout_s: float = RUN_TIMEOUT_S,
         most_threads: int = MOST_THREADS,
     ) -> list[Any]:
-        """Returns the functions' results in rank order.
+        """Return the functions' results in rank order.
 
-        `function` must live at the top of a module. Raises RankFailed with every rank's error, and where a rank is left
-        with more than so many threads: each process group that is never freed keeps three.
+        `function` must be defined at module level. Raises RankFailed with every rank's error, and if a rank keeps more
+        than the allowed threads: each process group that is never freed keeps three.
         """
         outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s, most_threads=most_threads)
         errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
@@ -95,7 +95,7 @@ class Cluster:
         timeout_s: float = RUN_TIMEOUT_S,
         most_threads: int = MOST_THREADS,
     ) -> list[Outcome]:
-        """The same, for tests of failures: tells how each rank ended, and replaces only those that are gone."""
+        """The same, for tests of failures: return how each rank ended, and replace only the ranks that have exited."""
         from torch.distributed import TCPStore
 
         self._workers += [None] * (world - len(self._workers))
@@ -146,16 +146,16 @@ class Cluster:
 
 
 def start(serve: Callable[[Connection], None], *more: str) -> tuple[Any, Connection]:
-    """A copy of the process that has torch imported, which runs `serve` with one end of a pipe; and the other end.
+    """Fork the process that has imported torch; return the copy, which runs `serve`, and the other end of its pipe.
 
-    `more`: modules to import there besides, where no copy has been started before.
+    `more`: further modules to import there, if no copy has been started before.
     """
     context = get_context("forkserver")
-    # Other libraries take seconds. Their tests, imported here where they are to run, bring them along.
+    # Other libraries take seconds to import. Their tests, imported here before they run, import them.
     doors = [name for name in sys.modules if name.startswith("tests.integrations.test_")]
     context.set_forkserver_preload([*_IMPORTED, *doors, *more])
     ours, theirs = context.Pipe()
-    # The server of copies, which the first rank starts, keeps the environment of that moment for all.
+    # The fork server, which the first rank starts, keeps the environment of that moment for all ranks.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -174,7 +174,7 @@ def _serve(pipe: Connection) -> None:
     end_with(copied.PID)
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: a search for garbage has only what runs have left to look at
+    gc.freeze()  # imports are permanent: garbage collection visits only objects of later runs
     server: Any = None
     while True:
         try:
@@ -198,7 +198,8 @@ def _serve(pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             if _threads() > before:
-                # A group that an error or a circle holds: on all ranks now, or it waits for its peers in a later run.
+                # A group that an error or a cycle holds: freed on all ranks now, or it waits for its peers in a later
+                # run.
                 gc.collect()
         pipe.send_bytes(pickle.dumps((*answer, _threads())))
 
@@ -213,6 +214,6 @@ def open_sockets() -> int:
 
 
 def _threads() -> int:
-    """Of this process, those of native code too; where that cannot be known, those of Python."""
+    """The number of this process's threads, with native ones; where that is unknown, of Python's threads."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()

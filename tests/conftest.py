@@ -22,9 +22,9 @@ from tests.cluster import Cluster
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Nearly all that is imported stays, so nobody looks for garbage in it: that would take half a second each time.
+    """Freeze imported objects, which are permanent: collecting garbage among them takes half a second each time.
 
-    Once, before the first test: what tests leave must be found.
+    Once, before the first test: the garbage of tests must be collected.
     """
     gc.disable()
     try:
@@ -44,12 +44,12 @@ def _of_kernels(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run elsewhere come last: this process does not wait for them while it has tests of its own."""
+    """Order tests of other processes last: this process runs its own tests before it waits for them."""
     items.sort(key=_of_kernels)
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Starts what runs beside this process; tests/beside.py says why."""
+    """Start the processes alongside this one; tests/beside.py gives the reasons."""
     config = session.config
     alone = INTERPRET or torch.cuda.is_available() or config.pluginmanager.has_plugin("tests.beside")
     if alone or config.option.collectonly:
@@ -77,7 +77,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where tests, their ranks and the commands that they start keep profiles: not in the home directory."""
+    """The cache folder of tests, their ranks and the commands that they start: not in the home directory."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, str(folder))
@@ -102,7 +102,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nvshmem_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the path of modules, in which NVSHMEM's package lies: the installed one, or one that pip fetches."""
+    """A folder for the module path with NVSHMEM's package: the installed one, or one that pip downloads."""
     if (home := nvshmem_home()) is not None:
         return home.parents[1]
     site = tmp_path_factory.mktemp("nvshmem")

@@ -1,6 +1,6 @@
-"""Imported first by the process whose copies the ranks of tests are (tests/cluster.py): it ends with its parent.
+"""First import of the process from which ranks of tests are forked (tests/cluster.py): it ends with its parent.
 
-By itself it would wait for its copies, which may be in native code.
+Otherwise it would wait for its copies, which may be in native code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Processes that end with the one that started them.
+"""Processes that end with their parent.
 
-A test session may be killed, or kill a process that has started others, while these compute, or wait for one another
-in native code: nobody asks them to end then, and an end of a pipe is noticed only by those who read it.
+A test session may be killed, or kill a process that has started others, while these compute, or wait for one another in
+native code: no process requests their end then, and only a reader notices a closed pipe.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _EVERY_S = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Ends this process, whatever it is doing, as soon as `parent`, which started it, has ended.
+    """End this process, in any state, as soon as its parent process `parent` has ended.
 
-    The kernel sees to it on Linux; elsewhere a thread does, which has to wait for native code that keeps the GIL.
+    Linux's kernel does this; elsewhere a thread does, which has to wait for native code that keeps the GIL.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,5 +42,5 @@ def _end_without(parent: int) -> None:
 
 
 def left_in_shared_memory() -> set[str]:
-    """Names of the library's files there, but for the memory of nodes: agents of other jobs may hold some of that."""
+    """Names of the library's files in shared memory, except node memory, which agents of other jobs may hold."""
     return {path.name for path in Path("/dev/shm").glob("*fusedmoe*") if not path.name.startswith("fusedmoe-survive-")}

@@ -1,4 +1,4 @@
-"""Marks for parameters of tests, which say when they run."""
+"""Marks for parameters of tests that select when they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-#: For what a GPU does in a moment and Triton's interpreter in seconds.
+#: For cases that take a moment on a GPU and seconds in Triton's interpreter.
 slow_without_gpu: Any = () if torch.cuda.is_available() else pytest.mark.slow
 
 

@@ -1,4 +1,4 @@
-"""The peak of live tensors' memory while something runs, on one thread."""
+"""The peak memory of live tensors during a call, on one thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make inside, while they live.
+    """Count the bytes of all storages that operations create inside, while they live.
 
     Attributes:
-        now, peak: bytes.   largest: of one storage.
+        now, peak: bytes.   largest: bytes of the largest storage.
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ def make_layer(case: Case, topology: Topology | None = None, **options: Any) -> 
 
 @torch.no_grad()
 def randomise(gate: nn.Module) -> None:
-    """Draw a gate's parameters: its small initial values would let errors in its gradient hide."""
+    """Draw a gate's parameters: its small initial values could hide errors in its gradient."""
     for parameter in gate.parameters():
         parameter.copy_(torch.randn(parameter.shape))
 
@@ -139,14 +139,14 @@ def run_passes(
     aux: float = 0.3,
     seed: int | None = None,
 ) -> Results:
-    """Return the output, all gradients, and what the module's layers report, of one forward and one backward.
+    """Return the output, all gradients, and the layers' reported losses and counts, of one forward and one backward.
 
     Args:
-        arguments: given after x.
+        arguments: positional arguments after x.
         call: called in place of `module`: a compiled form of it, or a checkpoint around it.
         dy: the gradient of the output, or a function of the output; None: numbers of both signs, no two equal.
         aux: the factor of the auxiliary losses in the loss.
-        seed: of PyTorch's generator, before the forward.
+        seed: seed of PyTorch's generator, set before the forward.
     """
     if seed is not None:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Memory that nobody has written, made visible."""
+"""Make reads of uninitialised memory visible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that nobody has written holds NaN, and the greatest integers."""
+    """Fill uninitialised memory with NaN, and with the greatest integers."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

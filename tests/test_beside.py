@@ -43,7 +43,7 @@ def pytest_runtestloop(session):
 """
 
 
-def test_outcomes_of_another_process(tmp_path: Path) -> None:
+def test_second_process_outcomes_are_reported(tmp_path: Path) -> None:
     for name, text in (("test_kinds", TESTS), ("conftest", CONFTEST), ("pyproject", "")):
         Path(tmp_path, name).with_suffix(".toml" if name == "pyproject" else ".py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 from fusedmoe.compat import require_parameters
 from fusedmoe.compat import torch as compat
-from fusedmoe.engine.recomputation import Remembered
+from fusedmoe.engine.recomputation import CheckpointedValues
 from fusedmoe.errors import ConfigError
 from tests.house import foreign_names, own_names
 
@@ -41,7 +41,7 @@ class Module(nn.Module):
 
 
 class OtherCheckpoint(torch.autograd.Function):
-    """A checkpoint of another library: an autograd function whose arguments have names of their own."""
+    """A checkpoint of another library: an autograd function with its own argument names."""
 
     @staticmethod
     def forward(context: Any, run: Call, x: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ def offloaded(f: Call, x: Tensor) -> Tensor:
 
 KINDS: dict[str, Around] = {
     "non-reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
-    "without early stop": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
+    "without_early_stop": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
     "selective": lambda f, x: checkpoint(f, x, use_reentrant=False, context_fn=selective),
-    "under hooks": offloaded,
+    "offloaded": offloaded,
     "sequential": lambda f, x: checkpoint_sequential([f, nn.Identity()], 2, x, use_reentrant=False),
     "wrapper": lambda f, x: checkpoint_wrapper(Module(f))(x),
     "composable": lambda f, x: composable_checkpoint(Module(f))(x),
@@ -82,12 +82,12 @@ KINDS: dict[str, Around] = {
 }
 
 
-class Counted(nn.Module):
-    """Multiplies by the number of its call, which a recomputation must find again."""
+class CallCounter(nn.Module):
+    """Multiply by the number of the call, which a recomputation must reproduce."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: Remembered[int] = Remembered()
+        self.kept: CheckpointedValues[int] = CheckpointedValues()
         self.calls = self.repeated = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Counted(nn.Module):
             number = self.calls
         else:
             self.repeated += 1
-            found = self.kept.again(around)
+            found = self.kept.stored_value(around)
             assert found is not None
             number = found
         self.kept.keep(number, around)
@@ -105,32 +105,32 @@ class Counted(nn.Module):
 
 
 def tree(rng: random.Random, depth: int) -> Any:
-    """A call of `Counted`, or several of such, in a checkpoint of some kind."""
+    """A call of `Counted`, or several of them, in a checkpoint of some kind."""
     if depth == 0:
         return None
     return rng.choice([*KINDS, "plain"]), [tree(rng, rng.randrange(depth)) for _ in range(rng.randint(1, 3))]
 
 
-def applied(part: Any, module: nn.Module, x: Tensor, plain: bool) -> Tensor:
+def apply_tree(part: Any, module: nn.Module, x: Tensor, plain: bool) -> Tensor:
     if part is None:
         return module(x)
     kind, parts = part
 
     def run(x: Tensor) -> Tensor:
         for inner in parts:
-            x = applied(inner, module, x, plain) + x.cos()
+            x = apply_tree(inner, module, x, plain) + x.cos()
         return x
 
     return run(x) if plain or kind == "plain" else KINDS[kind](run, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_finds_its_forward(kind: str) -> None:
+def test_recomputation_matches_its_forward(kind: str) -> None:
     grads = []
     for plain in (True, False):
-        module, x = Counted(), torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+        module, x = CallCounter(), torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
         for _ in range(3):  # three checkpoints of the same module and the same input
-            y = applied((kind, [None, None]), module, x, plain)
+            y = apply_tree((kind, [None, None]), module, x, plain)
             y.sum().backward(retain_graph=not plain and kind not in ("selective", "reentrant", "function"))
         grads.append(x.grad)
         assert module.repeated == (0 if plain else 6)
@@ -138,13 +138,13 @@ def test_a_recomputation_finds_its_forward(kind: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_nesting_of_checkpoints(seed: int) -> None:
+def test_nested_checkpoints_equal_plain_gradients(seed: int) -> None:
     rng = random.Random(seed)
     forest = [tree(rng, 3) for _ in range(3)]
     grads = []
     for plain in (True, False):
-        module, x = Counted(), torch.linspace(0.1, 0.9, 4, dtype=torch.float64, requires_grad=True)
-        ys = [applied(part, module, x, plain) for part in forest]
+        module, x = CallCounter(), torch.linspace(0.1, 0.9, 4, dtype=torch.float64, requires_grad=True)
+        ys = [apply_tree(part, module, x, plain) for part in forest]
         for y in reversed(ys):
             y.sum().backward()
         grads.append(x.grad)
@@ -154,10 +154,10 @@ def test_any_nesting_of_checkpoints(seed: int) -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("kind", ["non-reentrant", "without early stop", "under hooks"])
-def test_each_backward_of_a_retained_graph_begins_again(kind: str) -> None:
-    module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    y = applied((kind, [None, None]), module, x, plain=False).sum()
+@pytest.mark.parametrize("kind", ["non-reentrant", "without_early_stop", "offloaded"])
+def test_repeated_backward_of_retained_graph_is_equal(kind: str) -> None:
+    module, x = CallCounter(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    y = apply_tree((kind, [None, None]), module, x, plain=False).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)
     with torch.utils.checkpoint.GraphExecGroup():
         second = torch.autograd.grad(y, x, retain_graph=True)
@@ -165,8 +165,8 @@ def test_each_backward_of_a_retained_graph_begins_again(kind: str) -> None:
     assert torch.equal(*first, *second) and torch.equal(*first, *third)
 
 
-def test_saved_tensors_are_read_outside_of_a_backward() -> None:
-    module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+def test_saved_tensors_are_readable_outside_backward() -> None:
+    module, x = CallCounter(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
     y = checkpoint(lambda x: module(module(x)), x, use_reentrant=False)
     for _ in range(2):
         torch.testing.assert_close(y.grad_fn._saved_self.sin(), y)
@@ -174,15 +174,15 @@ def test_saved_tensors_are_read_outside_of_a_backward() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_backward_inside_a_checkpoint(kind: str) -> None:
+def test_backward_inside_checkpoint_equals_plain(kind: str) -> None:
     """A checkpoint that is run backward by the function of another checkpoint."""
     grads = []
     for plain in (True, False):
-        module, x = Counted(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+        module, x = CallCounter(), torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
 
         def penalised(x: Tensor, module: nn.Module = module, plain: bool = plain) -> Tensor:
             own = x.detach().requires_grad_()
-            applied((kind, [None, None]), module, own, plain).sum().backward()
+            apply_tree((kind, [None, None]), module, own, plain).sum().backward()
             assert own.grad is not None
             return module(x) * own.grad
 
@@ -192,14 +192,14 @@ def test_a_backward_inside_a_checkpoint(kind: str) -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_checkpoints_of_threads_are_apart() -> None:
-    module, failed = Counted(), []
+def test_checkpoints_of_threads_are_independent() -> None:
+    module, failed = CallCounter(), []
 
     def train() -> None:
         try:
             x = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
             for kind in KINDS:
-                applied((kind, [None]), module, x, plain=False).sum().backward()
+                apply_tree((kind, [None]), module, x, plain=False).sum().backward()
         except BaseException as error:
             failed.append(error)
 
@@ -211,15 +211,15 @@ def test_checkpoints_of_threads_are_apart() -> None:
     assert not failed and module.repeated == 3 * len(KINDS)
 
 
-def test_more_calls_than_in_the_forward() -> None:
-    module, x = Counted(), torch.ones(2, requires_grad=True)
+def test_extra_call_in_recomputation_raises() -> None:
+    module, x = CallCounter(), torch.ones(2, requires_grad=True)
     times = [1, 2]
     y = checkpoint(lambda x: [module(x) for _ in range(times.pop(0))][-1], x, use_reentrant=True)
     with pytest.raises(ConfigError, match="more often in its recomputation"):
         y.sum().backward()
 
 
-def test_hooks_stay_as_they_were() -> None:
+def test_saved_tensor_hooks_are_preserved() -> None:
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
         x = torch.ones(2, requires_grad=True)
@@ -231,20 +231,20 @@ def test_hooks_stay_as_they_were() -> None:
     assert len(packed) == 1
 
 
-def test_disabled_hooks_stay_in_place() -> None:
+def test_disabled_saved_tensor_hooks_are_preserved() -> None:
     """AOT autograd disables hooks around a region that it compiled with the caller's hooks."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         before = torch._C._autograd._top_saved_tensors_default_hooks(True)
         torch._C._autograd._saved_tensors_hooks_disable("compiled", False)
         try:
-            with compat.saved_tensor_hooks_removed() as hooks:
+            with compat.without_saved_tensor_hooks() as hooks:
                 assert hooks == []
         finally:
             torch._C._autograd._saved_tensors_hooks_enable()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) == before
 
 
-def test_no_store_without_a_default_group() -> None:
+def test_default_store_without_process_group_raises() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError, match="not initialised; call init_process_group"):
         compat.default_store()
@@ -264,25 +264,25 @@ class _Renamed(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, lambda x: x)
 
 
-def test_another_checkpoint_of_pytorch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_pytorch_checkpoint_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_checkpoint, "_checkpoint_hook", _Renamed)
     compat.require_checkpoints.cache_clear()
     try:
         with pytest.raises(ConfigError, match=rf"checkpoint_state.*PyTorch {torch.__version__.split('+')[0]}"):
-            Remembered()
-        # Hooks that nobody recognises as a checkpoint's.
+            CheckpointedValues()
+        # Hooks that are not recognised as a checkpoint's.
         monkeypatch.setattr(
             torch_checkpoint,
             "_checkpoint_hook",
             lambda frame: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
         )
         with pytest.raises(ConfigError, match=r"checkpoint\(use_reentrant=False\)"):
-            Remembered()
+            CheckpointedValues()
     finally:
         compat.require_checkpoints.cache_clear()
 
 
-def test_another_fsdp_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fsdp_state_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     class State:
         pass
 
@@ -299,7 +299,7 @@ def test_another_fsdp_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("version", "warns"), [("2.16.0a0+git1", True), ("3.0.1", True), ("2.15.4+cu132", False)])
-def test_an_untested_version_warns(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_pytorch_version_warns(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -309,14 +309,14 @@ def test_an_untested_version_warns(version: str, warns: bool, monkeypatch: pytes
     )
 
 
-def test_a_missing_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_raises_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(nn.parallel.DistributedDataParallel, "_pre_forward")
     with pytest.raises(ImportError, match=r"DistributedDataParallel._pre_forward, which torch .* lacks"):
         runpy.run_path(compat.__file__)
 
 
-def test_hooks_under_other_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks that a module keeps elsewhere would be passed over in silence."""
+def test_unknown_module_hook_storage_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks stored elsewhere in a module would be skipped silently."""
     register = nn.Module.register_forward_hook
 
     def elsewhere(self: nn.Module, hook: Any) -> Any:
@@ -329,9 +329,9 @@ def test_hooks_under_other_names_raise(monkeypatch: pytest.MonkeyPatch) -> None:
         compat._find_hooks()
 
 
-def test_global_hooks_are_those_of_all_modules() -> None:
+def test_global_hooks_equal_module_hooks_of_pytorch() -> None:
     hooks: list[Any] = []
-    for kind in compat.HOOK_KINDS[:3]:  # the fourth would decide for full backward hooks for good
+    for kind in compat.HOOK_KINDS[:3]:  # the fourth would select full backward hooks permanently
         hooks.append(getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None))
     try:
         assert [len(each) for each in compat.GLOBAL_HOOKS] == [1, 1, 1, 0]
@@ -341,7 +341,7 @@ def test_global_hooks_are_those_of_all_modules() -> None:
     assert compat.GLOBAL_HOOKS[3] is nn.modules.module._global_backward_hooks and not any(compat.GLOBAL_HOOKS)
 
 
-def test_another_signature_raises() -> None:
+def test_unexpected_signature_raises() -> None:
     def replaced(self: Any, *, options: Any = None) -> None:
         pass
 
@@ -351,7 +351,7 @@ def test_another_signature_raises() -> None:
             require_parameters("torch", "3.0", compat.CHECKED, replaced, *names, keywords=keywords)
 
 
-def test_autograd_records_below_autograd() -> None:
+def test_recording_enables_grad_below_autograd() -> None:
     x = torch.ones(2, requires_grad=True)
     with compat.below_autograd():
         assert not (x * 2).requires_grad
@@ -363,7 +363,7 @@ def test_autograd_records_below_autograd() -> None:
     assert (x * 2).requires_grad
 
 
-def test_private_names_of_other_packages_are_found() -> None:
+def test_private_names_of_other_packages_are_detected() -> None:
     text = """
 import torch._dynamo
 from torch.nn.modules import module as m

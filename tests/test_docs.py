@@ -1,7 +1,7 @@
-"""Each snippet of the README and of docs/ does what the page says: Python runs, commands exist with all their flags.
+"""Snippets of the README and of docs/: Python runs, commands exist with all their flags.
 
-The Python of a page runs in order in one namespace, on two ranks. What a reader has already (a model, a file) stands in
-the page as a comment of HTML that begins with `setup`.
+The Python of a page runs in order in one namespace, on two ranks. The reader's own objects (a model, a file) are in the
+page as an HTML comment that begins with `setup`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
+import torch.distributed.fsdp
 
 from fusedmoe.cli.main import make_parser
 from fusedmoe.schedule.cost import LINES, CostModel, Line
@@ -31,14 +31,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Not every environment has these (`constraints/titan.txt`, `constraints/megatron.txt`).
 MISSING = {name for name in ("torchtitan", "megatron") if find_spec(name) is None}
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    MISSING.add("torchtitan")  # torchtitan 0.3 imports it; PyTorch 2.11 does not have it
 RUNNABLE = [page for page in PAGES if page.parent.name != "guides" or page.stem not in MISSING]
-# A page shows a program by a link to its file; the program has a test of its own.
+# A page shows a program by a link to its file; the program has a separate test.
 _PYTHON = re.compile(r"<!-- setup\n(.*?)-->|^[ ]*```python\n(.*?)^[ ]*```", re.DOTALL | re.MULTILINE)
 _SHELL = re.compile(r"^[ ]*```bash\n(.*?)^[ ]*```$", re.DOTALL | re.MULTILINE)
 
 
 def python_of(page: Path) -> str:
-    """The page's Python at the lines where it stands, so that an error names the line of the page."""
+    """The page's Python at its line numbers, so error messages name the line of the page."""
     text, lines = page.read_text(encoding="utf-8"), [""]
     for match in _PYTHON.finditer(text):
         group = 1 if match[1] is not None else 2
@@ -50,14 +52,14 @@ def python_of(page: Path) -> str:
 
 
 def run_pages(rank: int, world: int, folder: str) -> list[str]:
-    """What each page printed on this rank; the pages run one after the other. The links have made-up costs."""
+    """Return the output of each page on this rank; pages run one after the other. Link costs are synthetic."""
     costs, printed = CostModel({name: Line(1e-6, 1e-9) for name in LINES}), []
     with (
         patch.dict(os.environ, FUSEDMOE_CACHE=folder),
         patch("fusedmoe.layers.measure.measured_costs", lambda *_: costs),
     ):
         for page in RUNNABLE:
-            torch.manual_seed(rank)  # processes of torchrun have other random numbers, too
+            torch.manual_seed(rank)  # torchrun's processes have other random numbers, too
             code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)
             with redirect_stdout(StringIO()) as out:
                 exec(code, {"__name__": page.stem})
@@ -66,15 +68,43 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_python_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    # The doors' topologies live as long as the world of ranks does, and all pages are in one.
+def test_python_snippets_run_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    # The integrations' topologies live as long as the world of ranks, and all pages share one.
     printed = cluster.run(2, run_pages, str(tmp_path), timeout_s=180, most_threads=100)
     refused = printed[0][[page.name for page in RUNNABLE].index("failures.md")]
     assert "rank 1" in refused and "finite" in refused
 
 
+_FILE = re.compile(r'^```\{\.python title="([^"]+)"\}\n(.*?)^```', re.DOTALL | re.MULTILINE)
+_RUN_FILES = """
+import sys
+from importlib import import_module
+import pytest
+for package in ("kernels", "kernels.triton", "autograd"):
+    import_module(f"fusedmoe.{package}").__path__.append(f"fusedmoe/{package.replace('.', '/')}")
+sys.exit(pytest.main(["-q", "-p", "tests.kernels.device.conftest", "--rootdir", ".", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_the_worked_kernel(tmp_path: Path) -> None:
+    """The files of the contributing guide, next to the library's, pass their own test in Triton's interpreter."""
+    pytest.importorskip("triton")
+    page = ROOT / "docs/guides/contributing.md"
+    files = dict(_FILE.findall(page.read_text(encoding="utf-8")))
+    assert len(files) == 4
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    (test,) = (name for name in files if name.startswith("tests/"))
+    command = [sys.executable, "-P", "-c", _RUN_FILES, test]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
+
+
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of all shell snippets; lines that end with a backslash go on."""
+    """(page, command) of all shell snippets; lines that end with a backslash are joined."""
     found = []
     for page in PAGES:
         for block in _SHELL.findall(page.read_text(encoding="utf-8")):
@@ -85,7 +115,7 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-def test_commands_exist() -> None:
+def test_documented_commands_exist() -> None:
     parser, seen = make_parser(), 0
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page, command in commands():
@@ -106,7 +136,7 @@ def test_commands_exist() -> None:
     assert seen > 10
 
 
-def test_the_sites_front_page_is_the_readme() -> None:
+def test_front_page_links_of_readme_resolve() -> None:
     front_page = runpy.run_path(str(ROOT / ".ci/programs.py"))["front_page"]()
     assert "pip install ." in front_page and "<!--" not in front_page
     targets = re.findall(r"\]\(([^)]+)\)", front_page)
@@ -151,8 +181,8 @@ for words in json.load(sys.stdin):
 
 @pytest.mark.slow
 @pytest.mark.skipif("torchtitan" in MISSING, reason="torchtitan is not installed")
-def test_torchtitan_takes_its_commands() -> None:
-    """Its own parser, which refuses settings that do not go together, too; the overrides find what they replace."""
+def test_torchtitan_parser_accepts_documented_commands() -> None:
+    """The real parser, which also refuses incompatible settings, accepts them; the overrides find their targets."""
     found = [shlex.split(command) for _, command in commands() if "-m torchtitan.train" in command]
     given = [words[words.index("torchtitan.train") + 1 :] for words in found]
     assert len(given) >= 2
@@ -161,7 +191,7 @@ def test_torchtitan_takes_its_commands() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_files_and_links_exist() -> None:
+def test_documented_files_and_links_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert "--8<--" not in text, f"{page.name}: GitHub shows this as it is; see .ci/programs.py"

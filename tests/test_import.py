@@ -1,4 +1,4 @@
-"""What `import fusedmoe` brings along, in a process of its own."""
+"""Modules that `import fusedmoe` imports, in a separate process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ for module in iter_modules(fusedmoe.kernels.__path__, "fusedmoe.kernels."):
 
 
 @pytest.mark.slow
-def test_the_compiler_is_imported_with_the_first_layer_and_triton_never() -> None:
-    """Of Triton neither a layer on a CPU has need nor any operation's contract."""
+def test_cpu_layer_imports_compiler_but_not_triton() -> None:
+    """Neither a layer on a CPU nor any operation's contract needs Triton."""
     gate, experts = fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.SwiGLU(16)
     layer = pickle.dumps(fusedmoe.MoELayer(8, gate, experts, hooks=[fusedmoe.Hooks()]))
     done = subprocess.run(
@@ -56,12 +56,12 @@ def test_the_compiler_is_imported_with_the_first_layer_and_triton_never() -> Non
 
 
 @pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe.schedule", "fusedmoe.tutel"])
-def test_what_does_not_compute_does_not_wait_for_torch(name: str) -> None:
+def test_import_does_not_load_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_names() -> None:
+def test_lazy_attributes_resolve_or_raise() -> None:
     from fusedmoe.gates import TopK
 
     assert fusedmoe.gates.TopK is TopK is fusedmoe.gates.topk.TopK  # type: ignore[attr-defined]
@@ -88,5 +88,5 @@ except AttributeError as error:
 
 
 @pytest.mark.slow
-def test_parts_are_attributes() -> None:
+def test_subpackages_are_attributes() -> None:
     subprocess.run([sys.executable, "-c", PARTS], timeout=120, check=True)

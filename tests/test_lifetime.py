@@ -1,4 +1,4 @@
-"""Whatever tests have started ends when they are killed, in the middle of native code, too."""
+"""Processes started by tests end when the tests are killed, even in the middle of native code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def wait(folder: str, native: bool = True) -> None:
-    """Takes a lock, which nobody else gets while this process lives, tells so, and never comes back."""
+    """Take a lock, which is held while this process lives, report it, and never return."""
     part = Path(folder, f"{os.getpid()}.part")
     with part.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         part.rename(part.with_suffix(".there"))
         if native:
-            ctypes.PyDLL(None).sleep(300)  # keeps the GIL: nothing of Python runs here any more
+            ctypes.PyDLL(None).sleep(300)  # keeps the GIL: no Python code runs here any more
         time.sleep(300)
 
 
@@ -42,13 +42,13 @@ def ranks(folder: str) -> None:
 
 
 def pool(folder: str) -> None:
-    from bench.aot import compiling  # brings torch along
+    from bench.aot import compiling  # imports torch
 
     with compiling.processes(2) as processes:
         list(processes.map(wait, [folder] * 2))
 
 
-def beside(folder: str) -> None:
+def second_process(folder: str) -> None:
     file = Path(folder, "test_waits.py")
     file.write_text(f"from tests.test_lifetime import wait\ndef test_waits(): wait({folder!r})\n")
     Beside([str(file)]).reports("test_waits")
@@ -59,8 +59,8 @@ def watched(parent: int, folder: str) -> None:
     wait(folder, native=False)
 
 
-def thread(folder: str) -> None:
-    """As where there is no Linux."""
+def watch_thread(folder: str) -> None:
+    """As on systems without Linux's mechanism."""
     get_context("spawn").Process(target=watched, args=(os.getpid(), folder)).start()
 
 
@@ -78,13 +78,13 @@ def ended(file: Path) -> bool:
     ("how", "count"),
     [
         ("ranks", 2),
-        ("thread", 1),
+        ("watch_thread", 1),
         pytest.param("pool", 2, marks=pytest.mark.slow),
-        pytest.param("beside", 1, marks=pytest.mark.slow),
+        pytest.param("second_process", 1, marks=pytest.mark.slow),
     ],
 )
-def test_ends_with_its_parent(tmp_path: Path, how: str, count: int) -> None:
-    if how != "thread" and sys.platform != "linux":
+def test_child_processes_end_with_parent(tmp_path: Path, how: str, count: int) -> None:
+    if how != "watch_thread" and sys.platform != "linux":
         pytest.skip("a thread ends it, which native code keeps waiting")
     script = f"from tests import test_lifetime; test_lifetime.{how}({str(tmp_path)!r})"
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
@@ -115,7 +115,7 @@ def leave_threads(rank: int, world: int, count: int) -> None:
         threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 
 
-def test_ranks_that_keep_threads_are_found(cluster: Cluster) -> None:
+def test_leaked_threads_of_rank_are_reported(cluster: Cluster) -> None:
     cluster.run(2, leave_threads, MOST_THREADS // 3)
     with pytest.raises(RankFailed, match=r"^--- rank 1\nrank 1 is left with \d+ threads, more than 60$"):
         cluster.run(2, leave_threads, MOST_THREADS)

@@ -1,5 +1,6 @@
-"""`fusedmoe.keep_memory`: steps ask the system for no pages, and compute the same. It is for a whole process, so each
-test has one of its own."""
+"""`fusedmoe.keep_memory`: steps request no pages from the system, with equal results. It affects a whole process, so
+each test starts a process.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +65,14 @@ def run(program: str, calls: int) -> Any:
 @pytest.mark.slow
 @glibc
 @pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_large_tensors_are_made_in_memory_that_is_there(calls: int) -> None:
+def test_large_tensors_reuse_memory_without_page_faults(calls: int) -> None:
     took_effect, faults = run(TENSORS, calls)
     assert took_effect == [True] * calls and faults < 100
 
 
 @glibc
 @pytest.mark.slow
-def test_steps_ask_the_system_for_no_pages_and_compute_the_same() -> None:
+def test_keep_memory_avoids_page_faults_with_equal_results() -> None:
     faults, digests = run(STEPS, 1)
     plain, expected = run(STEPS, 0)
     pages = 2**26 // 4096  # of the pre-activations alone
@@ -79,7 +80,7 @@ def test_steps_ask_the_system_for_no_pages_and_compute_the_same() -> None:
     assert digests == expected
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_memory_returns_false_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # without glibc's functions
     assert fusedmoe.keep_memory() is False
 

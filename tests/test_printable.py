@@ -18,7 +18,7 @@ from torch import nn
 
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, describe, read_settings
-from fusedmoe.cli.step_plans import table_of
+from fusedmoe.cli.step_plans import format_rows
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, DerivativeError, RankError, printable, warn
 from fusedmoe.files import sealed
@@ -26,8 +26,10 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import Row
-from fusedmoe.training import convert_checkpoint, load_checkpoint, save_checkpoint
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.earlier_formats import convert_checkpoint
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.survival import Survival
 from tests.training.planted import rewrite, value
 
 ALONE = Topology()
@@ -43,49 +45,51 @@ def assert_harmless(text: str, lines: bool = False) -> None:
 
 
 @pytest.mark.parametrize("kind", [ConfigError, RankError, DerivativeError])
-def test_errors_are_printable(kind: type[Exception]) -> None:
+def test_errors_have_no_control_characters(kind: type[Exception]) -> None:
     error = kind(f"the tensor {EVIL}")
     assert_harmless(str(error))
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == str(kind(str(error)))
     assert printable("x_SM: 3 × 4, é 漢 …") == "x_SM: 3 × 4, é 漢 …"
 
 
-def test_warnings_are_printable() -> None:
+def test_warnings_have_no_control_characters() -> None:
     with pytest.warns(UserWarning) as caught:
         warn(f"the file {EVIL}")
     assert_harmless(str(caught[0].message))
     assert caught[0].filename == __file__
 
 
-def renamed(path: Path) -> None:
+def rename_tensor(path: Path) -> None:
     def change(body: dict[str, Any]) -> None:
         body["tensors"][f"model.{EVIL}"] = body["tensors"].pop("model.weight")
 
     rewrite(path, change)
 
 
-def other_kind(path: Path) -> None:
+def change_optimizer_kind(path: Path) -> None:
     about = {"format": 3, "optimizer": {"kind": EVIL, "settings": [EVIL]}}
     rewrite(path, value(path, "fusedmoe", json.dumps(about)))
 
 
-def other_group(path: Path) -> None:
+def change_param_group(path: Path) -> None:
     rewrite(path, value(path, "optimizer.param_groups", json.dumps([{"params": [EVIL]}])))
 
 
-def unknown_tag(path: Path) -> None:
+def add_unknown_tag(path: Path) -> None:
     rewrite(path, value(path, "extra", json.dumps({"a": {f"${EVIL}": 1}})))
 
 
-def elsewhere(path: Path) -> None:
+def change_chunk_path(path: Path) -> None:
     def change(body: dict[str, Any]) -> None:
         body["tensors"]["model.weight"]["chunks"][0][2] = EVIL
 
     rewrite(path, change)
 
 
-@pytest.mark.parametrize("change", [renamed, other_kind, other_group, unknown_tag, elsewhere])
-def test_a_foreign_checkpoint(tmp_path: Path, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "change", [rename_tensor, change_optimizer_kind, change_param_group, add_unknown_tag, change_chunk_path]
+)
+def test_checkpoint_errors_have_no_control_characters(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path, model = tmp_path / "checkpoint", nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     save_checkpoint(path, model, optimizer, ALONE)
@@ -95,7 +99,7 @@ def test_a_foreign_checkpoint(tmp_path: Path, change: Callable[[Path], None]) ->
     assert_harmless(str(caught.value).replace("\\\\", "\\"))
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_path_errors_have_no_control_characters(tmp_path: Path) -> None:
     for read in (lambda path: load_checkpoint(path, nn.Linear(1, 1), None, ALONE), read_settings):
         with pytest.raises(ConfigError) as caught:
             read(tmp_path / EVIL)
@@ -128,14 +132,14 @@ READS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_other_files(tmp_path: Path, what: str) -> None:
+def test_file_errors_have_no_control_characters(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         READS[what](tmp_path)
     text = str(caught.value)
     assert not [one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")], text
 
 
-def test_a_damaged_state_in_memory(tmp_path: Path) -> None:
+def test_node_memory_errors_have_no_control_characters(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).refresh(1, model, None, {"step": 1})
     (header,) = tmp_path.glob("*.json")
@@ -152,13 +156,13 @@ def test_a_damaged_state_in_memory(tmp_path: Path) -> None:
         assert not [c for c in str(one.message) if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")]
 
 
-def test_what_commands_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The name of a machine in a file of costs, in tables and lines."""
+def test_command_output_has_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine name in a cost file, printed in tables and lines."""
     costs = next(iter(TESTBEDS.values())).costs
     (tmp_path / "costs.json").write_text(replace(costs, machine=EVIL).to_json())
     assert main(["plan", "--costs", str(tmp_path / "costs.json"), "--ranks", "8"]) == 0
     assert_harmless(capsys.readouterr().out, lines=True)
     row = Row(EVIL, 1.0, 1.0)
-    assert_harmless(table_of([row, row, row]), lines=True)
+    assert_harmless(format_rows([row, row, row]), lines=True)
     assert main(["convert-checkpoint", str(tmp_path / EVIL), str(tmp_path / "new")]) == 2
     assert_harmless(capsys.readouterr().err, lines=True)

@@ -12,7 +12,7 @@ import fusedmoe
 from fusedmoe.cli.main import main
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.sizes import MOST
+from fusedmoe.sizes import MAX_SIZE
 from fusedmoe.tutel import moe
 from tests.marks import slowly
 
@@ -26,44 +26,44 @@ GATES: dict[str, Callable[..., Any]] = {
 }
 
 
-def layer(model_dim: int = 8, experts: int = 4, k: int = 2, factor: float | None = None, hidden: int = 8) -> Any:
+def make_layer(model_dim: int = 8, experts: int = 4, k: int = 2, factor: float | None = None, hidden: int = 8) -> Any:
     gate = fusedmoe.gates.TopK(experts, k, factor)
     return fusedmoe.MoELayer(model_dim, gate, fusedmoe.experts.SwiGLU(hidden))
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_gates(name: str) -> None:
+def test_gate_size_beyond_bound_raises(name: str) -> None:
     make = GATES[name]
-    with pytest.raises(ConfigError, match=f"experts = {HUGE} is out of bounds; the largest is {MOST}"):
+    with pytest.raises(ConfigError, match=f"experts = {HUGE} is out of bounds; the largest is {MAX_SIZE}"):
         make(HUGE)
-    for factor in (1e300, float("inf"), float("nan"), MOST + 1.0):
-        with pytest.raises(ConfigError, match=f"capacity_factor must be positive and at most {MOST}"):
+    for factor in (1e300, float("inf"), float("nan"), MAX_SIZE + 1.0):
+        with pytest.raises(ConfigError, match=f"capacity_factor must be positive and at most {MAX_SIZE}"):
             make(8, capacity_factor=factor)
     if name != "switch":
         with pytest.raises(ConfigError, match=f"k = {HUGE} is out of bounds"):
             make(8, HUGE)
 
 
-def test_large_capacities_drop_nothing() -> None:
+def test_largest_capacity_factor_equals_dropless() -> None:
     x = torch.randn(7, 8)
     torch.manual_seed(0)
-    dropless = layer()
+    dropless = make_layer()
     torch.manual_seed(0)
-    torch.testing.assert_close(layer(factor=float(MOST))(x), dropless(x))
+    torch.testing.assert_close(make_layer(factor=float(MAX_SIZE))(x), dropless(x))
 
 
 @pytest.mark.parametrize("size", [{"model_dim": HUGE}, {"hidden": HUGE}, {"experts": HUGE}, {"k": HUGE}])
-def test_layers(size: dict[str, int]) -> None:
+def test_layer_size_beyond_bound_raises(size: dict[str, int]) -> None:
     (name,) = size
-    with pytest.raises(ConfigError, match=f"{name} = {HUGE} is out of bounds; the largest is {MOST}"):
-        layer(**size)
+    with pytest.raises(ConfigError, match=f"{name} = {HUGE} is out of bounds; the largest is {MAX_SIZE}"):
+        make_layer(**size)
 
 
-def test_parameters_beyond_any_memory() -> None:
+def test_parameter_elements_beyond_bound_raise() -> None:
     with pytest.raises(ConfigError, match=r"SwiGLU: w1 of shape .* would have \d+ elements on this rank; the bound is"):
-        layer(model_dim=2**22, hidden=2**22)
+        make_layer(model_dim=2**22, hidden=2**22)
     with pytest.raises(ConfigError, match=r"would have \d+ elements on this rank"):
-        layer(model_dim=2**20, experts=MOST)
+        make_layer(model_dim=2**20, experts=MAX_SIZE)
 
 
 TUTEL: list[tuple[dict[str, Any], str]] = [
@@ -75,13 +75,13 @@ TUTEL: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("experts", "name"), TUTEL)
-def test_tutel_s_experts(experts: dict[str, Any], name: str) -> None:
+def test_tutel_expert_size_beyond_bound_raises(experts: dict[str, Any], name: str) -> None:
     description = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": 8, **experts}
-    with pytest.raises(ConfigError, match=f"{name} = .* is out of bounds; the largest is {MOST}"):
+    with pytest.raises(ConfigError, match=f"{name} = .* is out of bounds; the largest is {MAX_SIZE}"):
         moe.moe_layer({"type": "top", "k": 2}, 8, description)
 
 
-def test_tutel_s_layer() -> None:
+def test_tutel_capacity_factor_beyond_bound_raises() -> None:
     description = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": 8}
     for factor in (1e300, -1e300, float("nan")):
         with pytest.raises(ConfigError, match="capacity_factor = .* is out of bounds"):
@@ -103,13 +103,13 @@ def test_tutel_s_layer() -> None:
         *slowly(("--hidden", str(HUGE)), ("--model-dim", str(HUGE))),
     ],
 )
-def test_commands(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_flag_beyond_bound_exits_with_error(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--device", "cpu", "--steps", "1", flag, value]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "out of bounds; the largest is" in said and flag[2:].replace("-", "_") in said
 
 
-def test_models() -> None:
+def test_model_config_size_beyond_bound_raises() -> None:
     for name in ("experts", "k", "hidden", "model_dim", "capacity_factor", "layers"):
         with pytest.raises(ConfigError, match=f"{name} = .* is out of bounds"):
             ModelConfig(**{name: HUGE})

@@ -1,4 +1,4 @@
-"""Nobody waits for ever for a thread that found no memory, to begin with or later."""
+"""Nothing waits for ever for a thread that runs out of memory, at its start or later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import TimeoutError as NotDone
 from functools import partial
 from pathlib import Path
 
@@ -19,78 +19,78 @@ from fusedmoe.runtime.execute import execute
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.threads import Helper
+from fusedmoe.threads import WorkerThread
 
 
-def running(name: str) -> int:
-    """Threads of that name: others, of earlier tests, end when they like."""
+def count_running(name: str) -> int:
+    """Threads of that name; threads of earlier tests may still be ending."""
     return sum(thread.is_alive() and thread.name.startswith(name) for thread in threading.enumerate())
 
 
-def until(true: Callable[[], bool]) -> None:
+def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_calls_are_made_in_order_and_the_thread_ends_with_its_owner() -> None:
+def test_worker_runs_calls_in_order_and_ends_with_owner() -> None:
     made: list[int] = []
 
     def note(number: int) -> str:
         made.append(number)
         return threading.current_thread().name
 
-    helper = Helper("one")
+    helper = WorkerThread("one")
     names = [helper.begin(partial(note, number)) for number in range(3)]
     with pytest.raises(ZeroDivisionError):
         helper.result(helper.begin(lambda: 1 // 0))
     assert made == [0, 1, 2] and {helper.result(name) for name in names} == {"one"}
-    assert running("one") == 1
+    assert count_running("one") == 1
     del helper
     gc.collect()
-    until(lambda: not running("one"))
+    wait_until(lambda: not count_running("one"))
 
 
-def test_an_owner_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(threads._Begun):
+def test_interrupted_constructor_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threads._StartedEvent):
         def wait(self, timeout: float | None = None) -> bool:
             super().wait(timeout)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(threads, "_Begun", Interrupted)
+    monkeypatch.setattr(threads, "_StartedEvent", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Helper("interrupted")
-    until(lambda: not running("interrupted"))
+        WorkerThread("interrupted")
+    wait_until(lambda: not count_running("interrupted"))
 
 
-def test_what_a_call_holds_is_gone_when_it_is_made() -> None:
-    held, helper = threading.Event(), Helper("one")
+def test_worker_drops_references_after_call() -> None:
+    held, helper = threading.Event(), WorkerThread("one")
     count = sys.getrefcount(held)
     helper.result(helper.begin(held.set))
-    helper.result(helper.begin(int))  # the one before it has been let go of by then
+    helper.result(helper.begin(int))  # the previous one has been released by then
     assert sys.getrefcount(held) == count
 
 
-def test_a_thread_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_start_failure_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_BEGIN_S", 0.05)
     monkeypatch.setattr(threading.Thread, "_bootstrap", lambda self: None)
-    with pytest.raises(MemoryError, match=r"no memory for a thread: it did not begin .* Raise the limit"):
-        Helper("one")
+    with pytest.raises(MemoryError, match=r"no memory for a thread: it did not start .* Raise the memory limit"):
+        WorkerThread("one")
 
 
-def test_a_thread_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_thread_death_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads._Thread, "run", lambda thread: None)
-    helper = Helper("one")
-    with pytest.raises(MemoryError, match=r"the thread 'one' has ended: the memory was out. Raise the limit"):
+    helper = WorkerThread("one")
+    with pytest.raises(MemoryError, match=r"the thread 'one' died: out of memory. Raise the memory limit"):
         helper.result(helper.begin(int))
 
 
 @pytest.mark.parametrize("fails", ["to begin", "later"])
-def test_a_plan_ends_where_a_link_finds_no_memory(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    """The other link, too, which waits for it."""
+def test_plan_ends_when_link_thread_has_no_memory(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """The other link, which waits for it, ends too."""
     begin, real = threads._BEGIN_S, threading.Thread._bootstrap  # type: ignore[attr-defined]
-    monkeypatch.setattr(threads, "LOOK_S", 0.05)
+    monkeypatch.setattr(threads, "POLL_S", 0.05)
     monkeypatch.setattr(threads, "_BEGIN_S", 0.05 if fails == "to begin" else begin)
 
     def bootstrap(thread: threading.Thread) -> None:
@@ -102,10 +102,10 @@ def test_a_plan_ends_where_a_link_finds_no_memory(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(threading.Thread, "_bootstrap", bootstrap)
     told, ran = list[BaseException](), list[Task]()
-    with pytest.raises(MemoryError, match="Raise the limit"):
+    with pytest.raises(MemoryError, match="Raise the memory limit"):
         execute(Plan.from_orders(three_queues(PIPELINE, 2)), dict.fromkeys(PIPELINE, ran.append), stop=told.append)
     assert [type(error) for error in told] == [MemoryError] and not ran
-    until(lambda: not running("fusedmoe int"))
+    wait_until(lambda: not count_running("fusedmoe int"))
 
 
 LIMITED = """
@@ -115,38 +115,38 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("threads", sys.argv[1])
 threads = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(threads)
-helper = threads.Helper("before")
+helper = threads.WorkerThread("before")
 threads._BEGIN_S = 0.2
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 try:
     while True:
-        helper = threads.Helper("after")
+        helper = threads.WorkerThread("after")
 except MemoryError as error:
-    assert "Raise the limit" in str(error)
+    assert "Raise the memory limit" in str(error)
     print("no memory")
 """
 
 
-def test_a_process_without_memory() -> None:
-    """Whether the system has no thread for it, or the thread no memory to begin with."""
+def test_worker_in_process_without_memory_raises() -> None:
+    """Either the system cannot start the thread, or the thread's first allocation fails."""
     command = [sys.executable, "-c", LIMITED, str(Path(threads.__file__))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.stdout == "no memory\n", done.stderr
 
 
-def test_a_call_that_does_not_end_is_left_behind() -> None:
+def test_result_of_blocked_call_times_out() -> None:
     stuck = threading.Event()
-    waits = Helper("one").begin(stuck.wait)
-    with pytest.raises(NoAnswer):
+    waits = WorkerThread("one").begin(stuck.wait)
+    with pytest.raises(NotDone):
         waits.result(0.01)
     stuck.set()
     assert waits.result(20)
 
 
-def test_an_error_does_not_hold_who_waits_for_its_end() -> None:
-    """Raised where the owner is closed it would hold that frame, and all that called it."""
-    helper = Helper("test")
+def test_call_error_keeps_no_reference_to_waiter() -> None:
+    """An exception raised where the owner is closed would hold that frame and its callers."""
+    helper = WorkerThread("test")
 
     def fail() -> None:
         raise ValueError("it failed")
@@ -158,9 +158,9 @@ def test_an_error_does_not_hold_who_waits_for_its_end() -> None:
         return count
 
     done = helper.begin(fail)
-    helper.settle(done)
+    helper.wait_for(done)
     own = lines(done.exception())
-    helper.settle(done)
+    helper.wait_for(done)
     assert lines(done.exception()) == own > 0
     with pytest.raises(ValueError, match="it failed") as caught:
         helper.result(done)
@@ -171,7 +171,7 @@ def test_an_error_does_not_hold_who_waits_for_its_end() -> None:
     waits = helper.begin(lambda: stuck.wait(20))
     helper.end()
     threading.Timer(0.05, stuck.set).start()
-    helper.settle(waits)
+    helper.wait_for(waits)
     assert waits.done()
 
 
@@ -179,20 +179,20 @@ ENDS = """
 import time
 from datetime import timedelta
 from torch import distributed as dist
-from fusedmoe.threads import Helper
+from fusedmoe.threads import WorkerThread
 
 class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(0.6)  # Python is being taken down
 
-slow, helper = Slow(), Helper("asks")
+slow, helper = Slow(), WorkerThread("asks")
 store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 helper.begin(lambda: store.wait(["nothing"], timedelta(seconds=0.3)))
 time.sleep(0.1)
 """
 
 
-def test_a_process_ends_while_a_question_is_under_way() -> None:
-    """Native code that came back to it during its end would abort it."""
+def test_process_exits_cleanly_during_running_call() -> None:
+    """Native code that returned to the interpreter during its shutdown would abort the process."""
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusedmoe.compat import torch as compat
-from fusedmoe.versions import refused
+from fusedmoe.versions import version_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,13 +22,15 @@ ROOT = Path(__file__).parents[1]
         ("5.100", None),
         (
             "5.22.9",
-            "goes with transformers from 5.23 on and before 6; this is 5.22.9: pip install 'transformers>=5.23,<6'",
+            "fusedmoe.hf supports transformers >= 5.23, < 6; found 5.22.9: pip install 'transformers>=5.23,<6'",
         ),
-        ("6.0", "this is 6.0"),
+        ("6.0", "found 6.0"),
         (None, "fusedmoe.hf needs transformers, which is not installed: pip install 'transformers>=5.23,<6'"),
     ],
 )
-def test_versions(monkeypatch: pytest.MonkeyPatch, found: str | None, text: str | None) -> None:
+def test_version_error_for_unsupported_versions(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, text: str | None
+) -> None:
     def version(package: str) -> str:
         assert package == "transformers"
         if found is None:
@@ -36,18 +38,18 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, found: str | None, text: str 
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    error = refused("transformers", "5.23", "6", "fusedmoe.hf")
+    error = version_error("transformers", "5.23", "6", "fusedmoe.hf")
     assert error is None if text is None else isinstance(error, ImportError) and text in str(error)
 
 
-def pinned(name: str) -> dict[str, str]:
+def pinned_versions(name: str) -> dict[str, str]:
     lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
     pins = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {package: ".".join(version.split(".")[:2]) for package, version in pins}
 
 
-def test_the_tested_range_is_that_of_the_pins() -> None:
-    oldest, newest = pinned("oldest"), pinned("newest")
+def test_tested_range_equals_pins() -> None:
+    oldest, newest = pinned_versions("oldest"), pinned_versions("newest")
     readme = " ".join((ROOT / "README.md").read_text().split())
     for package, name in (("torch", "PyTorch"), ("triton", "Triton"), ("transformers", "transformers")):
         assert f"{name} {oldest[package]} to {newest[package]}" in readme

@@ -1,10 +1,10 @@
-"""Counts how far a reader walks who follows a token: which files of the library its way visits, and how often.
+"""Count the files that a reader opens to follow a token through the library, and the changes from file to file.
 
     python -m tests.token_way    # the table, for two ranks of this machine
 
-A token's way is one training step (forward and backward) of a layer that has warmed up, on the first of two ranks:
-every Python function of `fusedmoe` that is called, on whichever thread. A change of file is a call of a function that
-stands in another file than the function called before.
+A token's path is one training step (forward and backward) of a layer that has warmed up, on the first of two ranks:
+every called Python function of `fusedmoe`, on any thread. A change of file is a call of a function that is defined in
+another file than the previously called function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ M = 16
 
 
 class Way(NamedTuple):
-    """What one step visits: files of the library, calls of its functions, changes from one file to another."""
+    """Files of the library that one step visits, calls of its functions, and changes from file to file."""
 
     files: int
     calls: int
@@ -35,7 +35,7 @@ class Way(NamedTuple):
 
 
 def walk(step: Callable[[], None]) -> Way:
-    """Counts one call of `step`."""
+    """Count one call of `step`."""
     visited: list[str] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -59,7 +59,7 @@ def _layer(topology: fusedmoe.Topology, schedule: str | fusedmoe.Schedule) -> fu
 
 
 class _Mix(nn.Module):
-    """A dense part that a block can have in place of attention."""
+    """A dense part that replaces attention in a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ SETTINGS = ("off", "plan (2, 2)", "pipeline of one block")
 
 
 def way_of(rank: int, world: int, name: str) -> Way:
-    """A step of one of the settings, on one of two ranks."""
+    """Measure a step of one of the settings, on one of two ranks."""
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
     torch.manual_seed(0)
     run, layer = _model(name, topology)
@@ -96,14 +96,14 @@ def way_of(rank: int, world: int, name: str) -> Way:
 
     for _ in range(3):
         step()
-    # A rank that waits long looks at the failure board, too, and threads take turns as they come: the shortest of some.
+    # A rank that waits long also checks the failure board, and thread timing varies: the shortest of several runs.
     ways = [walk(step) for _ in range(40)]
     topology.close()
     return Way(*map(min, zip(*ways, strict=True)))
 
 
 def main() -> None:
-    """Prints a row for each setting."""
+    """Print a row for each setting."""
     ranks = Cluster()
     print(f"{'':24}{'files':>8}{'calls':>8}{'changes of file':>18}")
     for name in SETTINGS:

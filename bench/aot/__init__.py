@@ -1,9 +1,9 @@
-"""Launches that the library would make on a GPU, found out and compiled without one.
+"""Record the kernel launches of a layer without a GPU, and compile them ahead of time.
 
-    with standin.recording(90) as launches:         # sm_90; every launch is noted, none is made
-        layers.run(shape)                           # or any code of the library, on tensors of device "meta"
-    for done in compiling.compile_all(launches):    # in processes, one a core; as they are done
+    with standin.recording(90) as launches:         # sm_90; launches are recorded, not executed
+        layers.run(shape)                           # or any library code on tensors of device "meta"
+    for done in compiling.compile_all(launches):    # in one process per core, as completed
         print(done.launch, done.seconds, done.error)
 
-What is compiled lies in Triton's cache afterwards, under the key under which a launch on a GPU looks for it.
+The compiled kernels are then in Triton's cache, under the keys that launches on a GPU use.
 """

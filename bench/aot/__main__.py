@@ -1,8 +1,8 @@
-"""`python -m bench.aot`: compiles all that layers of the published shapes launch, for GPUs that need not be there.
+"""`python -m bench.aot`: compile all kernels that layers of the published shapes launch, without a GPU.
 
-Checks the code (`machine_code.py`) and writes bench/launches.json for this Triton. Then compares the results of every
-tile of the grouped products with the definition, in Triton's interpreter (`values.py`), and writes bench/tiles.json.
-Ends with 1 where something is wrong; nothing is written then.
+Checks the machine code (`machine_code.py`) and writes bench/launches.json for this Triton version. Then compares the
+results of every tile of the grouped products with the definition, in Triton's interpreter (`values.py`), and writes
+bench/tiles.json. On a fault, exits with 1 and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from bench.aot.standin import TARGETS
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.aot", description=__doc__.partition("\n")[0])
-    parser.add_argument("--target", type=int, choices=TARGETS, help="only for one generation; nothing is written")
-    parser.add_argument("--workers", type=int, help="processes; one a core if not told")
+    parser.add_argument(
+        "--target", type=int, choices=TARGETS, help="compile for one generation only, without writing the record"
+    )
+    parser.add_argument("--workers", type=int, help="number of processes (default: one per core)")
     chosen = parser.parse_args()
     start, done = time.monotonic(), []
     launches = [launch for at in TARGETS if chosen.target in (None, at) for launch in record.launches(at)]
@@ -43,7 +45,6 @@ def main() -> int:
 
 
 def check_values(workers: int | None) -> list[str]:
-    """Checks results of all tiles; returns what is wrong."""
     start, wrong = time.monotonic(), []
     right: values.Passed = {}
     for operation, config, fault in values.check_all(workers):

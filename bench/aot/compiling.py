@@ -1,7 +1,7 @@
-"""Compiles what launches need, in processes, one a core, before anything is launched.
+"""Compile launches in one process per core, before anything is launched.
 
-The processes put it into Triton's cache on disk, under the keys that launches look for: with the same Triton, sources
-and environment variables, a launch finds it there. Those of the caller are theirs, too.
+The processes write to Triton's on-disk cache under the keys that launches use. A launch finds the result with the same
+Triton, sources and environment variables; the processes inherit those of the caller.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 
 from bench.aot.standin import Launch, driving
 
-#: Lines of source take a fifth of the time, and nobody who only looks at the code asks for them.
+#: Line information takes a fifth of the time and is not needed to inspect the code.
 WITHOUT_LINES = MappingProxyType({"TRITON_DISABLE_LINE_INFO": "1"})
 
-# Of a compiled kernel (`triton.compiler.CompiledKernel`) whatever is wanted; it must be possible to send it.
+# Picklable function that extracts data from a compiled kernel (`triton.compiler.CompiledKernel`).
 Look = Callable[[Launch, Any], Any]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Outcome of compiling a launch.
+    """Result of compiling a launch.
 
     Attributes:
-        seconds: that it took.
-        cached: it was there before.
-        error: "" or what is wrong.
-        found: what `look` has returned; None where there is an error.
+        seconds: compile time.
+        cached: it was already in the cache.
+        error: fault description, or "".
+        found: result of `look`; None on error.
     """
 
     launch: Launch
@@ -46,7 +46,7 @@ class Compiled:
 
 
 def compile_one(launch: Launch, look: Look | None = None) -> Compiled:
-    """Compiles a launch in this process, which must not interpret kernels."""
+    """Compile a launch in this process, which must not run Triton's interpreter."""
     from triton import knobs
 
     hits: list[bool] = []
@@ -65,9 +65,9 @@ def compile_one(launch: Launch, look: Look | None = None) -> Compiled:
 
 
 def build_launcher(compiled: Any) -> None:
-    """Has the C compiler make the launcher of a signature, which Triton needs up to 3.6, and keeps.
+    """Build the C launcher of a signature, which Triton up to 3.6 needs and caches.
 
-    It can where CUDA's driver is installed. Nothing here touches a GPU.
+    Requires CUDA's driver library, but no GPU.
     """
     from triton.backends.nvidia import driver
 
@@ -86,13 +86,12 @@ def compile_all(
     look: Look | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Compiled]:
-    """Compiles launches in processes, and yields each as it is done.
+    """Compile launches in parallel processes, yielding each on completion.
 
     Args:
-        workers: processes; one a core if not told.
-        look: what to return of each, a function of a module.
-        environment: more variables for these processes. What is compiled with some of Triton's is found by launches
-            with the same only.
+        workers: number of processes; default one per core.
+        look: function of a module that extracts the data to return.
+        environment: additional variables for the processes. Launches find the results only with equal Triton variables.
     """
     with processes(workers, environment) as pool:
         tasks = [pool.submit(compile_one, launch, look) for launch in launches]
@@ -100,12 +99,12 @@ def compile_all(
             for task in as_completed(tasks):
                 yield task.result()
         finally:
-            # To wait here, too: leaving the block would else take the order to cancel back.
+            # Wait here: exiting the block would otherwise undo the cancellation.
             pool.shutdown(cancel_futures=True)
 
 
 def processes(workers: int | None = None, environment: Mapping[str, str] = MappingProxyType({})) -> ProcessPoolExecutor:
-    """Starts processes that compile. They end with this one, and none of them interprets kernels."""
+    """Start compile processes, which exit with this process and do not interpret kernels."""
     begin = partial(_begin, os.getpid(), {**environment, "TRITON_INTERPRET": "0"})
     return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=begin)
 

@@ -1,17 +1,17 @@
-"""Instructions without which a kernel is right, and much slower than its GPU."""
+"""Instructions that a kernel needs in order to be fast; without them it is correct but much slower."""
 
 from __future__ import annotations
 
 from bench.aot.standin import Launch
 
-# Tensor cores of each generation.
+# Tensor-core instruction of each generation.
 _PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 _GROUPED = ("up_kernel", "dhidden_kernel", "product_kernel", "dweight_kernel")
 _OF_THE_GATE = ("logits_kernel", "dx_kernel", "dw_kernel", "choose_kernel")
 
 
 def expected(launch: Launch) -> tuple[str, ...]:
-    """Returns the instructions that are expected: of tensor cores, and of copies that pass the registers by."""
+    """Return the expected instructions: tensor cores, and copies that bypass registers."""
     told = launch.told
     if ".gluon." in launch.module:
         return ("HGMMA", "UTMALDG", *(["LDGSTS"] if "source_ptr" in told else []))
@@ -26,4 +26,19 @@ def expected(launch: Launch) -> tuple[str, ...]:
     bulk_alone = told.get("DESCRIPTORS") and not looked_up and launch.kernel in ("product_kernel", "dweight_kernel")
     if launch.kernel in _GROUPED and told.get("EVEN_K", True) and not bulk_alone:
         words.append("LDGSTS")
+    if sends_aligned_rows(launch):
+        words.append("STG.E.128")
     return tuple(words)
+
+
+def unwanted(launch: Launch) -> tuple[str, ...]:
+    """Return the instructions that the kernel must not contain: stores of rows that are narrower than 16 bytes."""
+    return ("STG.E.U8", "STG.E.U16") if sends_aligned_rows(launch) else ()
+
+
+def sends_aligned_rows(launch: Launch) -> bool:
+    """Return whether the kernel stores rows to other ranks whose size is a multiple of 16 bytes."""
+    if launch.kernel == "put_rows_kernel":
+        widths = ["M", *(["second_M"] if launch.told["SECOND_TILE"] else [])]
+        return any(":16" in str(launch.told[name]) for name in widths)
+    return bool(launch.told.get("ALIGNED"))

@@ -1,4 +1,4 @@
-"""Layers of given sizes run through the library without values: what a benchmark of them launches.
+"""Run layers of given sizes without data, to record the launches of a benchmark.
 
 with standin.recording(90) as launches:
     run(SHAPES[0])
@@ -39,9 +39,9 @@ def empty_case(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Case:
 
 
 def run(shape: Shape, dtype: torch.dtype = torch.bfloat16, counts: tuple[int, ...] = COUNTS) -> None:
-    """The kernels of a layer one by one, the layer's two passes, and those over virtual ranks by puts.
+    """Run a layer's kernels individually, both passes, and the passes over virtual ranks with one-sided puts.
 
-    `counts`: numbers of virtual ranks, for a shape that is spread over some.
+    `counts`: numbers of virtual ranks, for shapes that are split over ranks.
     """
     case = empty_case(shape, dtype)
     for step in kernel_steps(case):

@@ -1,7 +1,7 @@
-"""Faults of compiled code, as far as they can be seen without a GPU.
+"""Faults of compiled code that can be detected without a GPU.
 
-Spills, shared memory that a GPU does not have, instructions that are missing, and on Hopper and Blackwell products
-that may read shared memory before what asynchronous copies have written there can be seen (`unfenced`).
+Checks for spills, excessive shared memory, missing instructions, and on Hopper and Blackwell for products that may read
+shared memory before asynchronous copies to it are visible (`unfenced`).
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Shared memory of one block, bytes.
+# Shared memory per block, in bytes.
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
-def judge(compiled: Any, target: int, expected: Sequence[str] = ()) -> dict[str, Any]:
-    """Registers, stack and shared memory of a kernel; "error" where something is wrong.
+def judge(compiled: Any, target: int, expected: Sequence[str] = (), unwanted: Sequence[str] = ()) -> dict[str, Any]:
+    """Return registers, stack and shared memory of a kernel, and "error" on a fault.
 
     Args:
         compiled: a `triton.compiler.CompiledKernel`.
-        expected: instructions that its machine code must have.
+        expected: instructions that the machine code must contain, e.g. "HGMMA" or, with modifiers, "STG.E.128".
+        unwanted: instructions that it must not contain.
     """
     cubin = compiled.asm["cubin"]
     found: dict[str, Any] = {**read_usage(cubin), "shared": compiled.metadata.shared}
-    # To take machine code apart takes as long as to make it: only where there is something to look for.
-    instructions = read_instructions(cubin) if expected else []
+    # Disassembling takes as long as compiling, so only if there are instructions to check.
+    instructions = read_instructions(cubin) if expected or unwanted else []
     missing = [word for word in expected if word not in instructions]
+    extra = [word for word in unwanted if word in instructions]
     if found["stack"] or {"LDL", "STL"} & {*instructions}:
         found["error"] = f"spills: takes {found['stack']} bytes of stack"
     elif found["shared"] > SHARED[target]:
         found["error"] = f"takes {found['shared']} bytes of shared memory"
     elif missing:
         found["error"] = f"has no {', '.join(missing)}"
+    elif extra:
+        found["error"] = f"has {', '.join(extra)}"
     elif bad := unfenced(compiled.asm["ptx"]):
         found["error"] = f"has no fence.proxy.async between asynchronous copies and {bad[0]} ({len(bad)} such products)"
     elif "setmaxnreg" in compiled.asm["ptx"] and (slow := slow_loops(_dump(cubin, "--dump-sass"))):
@@ -46,22 +50,23 @@ def judge(compiled: Any, target: int, expected: Sequence[str] = ()) -> dict[str,
 
 
 def read_usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack: what does not fit the registers is kept there."""
+    """Return registers per thread and stack bytes, which hold spilled registers."""
     usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _dump(cubin, "--dump-resource-usage")))
     return {"registers": int(usage["REG"]), "stack": int(usage["STACK"])}
 
 
 def read_instructions(cubin: bytes) -> list[str]:
-    """The kinds of instructions that there are."""
+    """Return the kinds of instructions in the machine code, each with and without its modifiers."""
     from triton import knobs
 
-    cache = Path(knobs.cache.dir) / "fusedmoe-aot" / f"{hashlib.sha256(cubin).hexdigest()}.json"
+    cache = Path(knobs.cache.dir) / "fusedmoe-aot-modifiers" / f"{hashlib.sha256(cubin).hexdigest()}.json"
     if cache.exists():
         return json.loads(cache.read_text())
     text = _dump(cubin, "--dump-sass")
-    found = sorted({*re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.M)})
+    whole = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text, re.M)
+    found = sorted({*whole, *(word.partition(".")[0] for word in whole)})
     cache.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: a run may be interrupted.
+    # Atomic: a run may be interrupted.
     part = cache.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(found))
     part.replace(cache)
@@ -72,11 +77,10 @@ _MACHINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?
 
 
 def slow_loops(sass: str) -> str:
-    """Names what keeps products of Hopper from running on and on, in a kernel whose warps have tasks of their own; ""
-    where nothing does.
+    """Return what prevents Hopper's products from running back to back in a warp-specialised kernel, or "".
 
-    In the loops with products, one for each of two groups of warps, the last step's are awaited while this one's run,
-    nothing is loaded, and nobody waits for more warps than the group's.
+    In the product loops, one per warp group, the previous step's products are awaited while the current ones run,
+    nothing is loaded, and no barrier includes more warps than the group's.
     """
     code = [(int(place, 16), text) for place, text in _MACHINE.findall(sass)]
     jumps = [
@@ -87,7 +91,7 @@ def slow_loops(sass: str) -> str:
         if text.startswith("HGMMA"):
             around = [(start, end) for start, end in jumps if start <= place <= end]
             if not around:
-                continue  # a first or last step of its own
+                continue  # a peeled first or last step
             loops.add(min(around, key=lambda loop: loop[1] - loop[0]))
     if len(loops) < 2:
         return f"has {len(loops)} loops with products, not one for each group of warps"
@@ -114,8 +118,7 @@ def _dump(cubin: bytes, what: str) -> str:
 
 
 class _State(NamedTuple):
-    """State of a thread's asynchronous copies: whether some may be under way, and whether some that have ended may not
-    be visible to products."""
+    """State of a thread: asynchronous copies in flight, or completed ones that may be invisible to products."""
 
     under_way: bool = False
     unseen: bool = False
@@ -127,16 +130,16 @@ _PRODUCTS = ("wgmma.mma_async", "tcgen05.mma.")
 
 
 def unfenced(ptx: str) -> list[str]:
-    """The products that may read what asynchronous copies (`cp.async`) have written without a fence in between.
+    """Return the products that may read data of asynchronous copies (`cp.async`) without a fence in between.
 
-    Every way through the code of a kernel is followed. Ordinary stores are not looked at: which of them a product reads
-    cannot be told from the text, and most are for threads. Bulk copies need no fence, they go where products read.
+    Follows every control-flow path of a kernel. Ordinary stores are ignored: the text does not show which product reads
+    them, and most are for threads. Bulk copies need no fence, since they use the proxy that products read from.
     """
     code = ptx[ptx.index(".entry") :].split("\n.func", 1)[0]
     blocks, order = _blocks(code.splitlines())
     seen = sum(word.startswith(_PRODUCTS) for block in blocks.values() for _, word, _ in block)
     if seen != sum(code.count(word) for word in _PRODUCTS):
-        raise ValueError("this PTX has products where they are not looked for")
+        raise ValueError("this PTX has products in unexpected places")
     at: dict[str, _State] = {order[0]: _State()}
     todo, bad = [order[0]], {}
     while todo:
@@ -163,7 +166,7 @@ def unfenced(ptx: str) -> list[str]:
 
 
 def _blocks(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]]], list[str]]:
-    """Instructions (condition, word, operands) by the label that they follow, and the labels in order."""
+    """Return the instructions (condition, opcode, operands) by preceding label, and the labels in order."""
     blocks: dict[str, list[tuple[str, str, str]]] = {"the beginning": []}
     name = "the beginning"
     for line in lines:

@@ -1,4 +1,4 @@
-"""bench/launches.json: what is launched, and what the code for it takes, by the Triton that has made it."""
+"""bench/launches.json: recorded launches and the resource use of their code, by Triton version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.aot import layers, standin
 from bench.aot.compiling import Compiled
-from bench.aot.expected import expected
+from bench.aot.expected import expected, unwanted
 from bench.aot.machine_code import judge
 from bench.aot.standin import Launch
 from bench.gpu.shapes import SHAPES
@@ -18,13 +18,13 @@ from bench.gpu.shapes import SHAPES
 FILE = Path(__file__).parents[1] / "launches.json"
 COLUMNS = ("registers", "stack", "shared")
 
-# By launch (`Launch.title`), Triton's version and target ("sm_90") the numbers of `COLUMNS`.
+# By launch (`Launch.title`), Triton version and target ("sm_90"): the numbers of `COLUMNS`.
 Record = dict[str, dict[str, dict[str, list[int]]]]
 
 
 @cache
 def launches(target: int) -> tuple[Launch, ...]:
-    """All that layers of the published shapes launch on GPUs of a generation."""
+    """Return all launches of layers of the published shapes on GPUs of a generation."""
     with standin.recording(target) as found:
         for shape in SHAPES:
             layers.run(shape)
@@ -32,8 +32,7 @@ def launches(target: int) -> tuple[Launch, ...]:
 
 
 def look(launch: Launch, compiled: Any) -> dict[str, Any]:
-    """Returns what is recorded of a compiled launch."""
-    return judge(compiled, launch.target, expected(launch))
+    return judge(compiled, launch.target, expected(launch), unwanted(launch))
 
 
 def faults(compiled: Iterable[Compiled]) -> list[str]:
@@ -50,7 +49,7 @@ def read() -> Record:
 
 
 def merged(record: Record, version: str, compiled: Iterable[Compiled]) -> Record:
-    """The record with all that is launched now, as compiled by one Triton; of others what they know of these."""
+    """Return the record with all current launches compiled by this Triton; other versions keep their data."""
     found: Record = {}
     for done in compiled:
         before = {other: known for other, known in record.get(done.launch.title, {}).items() if other != version}
@@ -60,12 +59,11 @@ def merged(record: Record, version: str, compiled: Iterable[Compiled]) -> Record
 
 
 def versions(record: Record) -> list[str]:
-    """The Tritons that it knows."""
     return sorted({version for made in record.values() for version in made})
 
 
 def write(record: Record) -> None:
-    """One line a launch and version, so that two versions of the file can be compared."""
+    """Write one line per launch and version, so that diffs are readable."""
     lines = []
     for title in sorted(record):
         made = sorted(record[title].items())

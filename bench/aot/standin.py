@@ -1,11 +1,11 @@
-"""A stand-in for Triton's CUDA driver: launches are noted, not made.
+"""Stand-in for Triton's CUDA driver that records launches instead of executing them.
 
-Tensors of device "meta", which have shapes and no memory, stand for those of a GPU. Inside `recording` they say that
-they are CUDA's, operators of the library run their real bodies on them instead of their fakes, and the tuner tries
-every candidate, as it does on a GPU where a shape is new: so the code that launches is the library's own, down to
-Triton's, which specialises arguments and would then compile.
+Tensors of device "meta", with shapes but without memory, represent GPU tensors. Inside `recording` they report to be
+CUDA tensors, library operators run their real implementations instead of fakes, and the tuner tries every candidate, as
+on a GPU for a new shape. The launching code is therefore the library's own, down to Triton, which specialises arguments
+and would compile next.
 
-Values do not exist: what reads one on the host (`.item()`, `.tolist()`) raises.
+There are no values: reading one on the host (`.item()`, `.tolist()`) raises.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.generation import Capability, generation
 from fusedmoe.kernels.triton import experts
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, every_candidate
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, all_candidates
 from fusedmoe.kernels.triton.grouped.verified import Gpu
 
-# Multiprocessors of what stands for each generation: A100, H200, B200, RTX PRO 6000.
+# Multiprocessors of the GPU that represents each generation: A100, H200, B200, RTX PRO 6000.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 120: 188}
-#: Compute capabilities that stand for the generations of GPUs there are kernels for, 90 for sm_90.
+#: Compute capability that represents each supported generation, 90 for sm_90.
 TARGETS = tuple(MULTIPROCESSORS)
 
 
 def table_of(target: int) -> Capability:
-    """Return the generation whose tables serve a target."""
     return generation(divmod(target, 10), SHARED[target])
 
 
@@ -50,9 +49,9 @@ class Launch:
     """A kernel as it would be compiled for a launch.
 
     Attributes:
-        module, kernel: the function's.
+        module, kernel: of the function.
         target: 90 for sm_90.
-        data: JSON, what `JITFunction.preload` takes: signature, constants, attributes and options.
+        data: JSON as accepted by `JITFunction.preload`: signature, constants, attributes and options.
     """
 
     module: str
@@ -62,13 +61,12 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """num_warps, num_stages, maxnreg, …, with the ones that are Triton's defaults."""
+        """Return num_warps, num_stages, maxnreg, …, including Triton's defaults."""
         return json.loads(self.data)["options"]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns each parameter's value where that is a constant of the code, else its type; a type ends in ":16"
-        where pointer or number is known to be a multiple of 16."""
+        """Return each parameter's value if constant, else its type, with ":16" if known to be a multiple of 16."""
         data = json.loads(self.data)
         constants = {path[0]: value for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)}
         aligned = {path[0] for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True) if value}
@@ -79,14 +77,13 @@ class Launch:
 
     @property
     def told(self) -> dict[str, Any]:
-        """`arguments`, and the options that launchers give."""
         options = {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")}
         libraries = sorted(name for name, _ in self.options["extern_libs"] if name != "libdevice")
         return {**self.arguments, **options, "libraries": libraries}
 
     @property
     def title(self) -> str:
-        """Short, and of no other launch for any target: what is constant in the code, and a few digits for the rest."""
+        """Return a short name, unique among launches of all targets: constants of the code and a digest of the rest."""
         constants = " ".join(f"{name}={value}" for name, value in self.told.items() if name.isupper())
         digits = hashlib.sha256(json.dumps(self.told, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.kernel} {constants} w{self.told['num_warps']} s{self.told['num_stages']} {digits}"
@@ -96,9 +93,9 @@ class Launch:
 
 
 class Driver:
-    """Answers what Triton asks of a driver before anything is loaded.
+    """Answers Triton's driver queries before anything is loaded.
 
-    `device`: a name, by which Triton remembers what it has compiled: what is taken down must never be found there.
+    `device`: cache key of compiled kernels, distinct from real devices so that recorded kernels are never launched.
     """
 
     def __init__(self, target: int, device: str) -> None:
@@ -116,20 +113,19 @@ class Driver:
 
 @contextmanager
 def driving(target: int, device: str = "compiler") -> Iterator[None]:
-    """Triton takes the stand-in for its driver."""
     with patch.object(triton.runtime.driver, "_active", Driver(target, device)):
         yield
 
 
 @contextmanager
 def recording(target: int) -> Iterator[list[Launch]]:
-    """Takes down what is launched on tensors of device "meta", each specialisation once, in order.
+    """Record launches on tensors of device "meta", each specialisation once, in order.
 
     Raises:
         ConfigError: under TRITON_INTERPRET=1, where nothing is compiled.
     """
     if INTERPRET:
-        raise ConfigError("under TRITON_INTERPRET=1 kernels are interpreted, none is compiled: start without it")
+        raise ConfigError("TRITON_INTERPRET=1 interprets kernels instead of compiling them: unset it")
     found: dict[Launch, None] = {}
     launches: list[Launch] = []
 
@@ -138,7 +134,7 @@ def recording(target: int) -> Iterator[list[Launch]]:
         if launch not in found:
             found[launch] = None
             launches.append(launch)
-        return True  # Triton compiles nothing then, and launches nothing
+        return True  # Triton then neither compiles nor launches
 
     with ExitStack() as stack:
         for place, name, value in _patches(target):
@@ -149,17 +145,15 @@ def recording(target: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-_current = [0]  # the last is what is current, those before what will be again
+_current = [0]  # stack; the last entry is current
 
 
 def current_device() -> int:
-    """The index of the one of the GPUs that is current."""
     return _current[-1]
 
 
 @contextmanager
 def _device(device: torch.device | int) -> Iterator[None]:
-    """`torch.cuda.device`"""
     _current.append(device if isinstance(device, int) else device.index or 0)
     try:
         yield
@@ -168,7 +162,7 @@ def _device(device: torch.device | int) -> Iterator[None]:
 
 
 def _patches(target: int) -> list[tuple[Any, str, Any]]:
-    """Returns what must be different for tensors of device "meta" to pass for a GPU's."""
+    """Return the patches that make tensors of device "meta" pass for GPU tensors."""
     capability = divmod(target, 10)
     properties = SimpleNamespace(
         major=capability[0],
@@ -193,21 +187,19 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
 
 
 def _tuner(gpu: Gpu) -> Tuner:
-    """Runs every candidate, verified or not."""
-
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         run()
         return lambda: 1.0
 
-    return Tuner(partial(every_candidate, gpu), measure, Record(None), lambda: True)
+    return Tuner(partial(all_candidates, gpu), measure, Record(None), lambda: True)
 
 
-# What computes an operator has one form for all devices.
+# Composite operators have one implementation for all devices.
 _BODY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class _Bodies(TorchDispatchMode):
-    """Operators of the library run as they would on a GPU."""
+    """Mode that runs library operators as on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fusedmoe":

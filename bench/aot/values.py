@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Functions import Triton: a process that interprets kernels sets TRITON_INTERPRET first.
+# Functions import Triton: interpreting processes set TRITON_INTERPRET first.
 if TYPE_CHECKING:
     from fusedmoe.kernels.triton.grouped.configs import Config
 
@@ -27,23 +27,23 @@ Passed = dict[str, list[str]]
 
 
 def tiles() -> list[tuple[str, Config]]:
-    """Returns the configurations that Triton's form of each operation has on any generation, in half precision."""
+    """Return the half-precision configurations of each operation's Triton form, on any generation."""
     import torch
 
-    from fusedmoe.kernels.generation import NEEDED
+    from fusedmoe.kernels.generation import TABLE_SHARED_BYTES
     from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, candidates
 
     found = [
         (operation, candidate.config)
         for operation in OPERATIONS
-        for table in NEEDED
+        for table in TABLE_SHARED_BYTES
         for candidate in candidates(operation, torch.bfloat16, table)
     ]
     return [*dict.fromkeys(found)]
 
 
 def check_tile(operation: str, config: Config) -> str:
-    """Returns what is wrong with a configuration's results, or ""; in a process that interprets kernels."""
+    """Return the fault of a configuration's results, or "". Requires an interpreting process."""
     import torch
 
     from bench.gpu.correctness import check
@@ -56,7 +56,7 @@ def check_tile(operation: str, config: Config) -> str:
 
 
 def check_all(workers: int | None = None) -> Iterator[tuple[str, str, str]]:
-    """Yields operation, configuration and fault of each tile, from so many processes (None: one a core)."""
+    """Yield operation, configuration and fault of each tile, from `workers` processes (None: one per core)."""
     context, begin = get_context("spawn"), partial(_interpret, os.getpid())
     with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=context, initializer=begin) as pool:
         tasks = {pool.submit(check_tile, *tile): tile for tile in tiles()}
@@ -73,11 +73,9 @@ def _interpret(parent: int) -> None:
 
 
 def read() -> dict[str, Passed]:
-    """Returns the record, by the version of Triton."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def write(version: str, right: Mapping[str, list[str]]) -> None:
-    """Replaces the record of one version of Triton."""
     record = {**read(), version: dict(right)}
     FILE.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")

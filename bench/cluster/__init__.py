@@ -1,1 +1,1 @@
-"""A cluster of two nodes on one machine: two network namespaces, and everything that is measured there."""
+"""Two emulated nodes on one machine (network namespaces), and the benchmarks that run on them."""

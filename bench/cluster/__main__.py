@@ -1,11 +1,10 @@
-"""`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
+"""`make bench-cluster`: measure every policy on two emulated nodes and compare it with its prediction.
 
-Needs root, for network namespaces; says so and ends where it cannot be. Wants the machine for itself. Settings that
-really compute begin with half a minute of nothing else: by it the rate of the link between the nodes is chosen, such
-that communication takes as long as computation. What is measured of a setting comes in parts (`--settings
-computed:job`), each written as soon as it is done, with commit, rounds, load and machine, into a file of
-bench/results/: cluster.json, blocks.json for schedules of whole models, placement.json for placements of experts; with
-pictures of predicted and measured timelines.
+Requires root for network namespaces, and an otherwise idle machine. Settings with real computation start with a
+calibration of half a minute, which selects the inter-node link rate at which communication takes as long as
+computation. Results are measured in parts (`--settings computed:job`). Each part is written on completion, with commit,
+rounds, load and machine, to a file of bench/results/: cluster.json, blocks.json for schedules of whole models,
+placement.json for expert placements; with plots of predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -30,11 +29,13 @@ from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.report import MEASURED, show
 from bench.cluster.setting import SETTINGS, Setting
 from bench.gpu.process import ROOT, Process
+from bench.own_policy import add_policy_flags, policy_environment, register_own
 from bench.provenance import provenance
+from fusedmoe.errors import ConfigError
 
-_PORT = 29555  # in a namespace of our own
-_SECONDS = 1800  # that a setting may take, or twice what its parts should
-# Seconds of a part on an idle machine of two cores, by five rounds, where no results say it.
+_PORT = 29555  # inside our own namespace
+_SECONDS = 1800  # timeout of a setting, or twice the estimate of its parts
+# Seconds per part for five rounds on an idle machine of two cores, if there are no earlier results.
 _PART_S = dict(
     layer=120,
     model=240,
@@ -50,9 +51,9 @@ _PART_S = dict(
     doors=540,
     tuning=900,
 )
-_START_S = 30  # of a setting, before its first part
+_START_S = 30  # start-up time of a setting, before its first part
 
-#: A setting, and its parts.
+#: A setting and the parts to measure.
 Wanted = tuple[Setting, list[str]]
 
 
@@ -99,12 +100,13 @@ def main() -> int:
                 written.append(f"{setting.name}:{part}")  # noqa: B023
 
             try:
-                run(setting, fitting, options.rounds, out, keep, max(_SECONDS, round(2 * takes_s)))
+                own_policy = policy_environment(options.policy, options.whole)
+                run(setting, fitting, options.rounds, out, keep, max(_SECONDS, round(2 * takes_s)), own_policy)
             except KeyboardInterrupt:
                 done = f"{' and '.join(written)} written" if written else "nothing is written"
-                console.print(f"interrupted: nothing is left running, {done}")
+                console.print(f"interrupted: all processes have ended, {done}")
                 return 130
-            except RuntimeError as error:  # other settings may do
+            except RuntimeError as error:  # other settings may succeed
                 console.print(f"{setting.name}: {error}", highlight=False, markup=False)
                 code = 1
             options.pictures.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ def main() -> int:
 def _fitting(
     setting: Setting, parts: list[str], options: argparse.Namespace, seconds: float
 ) -> tuple[list[str], float]:
-    """Returns as many of the parts as fit so many seconds, and the seconds they take: as before, or as estimated."""
+    """Return the parts that fit into `seconds`, and their duration according to earlier results or estimates."""
     before = _stored(options.results, [(setting, list(parts))]).get(setting.name, {})
     fitting, total_s = [], float(_START_S)
     for part in parts:
@@ -144,7 +146,6 @@ def _file(folder: Path, setting: Setting) -> Path:
 
 
 def _store(folder: Path, setting: Setting, part: str, found: dict[str, Any]) -> None:
-    """Writes a part of a setting's results into their file, in which all others stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
     file = _file(folder, setting)
     settings = json.loads(file.read_text())["settings"] if file.exists() else {}
@@ -155,7 +156,6 @@ def _store(folder: Path, setting: Setting, part: str, found: dict[str, Any]) -> 
 
 
 def _stored(folder: Path, wanted: Sequence[Wanted]) -> dict[str, Any]:
-    """Results of these settings and parts, as far as there are any."""
     found: dict[str, Any] = {}
     for setting, parts in wanted:
         file = _file(folder, setting)
@@ -168,11 +168,19 @@ def _stored(folder: Path, wanted: Sequence[Wanted]) -> dict[str, Any]:
 Keep = Callable[[str, dict[str, Any], float], None]
 
 
-def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep: Keep, seconds: int = _SECONDS) -> None:
-    """Runs all ranks of a setting; `keep` is given each part, its results and its seconds, as soon as it is done.
-    Pictures are in `folder` afterwards.
+def run(
+    setting: Setting,
+    parts: Sequence[str],
+    rounds: int,
+    folder: Path,
+    keep: Keep,
+    seconds: int = _SECONDS,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run all ranks of a setting, with plots to `folder`; `keep` receives each finished part with results and seconds.
 
-    Nothing outlives it: neither processes nor namespaces. Raises `RuntimeError` for ranks that fail or take longer.
+    `variables`: further environment variables of the ranks. Ends all processes and namespaces. Raises `RuntimeError`
+    for ranks that fail or time out.
     """
     waiting, since = list(parts), time.monotonic()
 
@@ -201,7 +209,8 @@ def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep:
                     "MASTER_ADDR": ADDRESSES[0],
                     "MASTER_PORT": str(_PORT),
                     "GLOO_SOCKET_IFNAME": nodes.interfaces[node],
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses have no host names here
+                    **(variables or {}),
                 }
             )
         run_ranks(commands, environments, seconds, look)
@@ -211,7 +220,6 @@ def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep:
 
 
 def _balanced(setting: Setting, folder: Path) -> Setting:
-    """Gives a setting the rate of the link that suits what this machine computes now; also left in `folder`."""
     command = [sys.executable, "-m", "bench.cluster.balance", setting.name, str(folder)]
     run_ranks([command] * setting.ranks, [{"GLOO_SOCKET_IFNAME": "lo"}] * setting.ranks, balance.SECONDS)
     found = json.loads((folder / balance.FILE).read_text())
@@ -226,10 +234,7 @@ def run_ranks(
     seconds: float,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs one process a rank until all have ended well. Raises `RuntimeError`, and ends all, if that is not so.
-
-    `look`: called now and then.
-    """
+    """Run one process per rank, calling `look` periodically. If one fails, end all and raise `RuntimeError`."""
     running: dict[int, Process] = {}
     try:
         for rank, (command, own) in enumerate(zip(commands, environments, strict=True)):
@@ -237,7 +242,7 @@ def run_ranks(
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(commands)),
                 "OMP_NUM_THREADS": "1",
-                # What one thread has given back another may take: a dozen models have dozens of threads.
+                # Allows threads to reuse memory freed by others: a dozen models have dozens of threads.
                 "MALLOC_ARENA_MAX": "2",
                 **own,
             }
@@ -251,7 +256,7 @@ def run_ranks(
 
 
 def _wait(running: dict[int, Process], deadline: float, look: Callable[[], None]) -> None:
-    """Waits until all ranks have ended well, and are gone from `running`. The first that does not ends the wait."""
+    """Wait until all ranks have succeeded and left `running`, or one has failed."""
     while running:
         for rank in [rank for rank, process in running.items() if not process.running]:
             ended = running.pop(rank).ended()
@@ -265,7 +270,6 @@ def _wait(running: dict[int, Process], deadline: float, look: Callable[[], None]
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not keep the first one from tidying up."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -286,21 +290,36 @@ def _options() -> argparse.Namespace:
         type=_wanted,
         default=[_wanted(name) for name in SETTINGS],
         metavar="NAME[:PART,…]",
-        help="what to measure, in this order; all else stays in the files (default: all). "
+        help="settings and parts to measure, in this order; other results are kept (default: all). "
         + "; ".join(f"{name}: {', '.join(setting.parts)}" for name, setting in SETTINGS.items()),
     )
     parser.add_argument(
-        "--minutes", type=float, default=1e9, metavar="N", help="leave out parts that would not end in so many minutes"
+        "--minutes", type=float, default=1e9, metavar="N", help="skip parts that would exceed this time"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
-    parser.add_argument("--show", action="store_true", help="the tables of the numbers there; nothing is run")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "runs/cluster", help="folder of the timelines")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench/results", help="results folder (default: bench/results)"
+    )
+    parser.add_argument("--show", action="store_true", help="print tables of existing results without running anything")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        default=ROOT / "runs/cluster",
+        help="folder of the timeline plots (default: runs/cluster)",
+    )
+    add_policy_flags(parser)
+    options = parser.parse_args()
+    if options.policy is not None:
+        if options.results == ROOT / "bench/results":
+            parser.error("--policy: choose another --results folder; bench/results has the library's own policies only")
+        try:
+            register_own(options.policy, options.whole)
+        except ConfigError as error:
+            parser.error(str(error))
+    return options
 
 
 def _wanted(text: str) -> Wanted:
-    """A setting by its name, with some of its parts or all."""
     name, _, names = text.partition(":")
     if name not in SETTINGS:
         raise argparse.ArgumentTypeError(f"no setting {name!r}; choose from {', '.join(SETTINGS)}")

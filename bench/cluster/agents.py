@@ -1,4 +1,4 @@
-"""Nodes of a job on this machine: an agent of torchrun each, with its ranks, that can be lost one by one."""
+"""Nodes of a job on this machine, each a torchrun agent with its ranks, which can be lost individually."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bench.cluster.network import ADDRESSES, TwoNodes
 
 ROOT = Path(__file__).parents[2]
 
-#: Of torchrun's rendezvous: how long it waits for more nodes than it needs, and after what silence a node is lost.
+#: torchrun rendezvous: wait for additional nodes, and heartbeat timeout of a lost node.
 RENDEZVOUS = {"last_call_timeout": 15, "keep_alive_interval": 1, "keep_alive_max_attempt": 10, "is_host": "false"}
 
-#: What torchrun imports before it forks ranks, so that they begin with it: all that a rank imports.
+#: Imported by torchrun before it forks ranks; contains all imports of a rank.
 PRELOAD = "import torch._dynamo, fusedmoe.cli.main; from torch.distributed.run import main; main()"
 
 _STORE = """
@@ -34,15 +34,15 @@ signal.pause()
 
 
 class Agents:
-    """`fusedmoe train` on nodes of `per_node` ranks each, which meet in a store that is on none of them.
+    """`fusedmoe train` on nodes of `per_node` ranks each, with a rendezvous store outside of them.
 
     Args:
-        folder: where it runs, and where outputs go.
-        spaces: network namespaces, one a node; None: all on loopback.
-        rendezvous: changes to `RENDEZVOUS`.
-        forked: torchrun forks the ranks; otherwise each is a Python of its own, which imports all it needs.
+        folder: working directory and location of outputs.
+        spaces: one network namespace per node; None: all on loopback.
+        rendezvous: overrides of `RENDEZVOUS`.
+        forked: torchrun forks the ranks; otherwise each is a new Python process with its own imports.
     Attributes:
-        running: the agents.   outputs: a file of each that was started.
+        running: the agents.   outputs: output file of each started agent.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Agents:
         self.outputs: list[Path] = []
         self._places: dict[int, int] = {}
         command = self._in(0, sys.executable, "-c", _STORE, self._address, str(self._port))
-        # It warns of addresses without names.
+        # It warns about addresses without host names.
         self._store = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=_end_with_parent
         )
@@ -90,7 +90,7 @@ class Agents:
         return list(command) if self._spaces is None else self._spaces.command(node, *command)
 
     def start(self, node: int) -> None:
-        """A node, the first time or again."""
+        """Start or restart a node."""
         address = "127.0.0.1" if self._spaces is None else ADDRESSES[node]
         interface = "lo" if self._spaces is None else self._spaces.interfaces[node]
         settings = ",".join(f"{name}={value}" for name, value in self._rendezvous.items())
@@ -120,7 +120,6 @@ class Agents:
         self.running.append(agent)
 
     def ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """The processes of an agent's ranks."""
         found = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError, IndexError):
@@ -131,12 +130,11 @@ class Agents:
         return sorted(found)
 
     def place(self, agent: subprocess.Popen[bytes]) -> int:
-        """Which node an agent is."""
         return self._places[agent.pid]
 
     def lose(self, agent: subprocess.Popen[bytes], only_agent: bool = False) -> int:
-        """Ends a node, all at once; returns which one it was. `only_agent`: its ranks have to find it out."""
-        for _ in range(2):  # ranks that it had just begun to start
+        """Kill a node and return its number. `only_agent`: its ranks have to detect the loss."""
+        for _ in range(2):  # kills ranks that it was just starting
             for process in (agent.pid,) if only_agent else (*self.ranks(agent), agent.pid):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -145,7 +143,7 @@ class Agents:
         return self._places[agent.pid]
 
     def wait(self, seconds: float) -> list[int]:
-        """The exit codes of the nodes that are left; -1000 of one that goes on."""
+        """Return the exit codes of the remaining nodes; -1000 for a running node."""
         deadline = time.monotonic() + seconds
         for agent in self.running:
             with suppress(subprocess.TimeoutExpired):
@@ -153,7 +151,6 @@ class Agents:
         return [-1000 if agent.poll() is None else agent.returncode for agent in self.running]
 
     def wait_for_step(self, run: Path, step: int, seconds: float) -> None:
-        """Waits until so many steps are done."""
         deadline = time.monotonic() + seconds
         while max((record["step"] for record in metrics(run)), default=0) < step:
             assert time.monotonic() < deadline, self.said()
@@ -161,24 +158,21 @@ class Agents:
             time.sleep(0.02)
 
     def said(self, most: int = 6000) -> str:
-        """Returns the end of what all agents wrote."""
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-most:]}" for path in self.outputs)
 
 
 def _end_with_parent() -> None:
-    """Has a process that is about to begin be killed when this one ends, however that ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of a job's metrics."""
     file = run / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def kept_files() -> list[str]:
-    """Lists what jobs whose agents are gone have left in this system's memory, once their keepers had time."""
+    """List files in memory of jobs whose agents have ended, after their keepers had time to remove them."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         left = [path.name for path in Path("/dev/shm").glob("fusedmoe-survive-*") if not _lives(path.name)]

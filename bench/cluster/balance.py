@@ -1,9 +1,8 @@
-"""The rate of the link between the nodes with which communication takes as long as computation.
+"""Calibrate the inter-node link rate at which communication takes as long as computation.
 
-How fast a machine computes varies by a third from day to day, and where one side is much longer than the other there is
-little to hide. So a setting that really computes has no rate of its own: before its nodes are made, all its ranks
-compute what they compute in a step, at the same time, on one thread each, with nothing on any wire; the link then gets
-the rate at which what a step sends takes as long.
+A machine's speed varies by a third from day to day, and there is little to overlap if one side dominates. Settings with
+real computation therefore have no fixed rate. Before the nodes are created, all ranks concurrently run a step's
+computation, on one thread each and without communication; the rate then makes the step's bytes take equally long.
 
     python -m bench.cluster.balance SETTING FOLDER    # on every rank; rank 0 writes FOLDER/balance.json
 """
@@ -30,36 +29,36 @@ from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Computed
 
-#: What the file is called; it has `inter_mbit` and `computation_s`, by their names in `Setting`.
+#: File with `inter_mbit` and `computation_s`, the fields of `Setting`.
 FILE = "balance.json"
-#: That measuring may take.
+#: Timeout of the measurement.
 SECONDS = 120
-#: Mbit/s. On a slower link a step takes minutes; a faster one sends all that its bucket holds before a processor, busy
-#: with computing, looks at it again.
+#: Limits in Mbit/s. On a slower link a step takes minutes. A faster one drains its bucket before a busy processor
+#: refills it.
 LEAST, MOST = 8, 160
-# All-to-alls of a layer's step: dispatch and combine, forward and backward.
+# All-to-alls per layer and step: dispatch and combine, forward and backward.
 _EXCHANGES = 4
-# Gloo's own all-to-all, which a model in plain PyTorch has, sends and receives one after the other.
+# Gloo's own all-to-all, used by the plain PyTorch model, does not send and receive at the same time.
 _IN_TURN = 2
 _STEPS = 3
 
 
 def step_bytes(setting: Setting, gradient_bytes: int) -> int:
-    """Returns the bytes that a step sends from one node to the other; a rank's dense part has `gradient_bytes` a layer.
+    """Return the bytes that a step sends between the nodes; dense gradients have `gradient_bytes` per layer.
 
-    Half the rows of an all-to-all stay on their node. An all-reduce over two nodes sends as many bytes as it has: half
-    of them before they are summed, the other half after it.
+    Half of an all-to-all's rows stay on their node. An all-reduce over two nodes sends its full size: half before and
+    half after the reduction.
     """
     return setting.ranks_per_node * setting.layers * (_EXCHANGES * setting.row_bytes // 2 + gradient_bytes)
 
 
 def rate_mbit(sent_bytes: int, seconds: float) -> int:
-    """The rate at which so many bytes take so long: whole Mbit/s, from `LEAST` to `MOST`."""
+    """Return the rate, in whole Mbit/s from `LEAST` to `MOST`, at which `sent_bytes` take `seconds`."""
     return min(MOST, max(LEAST, round(8e-6 * sent_bytes / seconds)))
 
 
 def compute_s(setting: Setting, of: Computed) -> float:
-    """Seconds that the slowest rank computes in a step, the same on all ranks. Collective."""
+    """Return the slowest rank's computation time in seconds, equal on all ranks. Collective."""
     rows, chunk = slice(0, setting.S), slice(0, setting.S // setting.E)
     x_SM, dy_SM = torch.randn(2, setting.S, setting.M)
     x_PeCM, dy_PeCM = torch.randn(2, setting.ranks, setting.E // 2, chunk.stop, setting.M)
@@ -77,8 +76,10 @@ def compute_s(setting: Setting, of: Computed) -> float:
 
 
 def layer_s(setting: Setting) -> float:
-    """Returns the seconds of all that the library's layer computes in both passes, on the slowest rank: all experts are
-    on the rank, so that nothing travels, and rows as many as come to it. Collective."""
+    """Return the slowest rank's computation time of both passes of the library's layer, in seconds. Collective.
+
+    All experts are local, so there is no communication, and the number of rows is that of a distributed step.
+    """
     layer = make_layer(setting, None, None)
     x_SM, dy_SM = torch.randn(2, setting.S // setting.k, setting.M)
     return _slowest_s(partial(run, layer, x_SM.requires_grad_(), dy_SM))
@@ -86,7 +87,7 @@ def layer_s(setting: Setting) -> float:
 
 def _slowest_s(step: Callable[[], object]) -> float:
     taken = torch.zeros(1 + _STEPS)
-    for number in range(1 + _STEPS):  # the first is not counted
+    for number in range(1 + _STEPS):  # the first is a warm-up
         dist.barrier()
         start = time.perf_counter()
         step()
@@ -128,4 +129,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # Gloo's threads may keep a process that has nothing left to do
+    os._exit(0)  # Gloo threads could block the exit

@@ -1,8 +1,7 @@
-"""Schedules of whole models, on a stack of blocks: each part of FlowMoE and of Lancet, beside FSMoE and joint; and the
-sizes of gradient buckets.
+"""Schedules of whole models on a stack of blocks: components of FlowMoE and Lancet, FSMoE, joint; and bucket sizes.
 
-What is run is a step as in the other settings, forward, backward and gradient all-reduces; attention goes in
-micro-batches as well, weight gradients can be tasks of their own, gradients in buckets.
+A step consists of forward, backward and gradient all-reduces, as in the other settings. In addition, attention runs in
+micro-batches, weight gradients can be separate tasks, and gradients are reduced in buckets.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.plan_tuning import BucketSearch
 
-#: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
+#: Untuned bucket size: small relative to a layer's gradient, as FlowMoE's 1 MB is in its models.
 UNTUNED_BYTES = 32 * 1024
-# Of the largest, the sizes of buckets of a fine sweep, and what the tuner spends on each of its samples.
+# Number of bucket sizes in the fine sweep; number of samples of the tuner, and steps per sample.
 _SIZES = 12
 _SAMPLES, _STEPS = 8, 3
 
 
-def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
-    """Every policy's plan by its name in the table: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
+def plans_by_policy(costs: StepCosts, limit: int) -> dict[str, Plan]:
+    """Return every policy's plan by name: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
     parts = [k for k in PARTS if k <= limit]
     experts = pipemoe(costs, limit)
     sizes = [max(costs.gradient_bytes) // buckets for buckets in (1, 2, 4, 8, 16)]
@@ -56,7 +55,7 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
 
 
 def with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
-    """Makes a plan of these degrees, with gradients in buckets wherever the one queue for communication is idle."""
+    """Return a plan of these degrees with gradient buckets wherever the communication queue is idle."""
     found = plan.degrees
     forward, backward = (
         [ChunkedPass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
@@ -66,7 +65,7 @@ def with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
 
 
 def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: int) -> dict[str, Any]:
-    """Measures what FlowMoE's tuner of S_p finds while steps run, in a fine sweep. Collective."""
+    """Compare the bucket size S_p found by FlowMoE's tuner with a fine sweep. Collective."""
     largest, split = max(costs.gradient_bytes), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, LIMIT))
 
     def plan_of(size: int) -> Plan:
@@ -78,7 +77,7 @@ def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: in
         taken_s = [max(all_gather_object(topology.world, seconds_of(topology, run))) for _ in range(_STEPS)]
         search.tried.append((size, statistics.median(taken_s)))
     chosen = min(search.tried, key=lambda one: one[1])[0]
-    topology.agree({"bucket_bytes": chosen}, "the size of gradient buckets")
+    topology.require_equal_facts({"bucket_bytes": chosen}, "the size of gradient buckets")
     sizes = sorted({chosen, *_sizes(largest)})
     plans = {size: plan_of(size) for size in sizes}
     runs: Mapping[str, Callable[[], Any]] = {str(size): partial(step.run, of) for size, of in plans.items()}
@@ -100,5 +99,4 @@ def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: in
 
 
 def _sizes(largest: int) -> list[int]:
-    """Returns sizes from the largest down to its 64th part, each as much smaller than the one before."""
     return [round(largest * 64 ** (-number / (_SIZES - 1))) for number in range(_SIZES)]

@@ -1,7 +1,7 @@
-"""A model in plain PyTorch in a setting: as it is, captured, and with its all-to-alls hidden by `fusedmoe.graph`.
+"""A model in plain PyTorch: eager, captured, and with its all-to-alls overlapped by `fusedmoe.graph`.
 
-Blocks of attention and experts, the best expert of each token, which rows exchange by PyTorch's functional collectives.
-A step is forward and backward.
+Blocks of attention and top-1 experts that exchange rows with PyTorch's functional collectives. A step is forward and
+backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEADS = 4
 
 
 class Experts(nn.Module):
-    """E experts over all ranks, S/E places each for the tokens of one rank."""
+    """E experts over all ranks, with S/E slots each for the tokens of a rank."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Experts(nn.Module):
 
     def forward(self, x_SM: Tensor) -> Tensor:
         score_SE = self.gate(x_SM).softmax(-1)
-        expert_S = torch.arange(len(x_SM)) % self.count  # even loads, whatever the gate has learned
+        expert_S = torch.arange(len(x_SM)) % self.count  # even loads, independent of the gate
         chosen_SE = F.one_hot(expert_S, self.count)
         place_S = (chosen_SE.cumsum(0) * chosen_SE).sum(-1) - 1
         slot_SC = F.one_hot(place_S.clamp(max=self.capacity - 1), self.capacity) * (place_S < self.capacity)[:, None]
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 def make_step(setting: Setting, backend: Any) -> tuple[Callable[[], Tensor], nn.Module]:
-    """A step, which returns what the model does, and the model. `backend`: of `torch.compile`; None: not compiled."""
+    """Return a step, which returns the model's output, and the model. `backend`: of `torch.compile`; None: eager."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(setting) for _ in range(setting.layers)))
     call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
@@ -86,8 +86,9 @@ def make_step(setting: Setting, backend: Any) -> tuple[Callable[[], Tensor], nn.
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """The model as it is ("off"), captured without a plan, with only weight gradients beside all-to-alls ("chunks=1"),
-    with ranges along the capacity, and with ranges beyond the experts. Collective.
+    """Time the eager model ("off"), capture without a plan, overlapped weight gradients ("chunks=1"), and other plans.
+
+    The other plans split along the capacity, within the experts or beyond them. Collective.
 
     Raises:
         AssertionError: results or gradients differ.
@@ -112,7 +113,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     rows = {name: row(seconds) for name, seconds in in_turns(topology, steps, rounds).items()}
     for name, backend in backends.items():
         if isinstance(backend, GraphBackend):
-            # The next backend's reset makes this one capture again.
+            # Resetting the next backend forces a new capture.
             passes = {report.phase: report for report in backend.reports}.values()
             predicted_s = sum(report.seconds for report in passes)
             rows[name] |= {"predicted_s": predicted_s, "error": predicted_s / rows[name]["median_s"] - 1.0}

@@ -1,10 +1,11 @@
-"""Small models of Hugging Face, torchtitan and Megatron whose tokens travel by this library's doors: steps by "auto"
-beside "off", and beside the doors as they were, whose all-to-alls used one direction of the link after the other; where
-the model has attention (Hugging Face's), beside blocks in micro-batches, too. Another part counts what steps
-that try plans cost.
+"""Small Hugging Face, torchtitan and Megatron models with this library's integrations: step times under "auto" and
+"off".
 
-Forward and backward of all layers, with whatever the framework itself sends: FSDP's parameters and gradients at the
-doors of Hugging Face, nothing else at the others.
+Also measured: the integrations with all-to-alls restricted to one direction of the link at a time (their earlier form),
+blocks in micro-batches if the model has attention (Hugging Face), and the cost of steps that try plans.
+
+A step is forward and backward of all layers, including the framework's own communication: FSDP's parameters and
+gradients for Hugging Face, nothing for the others.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from bench.cluster.setting import Setting
 from bench.cluster.turns import beside, in_turns, row, setting_json, tell
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers import scheduled_exchange
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.schedule import ScheduledPlans
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from fusedmoe.schedule.workload import uniform_share
 from fusedmoe.training import tune_model
 
 #: Micro-batches of whole blocks, forward and backward.
 _DEGREES = (2, 2)
-# A token of a vocabulary that costs nothing.
+# Vocabulary size with negligible cost.
 _VOCABULARY = 64
 
 
 class Door(NamedTuple):
-    """A model, and what does a forward and a backward pass of it."""
+    """A model, and a function that runs its forward and backward."""
 
     model: nn.Module
     step: Callable[[], object]
 
 
 def balanced(setting: Setting, topology: Topology, off: Door, set_rate: Callable[[Setting], object]) -> Setting:
-    """Returns the setting with the rate at which what the door without a plan sends takes as long, measured, as what it
-    computes; `set_rate` has given it to the link. Collective."""
+    """Return the setting with the link rate at which the model's bytes take as long as its computation. Collective."""
     assert setting.inter_mbit is not None and setting.computation_s is not None
-    for _ in range(2):  # some of what is measured does not depend on the rate
+    for _ in range(2):  # the first measurement includes rate-dependent parts
         sent_s = min(in_turns(topology, {"off": off.step}, 2)["off"]) - setting.computation_s
         setting = replace(setting, inter_mbit=max(1, round(setting.inter_mbit * sent_s / setting.computation_s)))
         set_rate(setting)
@@ -57,11 +58,11 @@ def balanced(setting: Setting, topology: Topology, off: Door, set_rate: Callable
 
 
 def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dict[str, Any]:
-    """Steps in turns; what "auto" hides of what can be hidden. Collective."""
+    """Time interleaved steps; report which fraction of the hideable communication "auto" hides. Collective."""
     with _one_direction():
         doors = {"before": make(setting)}
     doors |= {"off": off, "auto": make(setting)}
-    for exchange in exchanges_of(doors["auto"].model):
+    for exchange in exchanges_in(doors["auto"].model):
         exchange.set_schedule("auto")
     if setting.door == "hf":
         import fusedmoe.hf
@@ -70,14 +71,15 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
         fusedmoe.hf.pipeline(doors["blocks"].model, _DEGREES)
     found = in_turns(topology, {name: door.step for name, door in doors.items()}, rounds)
     rows = beside({name: row(seconds) for name, seconds in found.items()})
-    first = exchanges_of(doors["auto"].model)[0].plans
-    for plans in getattr(first, "made", {}).values():
+    first = exchanges_in(doors["auto"].model)[0].plans
+    assert isinstance(first, ScheduledPlans)
+    for plans in first.plans_by_workload.values():
         rows["auto"]["degrees"] = list(plans.degrees)
     if "blocks" in rows:
         rows["blocks"]["degrees"] = list(_DEGREES)
     off_s, auto_s, computed_s = rows["off"]["median_s"], rows["auto"]["median_s"], setting.computation_s
     assert computed_s is not None
-    # What travels can hide behind what is computed, and no longer than that.
+    # At most the computation time can be hidden.
     hideable_s = min(off_s - computed_s, computed_s)
     result = {"setting": setting_json(setting), "rows": rows, "over_before": rows["before"]["median_s"] / auto_s}
     result |= {"computation_s": computed_s, "hideable_s": hideable_s, "hidden": (off_s - auto_s) / hideable_s}
@@ -87,7 +89,7 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
 
 
 def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str, Any]:
-    """Steps that try plans, until one is chosen, and what they cost. Collective."""
+    """Measure the cost of steps that try plans, until one is chosen. Collective."""
     tuning = tune_model(off.model, tell=lambda _: None)
     while not tuning.settled:
         tell(topology, "auto tries plans")
@@ -98,13 +100,12 @@ def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str,
 
 
 def sent_bytes(setting: Setting) -> int:
-    """Returns the bytes of tokens that a step sends from one node to the other."""
     share = uniform_share(setting.E, setting.k, setting.ranks)
     return round(setting.layers * 4 * share * setting.row_bytes / 2)
 
 
 def make(setting: Setting, alone: bool = False) -> Door:
-    """Makes the setting's model over the ranks, or `alone` with all experts, so that nothing travels."""
+    """Create the setting's model over the ranks, or with all experts local (`alone`), without communication."""
     torch.manual_seed(0)
     return {"hf": _hf, "titan": _titan, "megatron": _megatron}[str(setting.door)](setting, alone)
 
@@ -131,8 +132,8 @@ def _hf(setting: Setting, alone: bool) -> Door:
     else:
         rank, world = dist.get_rank(), dist.get_world_size()
         names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": setting.ranks_per_node}
-        split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=fusedmoe.hf.NAME)
-        # Rank 0 writes the model that all read: transformers writes on no other rank.
+        split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="fusedmoe")
+        # Rank 0 writes the model for all: transformers writes on no other rank.
         with tempfile.TemporaryDirectory() as own, patch.dict(os.environ, {k: str(v) for k, v in names.items()}):
             folder = [own]
             dist.broadcast_object_list(folder)
@@ -152,7 +153,7 @@ def _hf(setting: Setting, alone: bool) -> Door:
 
 
 class _Stack(nn.Module):
-    """Layers of experts one after the other, each beside a residual."""
+    """Sequential layers of experts with residual connections."""
 
     def __init__(self, layers: list[Any], call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ def _megatron(setting: Setting, alone: bool) -> Door:
 
     import fusedmoe.megatron
 
-    # It takes a GPU and NVIDIA's Transformer Engine for granted.
+    # Megatron assumes a GPU and Transformer Engine.
     patch("torch.cuda.current_device", lambda: "cpu").start()
     patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True).start()
     ep = 1 if alone else setting.ranks
@@ -234,12 +235,11 @@ def _megatron(setting: Setting, alone: bool) -> Door:
 
 @contextmanager
 def _one_direction() -> Iterator[None]:
-    """Has topologies of doors begin without the second pair of connections."""
-    begin = Topology._begin
+    begin = Topology._init_axes
 
     def simplex(self: Topology, job: Any, size: int, ranks_per_node: int = 1, duplex: bool = False) -> None:
         begin(self, job, size, ranks_per_node)
 
-    # Layers of the other models must not share these.
-    with patch.object(Topology, "_begin", simplex), patch.dict(scheduled_exchange._topologies, clear=True):
+    # Do not share cached topologies with other models.
+    with patch.object(Topology, "_init_axes", simplex), patch.dict(scheduled_exchange._topologies, clear=True):
         yield

@@ -1,7 +1,7 @@
-"""GPipe as a baseline: the main job's model in stages, one after the other, by PyTorch's `ScheduleGPipe`.
+"""GPipe baseline: the training job's model in stages, with PyTorch's `ScheduleGPipe`.
 
-A stage is some of the blocks, with the embedding in the first and the head in the last; ranks of a stage share its
-experts. All micro-batches go forward, and then all back; nothing hides what travels but other micro-batches.
+A stage contains some of the blocks, the first also the embedding and the last the head; ranks of a stage share its
+experts. All micro-batches run forward, then all backward; only other micro-batches overlap with communication.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fusedmoe.models.transformer import Transformer
 
 
 class Stage(nn.Module):
-    """Blocks `number`·L/count to (`number` + 1)·L/count of a model. With parallel experts its topology is theirs.
+    """Blocks `number`·L/count to (`number` + 1)·L/count of a model, with its topology if experts are parallel.
 
-    The gates' auxiliary losses travel beside the activations, in a tensor [1], and are added up on the way.
+    The gates' auxiliary losses are accumulated in a tensor [1] that is sent along with the activations.
     """
 
     def __init__(self, model: Transformer, number: int, count: int) -> None:
@@ -46,7 +46,7 @@ class Stage(nn.Module):
             self.norm, self.head_weight = model.norm, model.head_weight
 
     def forward(self, x: Tensor, aux_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`x`: tokens [b, L] in the first stage, else activations [b, L, M]; gives these, or logits in the last."""
+        """Map tokens [b, L] (first stage) or activations [b, L, M] to activations, or logits in the last stage."""
         if self._first:
             length = x.shape[1]
             x = F.embedding(x, self.symbol_weight)
@@ -60,8 +60,7 @@ class Stage(nn.Module):
         return (F.linear(self.norm(x), self.head_weight) if self._last else x), aux_1
 
     def examples(self, samples: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Makes examples of what comes in and goes out with so many samples, without values: a run that found it out
-        would communicate."""
+        """Return example inputs and outputs without data, which a run could only infer by communicating."""
         shape, config = (samples, self.config.seq_len), self.config
         like = self.blocks[0].attention_norm.weight
 
@@ -82,8 +81,7 @@ def schedule_of(
     aux_weight: float,
     group: ProcessGroup | None,
 ) -> ScheduleGPipe:
-    """Makes the schedule of batches of so many samples, which micro-batches must divide. The loss is the mean of all
-    targets."""
+    """Return the schedule for batches of `samples` samples; the loss is the mean over all targets."""
     came, goes = stage.examples(samples // micro_batches)
     made = PipelineStage(stage, number, count, torch.device("cpu"), input_args=came, output_args=goes, group=group)
 
@@ -95,7 +93,7 @@ def schedule_of(
 
 
 def run(schedule: ScheduleGPipe, tokens_BL: Tensor, targets_BL: Tensor, *, first: bool, last: bool) -> float | None:
-    """Both passes of a batch, which leave gradients. The loss, in the last stage; collective over all stages."""
+    """Run both passes of a batch, leaving gradients. Return the loss in the last stage. Collective over all stages."""
     losses: list[Tensor] = []
     schedule.step(*((tokens_BL,) if first else ()), **({"target": targets_BL, "losses": losses} if last else {}))
     return float(torch.stack(losses).detach().mean()) if last else None
@@ -104,8 +102,11 @@ def run(schedule: ScheduleGPipe, tokens_BL: Tensor, targets_BL: Tensor, *, first
 def make_step(
     settings: Settings, topology: Topology, corpus: Corpus, micro_batches: int
 ) -> Callable[[int], float | None]:
-    """Steps of the main job by GPipe, as `Trainer.step` does them: each rank is a stage, and their batch is that of as
-    many replicas as there are ranks. A step gives the loss in the last stage. Collective."""
+    """Return a function that trains a step with GPipe, as `Trainer.step`, and returns the loss in the last stage.
+    Collective.
+
+    Each rank is a stage; a batch has as many samples as that of all ranks as replicas.
+    """
     model, rank, ranks = settings.model, topology.rank, topology.size
     stage = Stage(make_model(settings, model, Topology(), torch.device("cpu")), rank, ranks)
     optimizer = make_optimizer(stage, settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The main job in a setting, `fusedmoe train`: a step by every schedule, by "auto" once it has chosen, and by GPipe."""
+"""The training job `fusedmoe train` in a setting: step times under every schedule, "auto" and GPipe."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.timeline import Timeline
 
 _LAYERS, _SEQ_LEN, _K = 2, 256, 2
-# Of GPipe: of p stages, (p−1)/(m+p−1) of the time is fill and drain.
+# GPipe with p stages spends (p−1)/(m+p−1) of the time filling and draining.
 _MICRO_BATCHES = (4, 8)
 
 
 def job_settings(setting: Setting, policy: str) -> Settings:
-    """Makes the settings of the main job under a schedule. As many rows leave a rank as in the layers; it computes in
-    earnest."""
+    """Return the training job's settings under a schedule, with the rows of the layer benchmarks."""
     model = ModelConfig(
         layers=_LAYERS,
         model_dim=setting.M,
@@ -48,21 +47,18 @@ def job_settings(setting: Setting, policy: str) -> Settings:
 
 
 def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> Trainer:
-    """The trainer of the main job under a schedule, planned as `fusedmoe train` does it; collective.
-
-    `costs`: of the machine.
-    """
+    """Return the trainer under a schedule, planned as in `fusedmoe train` by the machine's `costs`. Collective."""
     settings = job_settings(setting, policy)
     trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
     if policy != "off":
-        trainer.set_plan(trainer.measured(costs), tell=partial(tell, topology))
+        trainer.set_plan(trainer.with_measured_times(costs), tell=partial(tell, topology))
     if policy == "flowmoe":
-        trainer.tuning = None  # S_p stays as predicted: tuning it takes eighty steps
+        trainer.tuning = None  # keep the predicted S_p: tuning it takes eighty steps
     return trainer
 
 
 def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel | None = None) -> dict[str, Any]:
-    """Collective. `costs`: of the machine; None: measured, or as a part before has measured it."""
+    """Measure all schedules. Collective. `costs`: of the machine; None: measured or cached."""
     costs = costs or cached_profile(topology, torch.device("cpu"))[0].costs
     made: dict[str, Trainer] = {}
     for policy in ("off", *POLICIES, "auto"):

@@ -1,12 +1,11 @@
-"""`python -m bench.cluster.link_bytes`: bytes that leave ranks in both passes of a layer, counted on their links.
+"""`python -m bench.cluster.link_bytes`: count the bytes that ranks send in both passes of a layer.
 
-Each rank has a network namespace and one link, to the switch of its node; a link joins the switches of two nodes. The
-kernel counts what leaves a rank, and what crosses between the nodes; nothing is slowed down. What TCP/IP adds is 66
-bytes a packet (Ethernet 14, IPv4 20, TCP with its time stamps 32), acknowledgements among them, and is taken out. A
-plain all-to-all of as many bytes over the same links shows that this is right: without headers it is its own bytes.
-The formula is of what must travel: a row for each token and each rank (over two levels: node, then rank) with experts
-for it, in four all-to-alls; and ten bytes for each of its pairs there: a code of two, a router weight of four, and that
-one's gradient.
+Each rank has a network namespace and a link to its node's switch; another link joins the two switches. The kernel
+counts bytes per rank and between the nodes, at full speed. The overhead of TCP/IP, 66 bytes per packet (Ethernet 14,
+IPv4 20, TCP with time stamps 32) including acknowledgements, is subtracted. A plain all-to-all of equal size verifies
+this: without headers, its byte count is exact. The formula counts one row per token and rank (with two levels: per
+node, then per rank) with experts for it, in four all-to-alls, and ten bytes for each of its pairs there: a code of two
+bytes, a router weight of four, and its gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fusedmoe.comm.topology import Topology
 FILE = "link_bytes.json"
 MEASURED = ("fusedmoe/comm", "fusedmoe/engine", "fusedmoe/kernels/deduplicate.py", "bench/cluster/link_bytes.py")
 EXPERTS, PAIR_BYTES, HEADER_BYTES = 16, 10, 66
-# Bytes of a row, and tokens of a rank: enough that what ranks say of each call is little beside it.
+# Bytes per row, and tokens per rank: enough to make the metadata of each call negligible.
 TOKENS = {256: 4096, 1024: 2048, 4096: 512}
 _ROUNDS, _SETTLE_S, _SECONDS, _PORT = 3, 0.2, 600, 29556
 
@@ -83,7 +82,7 @@ class Links:
 
 
 def must_travel(expert_WSK: np.ndarray, experts: int, nodes: int, dispatch: str) -> dict[str, tuple[int, int]]:
-    """Returns rows and pairs that a dispatch takes from all ranks ("links"), and of these between nodes ("across")."""
+    """Return the rows and pairs that a dispatch sends from all ranks ("links"), and between nodes ("across")."""
     W = len(expert_WSK)
     rank_WSK = expert_WSK // (experts // W)
     goes_WSR = (rank_WSK[..., None] == np.arange(W)).sum(2)  # pairs of each token on each rank
@@ -91,7 +90,7 @@ def must_travel(expert_WSK: np.ndarray, experts: int, nodes: int, dispatch: str)
     elsewhere_WSR = (np.arange(W) // (W // nodes) != own_W // (W // nodes)) * goes_WSR
     if dispatch == "direct":
         return {"links": _rows(goes_WSR * (np.arange(W) != own_W)), "across": _rows(elsewhere_WSR)}
-    # To the rank of equal place of each node, and from there on.
+    # First to the rank with the same index on each node, then forwarded.
     across = _rows(elsewhere_WSR.reshape(*elsewhere_WSR.shape[:2], nodes, -1).sum(3))
     inside = _rows(goes_WSR * (np.arange(W) % (W // nodes) != own_W % (W // nodes)))
     return {"links": (across[0] + inside[0], across[1] + inside[1]), "across": across}
@@ -102,19 +101,19 @@ def _rows(pairs_WSR: np.ndarray) -> tuple[int, int]:
 
 
 def expected_rows(tokens: int, ranks: int, experts: int, k: int) -> float:
-    """Returns the rows of `ranks` ranks by direct dispatch under uniform routing."""
+    """Return the expected rows sent by `ranks` ranks with direct dispatch and uniform routing."""
     reached = 1 - math.comb(experts - experts // ranks, k) / math.comb(experts, k)
     return ranks * tokens * (ranks - 1) * reached
 
 
 def measure(topology: Topology, bytes_of_row: int, k: int, dispatch: str) -> dict[str, Any]:
-    """Counts both passes of a layer, and a plain transfer of as many bytes. Collective."""
+    """Count the bytes of both passes of a layer, and of a plain transfer of equal size. Collective."""
     W, S, M = topology.size, TOKENS[bytes_of_row], bytes_of_row // 4
     torch.manual_seed(0)
     gate = fusedmoe.gates.TopK(EXPERTS, k=k)
     layer = fusedmoe.MoELayer(M, gate, fusedmoe.experts.FeedForward(8), topology=topology, dispatch=dispatch)
     for parameter in gate.parameters():
-        torch.nn.init.orthogonal_(parameter)  # all experts are chosen alike
+        torch.nn.init.orthogonal_(parameter)  # all experts are chosen equally often
     torch.manual_seed(1 + topology.rank)
     x_SM = torch.randn(S, M).requires_grad_()
     with torch.no_grad():
@@ -124,7 +123,7 @@ def measure(topology: Topology, bytes_of_row: int, k: int, dispatch: str) -> dic
     def both_passes() -> None:
         layer(x_SM).square().sum().backward()
 
-    # As many bytes from each rank to each other as the formula says on average.
+    # The formula's average number of bytes between each pair of ranks.
     rows, pairs = must["links"]
     each = (4 * rows * bytes_of_row + pairs * PAIR_BYTES) // (W * (W - 1))
     plain = torch.zeros(each * (W - 1), dtype=torch.uint8)
@@ -137,7 +136,7 @@ def measure(topology: Topology, bytes_of_row: int, k: int, dispatch: str) -> dic
     plain_transfer()
     nothing = _counted(topology, lambda: None)
     wire, beside = _counted(topology, both_passes) - nothing, _counted(topology, plain_transfer) - nothing
-    between = W // 2 * (W // 2) * 2 * each  # of the plain one
+    between = W // 2 * (W // 2) * 2 * each  # of the plain transfer
     plainly = {"links": (beside[0], each * W * (W - 1)), "across": (beside[1], between)}
     found: dict[str, Any] = {"ranks": W, "k": k, "row_bytes": bytes_of_row, "tokens": S, "dispatch": dispatch}
     found["uniform_rows"] = round(expected_rows(S, W, EXPERTS, k))
@@ -158,8 +157,10 @@ def measure(topology: Topology, bytes_of_row: int, k: int, dispatch: str) -> dic
 
 
 def _counted(topology: Topology, call: Callable[[], None]) -> np.ndarray:
-    """Bytes that left all ranks, and that crossed between the nodes, in one call: with headers and without; the least
-    of some rounds, for where the machine is busy TCP sends some twice. Collective."""
+    """Return the bytes of one call, with and without headers: from all ranks, and between the nodes. Collective.
+
+    The minimum over rounds, because TCP retransmits on a busy machine.
+    """
     rounds = [_sent(topology)]
     for _ in range(_ROUNDS):
         call()
@@ -169,10 +170,10 @@ def _counted(topology: Topology, call: Callable[[], None]) -> np.ndarray:
 
 def _sent(topology: Topology) -> np.ndarray:
     all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
-    time.sleep(_SETTLE_S)  # until the last acknowledgement has left
+    time.sleep(_SETTLE_S)  # until the last acknowledgement was sent
     statistics = Path("/sys/class/net/wire/statistics")
     own, crossed = tuple(int((statistics / name).read_text()) for name in ("tx_bytes", "tx_packets")), (0, 0)
-    if topology.rank % (topology.size // 2) == 0:  # one rank of each node
+    if topology.rank % (topology.size // 2) == 0:  # one rank per node
         switch = sys.argv[2 + topology.rank // (topology.size // 2)]
         command = ["ip", "-n", switch, "-s", "-j", "link", "show", "across"]
         shown = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=20).stdout)
@@ -182,7 +183,6 @@ def _sent(topology: Topology) -> np.ndarray:
 
 
 def rank_main() -> None:
-    """One rank: reads the cases, and rank 0 writes what is found of each."""
     cases, out = json.loads(sys.argv[4]), Path(sys.argv[5])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -198,10 +198,10 @@ def rank_main() -> None:
 
 
 def count(ranks: int, cases: Sequence[tuple[int, int, str]], seconds: float = _SECONDS) -> list[dict[str, Any]]:
-    """Counts cases of (bytes of a row, K, dispatch) on so many ranks; nothing outlives it.
+    """Count cases of (bytes per row, K, dispatch) on `ranks` ranks, and remove all processes and namespaces.
 
     Raises:
-        RuntimeError: a rank failed, or they took longer.
+        RuntimeError: a rank failed or timed out.
     """
     links = Links(ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,14 +220,26 @@ def count(ranks: int, cases: Sequence[tuple[int, int, str]], seconds: float = _S
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m bench.cluster.link_bytes", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="two nodes of half as many")
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 8], help=f"of {EXPERTS} experts")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(TOKENS), choices=list(TOKENS), help="bytes of each")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, on two nodes (default: 2 4)"
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8],
+        help=f"numbers of experts per token, of {EXPERTS} (default: 2 4 8)",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(TOKENS), choices=list(TOKENS), help="bytes per row (default: all)"
+    )
     parser.add_argument("--dispatch", nargs="+", default=["direct", "2dh"], choices=["direct", "2dh"])
-    parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help=f"where {FILE} is written")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench/results", help=f"folder of {FILE} (default: bench/results)"
+    )
     given = parser.parse_args()
     if lacking := missing():
-        print(f"bytes on links are not counted: {lacking}")
+        print(f"link bytes cannot be counted: {lacking}")
         return 0
     cases = [(of, k, dispatch) for dispatch in given.dispatch for of in given.rows for k in given.k]
     begun = provenance(MEASURED)

@@ -1,8 +1,8 @@
-"""A model of the library's own layers, or of blocks in micro-batches, trained step by step under every policy and by
-`tune_step`; what it computes is a timed wait.
+"""Train a model of MoE layers, or of blocks in micro-batches, under every policy and `tune_step`; computation is a
+timed wait.
 
-All else is what a job has: `MoELayer`, `fusedmoe.pipeline`, gradients in buckets, `PlannedStep`, and costs by the
-library's profiler and by steps of this model that are observed.
+Everything else is as in a job: `MoELayer`, `fusedmoe.pipeline`, gradient buckets, `PlannedStep`, and costs from the
+profiler and from observed steps of this model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bench.cluster.turns import (
     tell,
 )
 from fusedmoe.blocks.pipeline import Parts, PipelinedBlocks
-from fusedmoe.cli.step_plans import probes
+from fusedmoe.cli.step_plans import measurement_plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
+from fusedmoe.runtime.recorder import Recorder, layer_recorder, recorded, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
@@ -47,7 +47,7 @@ from fusedmoe.training import sync_gradients, tune_step
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.step_plan import PlannedStep
 
-#: Over so many steps the cost of trying plans is told.
+#: The cost of trying plans is stated relative to this number of steps.
 STEPS = 500
 
 
@@ -55,13 +55,13 @@ class WaitingModel(nn.Module):
     """Layers of a dense part and experts, z = y + experts(y), y = dense(x).
 
     Attributes:
-        blocks: the same as a pipeline, for settings of blocks; else None.   x: a batch.
+        blocks: the same layers as a pipeline, for settings with blocks; else None.   x: a batch.
     """
 
     def __init__(self, setting: Setting, topology: Topology) -> None:
         super().__init__()
         self.topology = topology
-        # In the order of a step: what comes before a layer's experts is its dense part.
+        # In step order: parameters before a layer's experts are its dense part.
         parts = [(WaitingDense(setting, n), make_layer(setting, topology, None)) for n in range(setting.layers)]
         self.parts = nn.ModuleList(nn.ModuleList(pair) for pair in parts)
         self.blocks: PipelinedBlocks | None = None
@@ -81,7 +81,7 @@ class WaitingModel(nn.Module):
         return x
 
     def step(self, buckets: GradientBuckets, recorder: Recorder | None = None) -> None:
-        """Both passes, and gradients over the ranks."""
+        """Run both passes and reduce gradients over the ranks."""
         whole = self.blocks is not None and self.blocks.plans is not None
         for one in (one for pair in self.parts for one in pair):  # type: ignore[attr-defined]
             one.recorder = None if whole else recorder  # of micro-batches the tasks are spans, with all in them
@@ -97,12 +97,12 @@ class WaitingModel(nn.Module):
             self.zero_grad(set_to_none=True)
 
 
-# Of a batch, where micro-batches are cut from it.
+# Samples per batch, if it is split into micro-batches.
 _SAMPLES = 24
 
 
 class WaitingDense(nn.Module):
-    """A dense part with parameters of so many bytes: hands on its rows after the time that attention would take."""
+    """Dense part with `gradient_bytes` of parameters that returns its rows after the time of attention."""
 
     def __init__(self, setting: Setting, number: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class WaitingDense(nn.Module):
         self._row_s, self._number = setting.attention_flop / setting.emulated_flops / setting.S * 2, number
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = recorded(in_layer(self.recorder, self._number), self._wait, x, kind="attention")
+        y = recorded(layer_recorder(self.recorder, self._number), self._wait, x, kind="attention")
         return y, y
 
     def _wait(self, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class WaitingDense(nn.Module):
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """A step by every policy, by nothing in chunks at all ("off") and by "auto", once that has chosen. Collective."""
+    """Time a step under every policy, without a schedule ("off"), and under "auto" once it has chosen. Collective."""
     model = WaitingModel(setting, topology)
     costs = cached_profile(topology, torch.device("cpu"))[0].costs
     workload = make_layer(setting, topology, None).experts.workload(setting.S, 4, setting.ep, setting.esp)
@@ -135,7 +135,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         return recorded_step(topology, partial(model.step, probed.buckets))
 
     tell(topology, "observing steps")
-    seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, STEPS_BUDGET_S)
+    seen = observe_steps(topology, measurement_plans(probed.costs, _SAMPLES), probed.costs, run, STEPS_BUDGET_S)
     costs = replace(costs, observed={workload.shapes: replace(seen, rows=workload.rows)})
     step = PlannedStep(model, topology, costs, workload, **more)
     tuning = tune_step(step, "auto", tell=partial(tell, topology))
@@ -163,7 +163,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
 
 
 def explore(topology: Topology, tuning: PlanChooser, step: Callable[[], object]) -> None:
-    """Steps until a plan is chosen; `step` has the tuning note what it took."""
+    """Run steps until a plan is chosen; `step` reports its time to the tuning."""
     number = 0
     while not tuning.settled:
         if number % 10 == 0:
@@ -173,7 +173,6 @@ def explore(topology: Topology, tuning: PlanChooser, step: Callable[[], object])
 
 
 def explored(tuning: PlanChooser) -> dict[str, Any]:
-    """Returns what trying plans cost, beside steps that all have the best one."""
     best, trials = tuning.best, tuning.trials
     tried = [one for one in trials.entries if one.seconds]
     return {

@@ -1,12 +1,11 @@
-"""Two nodes on one machine: network namespaces that a link of a given rate joins, each with a slower loopback.
+"""Two nodes on one machine: network namespaces joined by a rate-limited link, each with a rate-limited loopback.
 
-Between the nodes runs a pair of virtual interfaces; a token bucket holds each end to the rate, so each direction has
-all of it. Ranks of one node reach each other by the node's own address, that is over its loopback device, which is held
-to a rate of its own (one bucket for both directions: a bus). Messages up to the buckets' size go through unhindered.
-But a bucket must hold what the link carries between two looks at it, or the rate is not reached; and where all cores
-compute, there are milliseconds between them.
+The nodes are joined by a pair of virtual interfaces with a token bucket at each end, so each direction has the full
+rate. Ranks of a node communicate over its loopback device, limited to its own rate (one bucket for both directions, as
+on a bus). Messages up to the bucket size are not delayed. A bucket must hold what the link sends between two scheduler
+runs, or the rate is not reached; if all cores compute, these are milliseconds apart.
 
-Names carry the process id, so that two runs do not meet; what a killed run has left behind is removed by the next.
+Names contain the process id, so concurrent runs do not interfere; the next run removes remains of killed runs.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from pathlib import Path
 
 from bench.cluster.setting import Setting
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # inside namespaces of our own: nobody else's network
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # only inside our own namespaces
 _PREFIX = "fusedmoe-"
 _COMMAND_S = 20.0
 
 
 def missing() -> str | None:
-    """Says what this machine lacks for two nodes; None where all is there."""
+    """Return what this machine lacks for two nodes, or None."""
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"it needs {' and '.join(absent)} (on Debian: apt-get install iproute2)"
-    # A container may be root and still not be allowed to.
+    # root in a container may lack the permission
     name = f"{_PREFIX}{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=_COMMAND_S)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_S)
@@ -45,11 +44,11 @@ class TwoNodes:
     """The two nodes, from `make` to `remove`.
 
     Args:
-        inter_mbit: rate of the link between the nodes, each way.
-        intra_mbit: rate of each node's loopback, both ways together.
-        bucket_kb: size of the link's buckets.
+        inter_mbit: rate of the inter-node link, per direction.
+        intra_mbit: rate of each node's loopback, for both directions together.
+        bucket_kb: bucket size of the link.
     Attributes:
-        interfaces: the name of each node's end of the link.
+        interfaces: name of each node's end of the link.
     """
 
     def __init__(self, inter_mbit: int, intra_mbit: int, bucket_kb: int) -> None:
@@ -58,7 +57,7 @@ class TwoNodes:
         self.interfaces = tuple(f"fm{os.getpid()}{node}" for node in "ab")
 
     def command(self, node: int, *arguments: str) -> list[str]:
-        """Returns what runs a command inside a node; `ip` becomes the command, so its process is the command's."""
+        """Return the command line that runs a command inside a node; `ip` execs it, so the PID stays the same."""
         return ["ip", "netns", "exec", self.names[node], *arguments]
 
     def make(self) -> None:
@@ -72,28 +71,26 @@ class TwoNodes:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", interface)
             for device in ("lo", interface):
                 run("ip", "-n", name, "link", "set", device, "up")
-            # A link that was idle sends a full bucket at once: small ones, so that chunks travel no faster than one
-            # message. Loopback's packets of 64 KiB would not go through; and the fewer packets, the less of the
-            # processors they take from what computes.
+            # An idle link sends a full bucket at once, so buckets are small, to make chunks as slow as one message.
+            # Loopback's packets of 64 KiB would exceed them; and fewer packets take less processor time from
+            # computation.
             for device in ("lo", interface):
                 run("ip", "-n", name, "link", "set", device, "mtu", "9000")
-            # A connection that was idle would begin slowly again, and a collective by itself take longer than between
-            # others.
+            # Otherwise idle connections would restart slowly, and an isolated collective would take longer than one in
+            # a sequence.
             setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
             run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
             for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 32)):
                 run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *_shape(rate, bucket_kb))
 
     def remove(self) -> None:
-        """Removes what there is of the nodes, also when `make` was interrupted."""
-        # Interfaces and buckets go with their namespace, which goes when its last process has ended.
+        # Interfaces and buckets disappear with their namespace, after its last process.
         for name in self.names:
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_S)
 
 
 def set_rate(setting: Setting) -> None:
-    """Gives the link between the nodes the setting's rate, from inside a node: called by a rank of each."""
     assert setting.inter_mbit is not None
     device = os.environ["GLOO_SOCKET_IFNAME"]
     run("tc", "qdisc", "change", "dev", device, "root", *_shape(setting.inter_mbit, setting.bucket_kb))
@@ -110,7 +107,6 @@ def run(*command: str) -> None:
 
 
 def remove_left_behind() -> None:
-    """The namespaces of runs whose process is gone."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=_COMMAND_S)
     for line in listed.stdout.splitlines():
         name = line.split()[0]

@@ -1,4 +1,4 @@
-"""Draws a layer's step without and with a schedule, from `bench/results/cluster.json`: the picture of the README.
+"""Plot a layer's step without and with a schedule from `bench/results/cluster.json`, for the README.
 
 python -m bench.cluster.picture
 """
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def picture(found: dict[str, Any]) -> Figure:
-    """`found`: of the part "layer", with the timelines of "off" and of the fastest policy, in this order."""
+    """Plot part "layer": the timelines of "off" and of the fastest policy, in this order."""
     timelines = {name: Timeline.from_dict(of) for name, of in found["timelines"].items()}
     result = Figure(figsize=(9.5, 3.1), facecolor="white")
     result.subplots_adjust(left=0.15, right=0.985, top=0.85, bottom=0.14, hspace=0.75)

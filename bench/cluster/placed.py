@@ -1,7 +1,7 @@
-"""Placements of experts on the two nodes, under a router whose load is skewed and drifts.
+"""Expert placements on two nodes, with a router whose load is skewed and drifts.
 
-Layers of attention and experts, both timed waits of the modelled length; rows, parameters and gradients of experts
-really travel, and the optimizer's state with experts that change owners. Every policy routes the same tokens.
+Layers of attention and experts, both timed waits of the modelled length. Rows, parameters and gradients of experts are
+really sent, and optimizer state with experts that change owners. Every policy routes the same tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts, load
 from fusedmoe.training import ShardedExperts
 
-#: Attention of a layer, forward; backward takes twice as long.
+#: Attention forward time per layer; backward takes twice as long.
 _ATTENTION_S = 0.06
 _MEMORY = 2
-# Steps before the first that counts: five for the first prediction and for t, one with it, one more.
+# Warm-up steps: five for the first prediction and for t, one with it, one more.
 _WARM = WINDOW + 2
-#: Of a round: five of them are longer than two of SmartMoE's periods, of 25 steps.
+#: Steps per round: five rounds exceed two of SmartMoE's periods of 25 steps.
 _STEPS = 12
-# The policies that are compared, as `ShardedExperts` is given them; the last is Hecate's in its mode of less memory.
+# Compared policies, as arguments of `ShardedExperts`; the last is Hecate's memory-saving mode.
 _RUNS: dict[str, dict[str, Any]] = {
     "hecate": {},
     "exact": {"balance": "exact"},
@@ -51,25 +51,25 @@ _RUNS: dict[str, dict[str, Any]] = {
     "flexmoe": {"policy": partial(replicate, m=_MEMORY), "reshard": False},
     "hecate, re-materialising": {"rematerialises": True},
 }
-# Routers, as `make_loads` is told, under which Hecate and what corrects it after the gate are compared: experts that
-# are liked for one step only, for some, and always alike.
+# Routers, as arguments of `make_loads`, for Hecate and its corrections after the gate: experts popular for one step,
+# for several steps, or permanently.
 _ROUTERS: dict[str, dict[str, float]] = {
     "changes every step": {"jitter": 1.5},
     "drifts slowly": {"drift": 0.02, "jitter": 0.05},
     "even": {"skew": 0.0, "spread": 0.0, "drift": 0.0, "jitter": 0.0, "difference": 0.0},
 }
 _ROUTED = ("ep", "hecate", "exact", "auto")
-_ROUTED_STEPS = 6  # of a round
+_ROUTED_STEPS = 6  # per round
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """A step under every policy, beside what it sends and the memory that experts take at its height. Collective."""
+    """Time a step under every policy; report bytes sent and peak memory of experts. Collective."""
     found = _measured(setting, topology, list(_RUNS), _STEPS * rounds, {})
     return found | {"attention_s": _ATTENTION_S, "memory": _MEMORY}
 
 
 def measure_routers(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """A step under Hecate, what corrects it after the gate, and expert parallelism, by router. Collective."""
+    """Time a step under Hecate, its corrections after the gate, and expert parallelism, by router. Collective."""
     found = {}
     for name, loads in _ROUTERS.items():
         tell(topology, name)
@@ -80,7 +80,7 @@ def measure_routers(setting: Setting, topology: Topology, rounds: int) -> dict[s
 def _measured(
     setting: Setting, topology: Topology, names: Sequence[str], steps: int, loads: dict[str, float]
 ) -> dict[str, Any]:
-    """Rows by policy, in turns, of a router whose loads are made so."""
+    """Return rows by policy, interleaved, for a router with these load parameters."""
     trace = make_loads(_WARM + 1 + steps, setting.layers, setting.ranks, setting.E, tokens=setting.S, seed=1, **loads)
     tell(topology, "warming up")
     runs = {name: _Run(setting, topology, trace, name) for name in names}
@@ -112,13 +112,12 @@ def _measured(
 
 
 def _over_mean(work: list[list[int]]) -> Any:
-    """The busiest rank's rows over the mean, by layer and step."""
     work_WN = np.array(work, dtype=np.float64)
     return work_WN.max(axis=0) / work_WN.mean(axis=0)
 
 
 class _Run:
-    """One policy's model, and what it does step by step."""
+    """A policy's model and its steps."""
 
     def __init__(self, setting: Setting, topology: Topology, trace: LoadTrace, name: str) -> None:
         torch.manual_seed(0)
@@ -159,10 +158,11 @@ class _Run:
             for number, layer in enumerate(self._model.layers):
                 self._work.append(layer.experts.rows)
                 tokens_WE, placed = self._trace.tokens_ILWE[self._step, number], layer.placed
-                if placed is not None and placed.balances is not None:
-                    found = placed.balances(placed.now, tokens_WE, False).load
+                share_rows = None if placed is None else placed.settings.share_rows
+                if placed is not None and share_rows is not None:
+                    found = share_rows(placed.table.current, tokens_WE, False).load
                 else:
-                    found = load(tokens_WE, self._even if placed is None else placed.now, self._nodes)
+                    found = load(tokens_WE, self._even if placed is None else placed.table.current, self._nodes)
                 self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
         self._optimizer.step()
         self._watch()
@@ -173,18 +173,14 @@ class _Run:
         return 0 if self._sharded is None else self._sharded.sent_bytes + self._sharded.moved_bytes
 
     def _watch(self, experts: nn.Module | None = None, gradient_bytes: int = 0) -> None:
-        """Looks at the memory: where experts compute, forward and backward, and where gradients are.
-
-        `gradient_bytes`: of the layer's gradient that is made now, also of copies, until it is with their owners.
-        """
+        """Update the peak memory; `gradient_bytes`: of the layer's current gradient, until it reaches the owners."""
         if experts is not None:
             self._made[experts] = gradient_bytes
         self._peak = max(self._peak, self._held())
 
     def _held(self) -> int:
-        """Bytes of experts' parameters, with copies, of gradients and state on this rank, now."""
         held = sum(v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor))
-        for experts, parameter in self._parameters.items():  # in a layer that computes, others are in their place
+        for experts, parameter in self._parameters.items():  # a computing layer has replaced its parameters
             held += parameter.data.untyped_storage().nbytes()
             gradient = parameter.grad
             held += self._made.get(experts, 0) if gradient is None else gradient.untyped_storage().nbytes()
@@ -222,7 +218,7 @@ class _Model(nn.Module):
 
 
 class _Given(Gate):
-    """Gives each expert as many of a rank's tokens as a trace says for the step, each to one expert."""
+    """Gate that routes each expert's tokens as in a trace, one expert per token."""
 
     rank_specific = ("tokens_IE", "_tokens_IE")
 
@@ -238,9 +234,7 @@ class _Given(Gate):
 
 
 class _Waiting(RowExperts):
-    """Experts with parameters that travel, who hand back their rows after the time that an accelerator would take."""
-
-    each_alone = True
+    """Experts with transferable parameters that return their rows after the time of an accelerator."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -255,7 +249,7 @@ class _Waiting(RowExperts):
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         self.rows += len(rows_NM)
-        gradient_bytes = self.w.nbytes  # of all that the rank holds
+        gradient_bytes = self.w.nbytes  # of all experts on the rank
         self.watch(None, 0)
         out_NM: Tensor = Wait.apply(rows_NM, self.w, START_S + len(rows_NM) * self.row_s)
         if out_NM.requires_grad:
@@ -268,7 +262,7 @@ def _row_flop(setting: Setting) -> float:
 
 
 def _costs(setting: Setting) -> PlacementCosts:
-    """Returns the costs that policies know: the setting's own numbers."""
+    """Return the costs used by policies: the setting's nominal numbers."""
     assert setting.emulated_flops is not None
     expert_bytes = 4 * 2 * setting.M * setting.H
     return PlacementCosts(

@@ -1,8 +1,8 @@
-"""Predictions of a model of machines for the two nodes (`fusedmoe.schedule.machines`), beside what was measured there.
+"""Predictions of a machine model for the two nodes (`fusedmoe.schedule.machines`), compared with measurements.
 
-The machine is known by its rates alone, those that each link is held to. Lines of collectives are all the model's;
-steps have them in place of the measured ones, and what computes as it was measured. So the difference is the model's
-and nothing else's: at 2 ranks (computed), 4 (emulated, blocks) and 8 (emulated-8).
+The machine is described only by its nominal link rates. Costs of collectives come from the model; steps combine them
+with measured computation, so all differences are due to the model: at 2 ranks (computed), 4 (emulated, blocks) and 8
+(emulated-8).
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from typing import Any
 from rich.table import Table
 
 from fusedmoe.schedule.cost import Contention, CostModel, Line
-from fusedmoe.schedule.machines import Known, Link, Machine
+from fusedmoe.schedule.machines import Datum, Link, Machine
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import LINKS, PHASES
 
-# Of a frame of Ethernet, 1,500 bytes and their head, what TCP carries; loopback's frames are 64 KiB.
+# TCP payload fraction of an Ethernet frame of 1,500 bytes plus header; loopback frames have 64 KiB.
 _FRAME, _LOOPBACK_FRAME = 1448 / 1514, 65483 / 65550
 
-# The line that each part of a layer is on, and how many times a rank's rows it counts.
+# Collective of each part of a layer.
 _LINES = {"dispatch": "all-to-all/ep", "combine": "all-to-all/ep"}
 _GATHERED = {"all-gather": "all-gather/esp", "reduce-scatter": "reduce-scatter/esp"}
 
 
 def machine_of(setting: Mapping[str, Any]) -> Machine:
-    """`setting`: as results have it."""
+    """Return the machine of a setting, given as in results."""
     rate = "the rate that the link is held to"
     # A node's loopback is one bus for all of its ranks and both directions.
     inside = setting["intra_mbit"] * 1e6 / 8 / max(1, setting["ranks_per_node"])
-    none = Known(0.0, "no rate says how long a message takes to start", True)
+    none = Datum(0.0, "no rate says how long a message takes to start", True)
     return Machine(
         f"two nodes of {setting['ranks_per_node']}, {setting['inter_mbit']} Mbit/s between them",
         setting["ranks_per_node"],
         "fp32",
-        flops=Known(1.0, "not used: what computes is measured", True),
+        flops=Datum(1.0, "not used: what computes is measured", True),
         product_start_s=none,
-        copied_bytes_per_s=Known(1.0, "not used: what computes is measured", True),
+        copied_bytes_per_s=Datum(1.0, "not used: what computes is measured", True),
         start_s=none,
-        intra=Link(none, Known(inside, rate), Known(_LOOPBACK_FRAME, "headers of TCP in 64 KiB")),
-        inter=Link(none, Known(setting["inter_mbit"] * 1e6 / 8, rate), Known(_FRAME, "headers of TCP in 1,500 bytes")),
-        cards=Known(1, "a pair of virtual interfaces"),
-        spread=Known(0.0, "what computes is measured on the slowest rank"),
+        intra=Link(none, Datum(inside, rate), Datum(_LOOPBACK_FRAME, "headers of TCP in 64 KiB")),
+        inter=Link(none, Datum(setting["inter_mbit"] * 1e6 / 8, rate), Datum(_FRAME, "headers of TCP in 1,500 bytes")),
+        cards=Datum(1, "a pair of virtual interfaces"),
+        spread=Datum(0.0, "what computes is measured on the slowest rank"),
     )
 
 
 def costs_of(found: Mapping[str, Any]) -> CostModel:
-    """The lines of the collectives of a setting's results, by the model."""
+    """Return the model's costs of the collectives in a setting's results."""
     setting = found["setting"]
     esp = setting["ranks_per_node"]
     costs = machine_of(setting).costs(setting["ranks"], ep=setting["ranks"] // esp, esp=esp, mp=esp)
-    # As measured: no rate says it. First results have a number, the share that each kind of link keeps.
+    # As measured: it does not follow from rates. Old results have one number, the speed fraction of each link kind.
     measured = found["profile"]["contention"]
     contention = Contention(**measured) if isinstance(measured, Mapping) else Contention.between_links(measured)
     return replace(costs, contention=contention)
 
 
 def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:
-    """Returns what a step costs: collectives by `costs`, what computes as measured."""
+    """Return step costs: collectives from `costs`, computation as measured."""
     setting, profile = found["setting"], found["profile"]
     rows_bytes = 4 * setting["S"] * setting["M"]
     volumes = {name: (line, rows_bytes) for name, line in _LINES.items()}
@@ -79,13 +79,13 @@ def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:
     if micro is not None:
         dense = {phase: {kind: StageTime(**of) for kind, of in micro["dense"][phase].items()} for phase in PHASES}
         weights = {kind: StageTime(**of) for kind, of in micro["weights"].items()}
-        micro = MicroBatches(dense, weights, apart_s=micro.get("apart_s", 0.0))  # which first results had not
+        micro = MicroBatches(dense, weights, apart_s=micro.get("apart_s", 0.0))  # missing in old results
     layer = LayerCosts(chunks, profile["dense_s"], profile["gradient_bytes"], micro)
     return StepCosts((layer,) * setting["layers"], costs.line("all-reduce/dp"), costs.contention)
 
 
 def tables(name: str, found: Mapping[str, Any]) -> tuple[Table, Table]:
-    """Makes the tables of the lines of collectives, and of the steps by every policy's plan."""
+    """Return tables of the collectives' costs, and of steps under every policy's plan."""
     costs = costs_of(found)
     title = f"by a model of machines, from the links' rates alone; {name}, {found['setting']['ranks']} ranks"
     lines, steps = Table(title=title, title_justify="left"), Table(title=title, title_justify="left")

@@ -1,7 +1,8 @@
-"""Price of `placement="fssdp"` where it can gain nothing: the main job at even loads, beside expert parallelism.
+"""Overhead of `placement="fssdp"` when it cannot gain: the training job at even loads, compared with expert
+parallelism.
 
-The same model, batches and random gate; a step is forward, backward, gradients over ranks and the optimizer, and with
-the placement what it does in every step besides: loads are exchanged, placements found, copies made where they pay.
+Both use the same model, batches and random gate. A step is forward, backward, gradient reduction and optimizer; the
+placement adds the exchange of loads, planning, and replicas if they pay off.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.runtime.cache import cached_profile
 
 _POLICIES = ("off", "fsmoe")
-# Steps before the first that counts: loads for the first prediction and for t, and the owners that follow from it.
+# Warm-up steps: loads for the first prediction and for t, and the resulting owner changes.
 _WARM = WINDOW + 2
-#: Turns for each round that was asked for: a price of some percent shows in the median of many steps.
+#: Measurements per round: an overhead of a few percent needs the median of many steps.
 _TURNS = 4
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """A step under both placements, by nothing in chunks and by FSMoE's plan. Collective.
+    """Time a step under both placements, without a schedule and with FSMoE's plan. Collective.
 
-    `price` of a row: the median over turns of its time over that of expert parallelism in the same turn, less one.
+    `price` of a row: the median over rounds of its time divided by that of expert parallelism in the same round, minus
+    one.
     """
     costs = cached_profile(topology, torch.device("cpu"))[0].costs
     made: dict[str, Trainer] = {}
@@ -46,7 +48,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
             made[name] = trainer
             if policy != "off":
-                trainer.set_plan(costs)  # by the lines of the machine: both placements have the same plan
+                trainer.set_plan(costs)  # machine costs: both placements get the same plan
             for _ in range(_WARM):
                 trainer.step(0)
     tell(topology, "price")

@@ -1,5 +1,6 @@
-"""Times of a stack of the benchmark's own layers in a setting: by the library's profiler and observation of steps, as a
-job has it (`runtime.profiler`, `schedule.refit`)."""
+"""Costs of a stack of the benchmark's layers: from the profiler and observed steps (`runtime.profiler`,
+`schedule.refit`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload
 
-# In how many chunks: whole, and some.
+# Degrees that are measured.
 _DEGREES = (1, 4)
 
 Points = Sequence[tuple[float, float]]
@@ -35,9 +36,9 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class StackProfile:
-    """Measured times of a stack, the same on every rank.
+    """Measured costs of a stack, the same on every rank.
 
-    `model`, `points`, `seconds`: of the machine (`runtime.profiler.Profile`). `seen`: of steps. `stack`: by both.
+    `model`, `points`, `seconds`: of the machine (`runtime.profiler.Profile`). `seen`: of steps. `stack`: combined.
     """
 
     model: CostModel
@@ -62,7 +63,6 @@ class StackProfile:
 
 
 def profile_stack(setting: Setting, topology: Topology, step: Step) -> StackProfile:
-    """Collective over all ranks."""
     found, _ = cached_profile(topology, torch.device("cpu"))
     before = _stack(setting, step, found.costs)
 
@@ -74,7 +74,6 @@ def profile_stack(setting: Setting, topology: Topology, step: Step) -> StackProf
 
 
 def _probes(costs: StepCosts) -> list[Plan]:
-    """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
     degrees = [min(degree, LIMIT) for degree in _DEGREES]
     if costs.can_split:
         splits = [StepSplit(degree, degree, weights=weights) for degree in degrees for weights in (False, True)]
@@ -84,9 +83,9 @@ def _probes(costs: StepCosts) -> list[Plan]:
 
 
 def _stack(setting: Setting, step: Step, model: CostModel) -> StepCosts:
-    """Returns what a step costs by lines alone: a rank's rows go in equal shares to all experts."""
+    """Return a step's costs from the machine's alone: rows are distributed evenly over the experts."""
     esp = setting.esp
     layer = Workload(1, setting.S * esp, setting.M, setting.H, setting.E, k=1, ep=setting.ep, esp=esp)
     costs = layer.step_costs(model, [step.gradient_bytes] * setting.layers, layer.volumes(), whole=setting.blocks)
-    alike = replace(costs.layers[0], regroup_s=0.0)  # rows lie so that no pass copies those of the other
+    alike = replace(costs.layers[0], regroup_s=0.0)  # the layout needs no copies between passes
     return replace(costs, layers=(alike,) * setting.layers)

@@ -1,7 +1,7 @@
-"""One rank of a setting: measures its parts, one after the other.
+"""One rank of a setting: measure its parts in sequence.
 
 Started by `bench.cluster` inside a node, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 writes `PART.json`
-as soon as a part is done, and pictures, into the folder it is given, in which `balance` has left what it has found.
+after each part, and plots, to the given folder, which contains the result of `balance`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.cluster.profile import StackProfile, profile_stack
 from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Step, computation
 from bench.cluster.turns import setting_json, tell
+from bench.own_policy import register_from_environment
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import CACHE, cached_profile, write
 from fusedmoe.schedule.cost import Contention
@@ -35,7 +36,7 @@ _WAIT_S = 60.0
 
 
 class Parts:
-    """All that can be measured of a setting, each by the name of a method. Collective."""
+    """Measurable parts of a setting, one method each. Collective."""
 
     def __init__(self, setting: Setting, topology: Topology, rounds: int, folder: Path) -> None:
         self._setting, self._topology, self._rounds, self._folder = setting, topology, rounds, folder
@@ -99,10 +100,11 @@ class Parts:
 
 def main() -> None:
     name, names, rounds, seconds, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    signal.alarm(seconds)  # whatever happens, this process ends
+    signal.alarm(seconds)  # timeout of this process
     out = Path(folder)
+    register_from_environment()
     setting = setting_of(name, out)
-    os.environ[CACHE] = str(out / "cache")  # what is measured behind these links
+    os.environ[CACHE] = str(out / "cache")  # measurements are specific to these links
     torch.set_num_threads(1)
     fusedmoe.keep_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_WAIT_S))
@@ -125,14 +127,13 @@ def main() -> None:
                 if topology.rank == 0:
                     new = out / f"{part}.new"
                     new.write_text(json.dumps(found))
-                    new.rename(out / f"{part}.json")  # whole, or not there
+                    new.rename(out / f"{part}.json")  # atomic
     finally:
         dist.destroy_process_group()
 
 
 def leave_waits_alone(topology: Topology) -> None:
-    """Measures the machine, and keeps it as one whose computation neither slows down what travels nor is slowed by it:
-    a timed wait is as long beside anything. Collective."""
+    """Measure and cache the machine without contention: communication does not slow timed waits. Collective."""
     found, path = cached_profile(topology, torch.device("cpu"))
     measured = found.costs.contention
     links = Contention(intra_beside_inter=measured.intra_beside_inter, inter_beside_intra=measured.inter_beside_intra)
@@ -141,7 +142,7 @@ def leave_waits_alone(topology: Topology) -> None:
 
 
 def setting_of(name: str, folder: Path) -> Setting:
-    """Returns the setting of a name, with the rate of the link that was chosen by the machine, where it was."""
+    """Return the named setting, with its calibrated link rate if there is one."""
     setting = SETTINGS[name]
     if setting.inter_mbit is not None:
         return setting
@@ -150,4 +151,4 @@ def setting_of(name: str, folder: Path) -> Setting:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # Gloo's threads may keep a process that has nothing left to do
+    os._exit(0)  # Gloo threads could block the exit

@@ -1,7 +1,7 @@
-"""The results of the cluster as tables, each with its conditions; those that are older than their code say so.
+"""Tables of cluster results with their conditions; results older than their code are marked.
 
-A table has rows of one part of a setting, which one run has measured in turns: rows of different runs are never in one.
-What should hold of several settings is told of those that were measured at one commit, on one machine.
+A table contains rows of one part of a setting, measured interleaved in one run. Statements about several settings use
+only results of one commit and machine.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rich.table import Table
 from bench.cluster.predicted import tables
 from bench.provenance import age, conditions, difference
 
-#: What the numbers are of.
+#: Measured code, for provenance.
 MEASURED = (
     *(f"fusedmoe/{room}" for room in ("autograd", "blocks", "comm", "engine", "graph", "kernels", "layers", "models")),
     *(f"fusedmoe/{room}" for room in ("placement", "runtime", "schedule", "training")),
     "fusedmoe/cli/trainer.py",
     *(f"fusedmoe/{door}" for door in ("hf", "titan.py", "megatron.py")),
     "bench/cluster",
-    *(f":(exclude)fusedmoe/kernels/{room}" for room in ("triton", "gluon")),  # GPUs run these
+    *(f":(exclude)fusedmoe/kernels/{room}" for room in ("triton", "gluon")),  # GPU kernels
 )
 
 _TITLES = {
@@ -38,7 +38,7 @@ _TITLES = {
 
 
 class Goal(NamedTuple):
-    """Goal of a part: what it should show, what it shows, and whether that is enough."""
+    """Goal of a part: target, result, and whether it was reached."""
 
     target: str
     text: str
@@ -46,7 +46,7 @@ class Goal(NamedTuple):
 
 
 def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """`results`: by setting and part."""
+    """Print all results; `results`: by setting and part."""
     for name, parts in results.items():
         for part, found in parts.items():
             console.print()
@@ -58,7 +58,7 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
 
 
 def goals(part: str, found: Mapping[str, Any]) -> list[Goal]:
-    """Returns the goals of a part by itself; none of one that is older than its code."""
+    """Return the goals of a part; none if it is older than its code."""
     return [] if age(found["run"], MEASURED) else list(_goals(part, found))
 
 
@@ -84,7 +84,7 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
             yield Goal(f"{what} within 5%", f"at worst {errors[worst]:.1%} ({worst})", errors[worst] <= 0.05)
     chooser = "auto" if "auto" in rows else "joint" if "joint" in rows else None
     if chooser is not None:
-        # Blocks in micro-batches are another call: no schedule of layers can choose them.
+        # Blocks in micro-batches are a different call, which no layer schedule can choose.
         fastest = min(rows.keys() - {"blocks"}, key=lambda name: rows[name]["median_s"])
         behind = rows[chooser]["median_s"] / rows[fastest]["median_s"] - 1.0
         yield Goal(
@@ -111,12 +111,12 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
 
 
 def _show_all(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """One line for each part that has "auto", if their runs are one."""
+    """Print one line per part with "auto", if their runs are comparable."""
     found = {
         (name, part): of
         for name, parts in results.items()
         for part, of in parts.items()
-        if "auto" in of.get("rows", {}) and part != "placement"  # where it is a balance
+        if "auto" in of.get("rows", {}) and part != "placement"  # there it is a balance
     }
     if len(found) < 2:
         return
@@ -170,13 +170,13 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
             levels = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found["levels"]["ratios"].items())
             console.print(f"experts over all ranks, times as fast as direct: {levels}", highlight=False)
     if part == "doors":
-        console.print(f"times as fast as the door as it was: {found['over_before']:.2f}", highlight=False)
+        console.print(f"speed-up over the integration's earlier form: {found['over_before']:.2f}", highlight=False)
     if "hidden_by_blocks" in found:
         console.print(f"blocks in micro-batches hide {found['hidden_by_blocks']:.0%} of what can be hidden")
     if any("parts" in row for row in found["rows"].values()):
         console.print(_parts(found))
     if "hideable_s" in found:
-        console.print(f"{_ms(found['hideable_s'])} can be hidden: what travels, or is computed, if that is less")
+        console.print(f"{_ms(found['hideable_s'])} can be hidden: the minimum of communication and computation")
     if "auto" in found:
         auto = found["auto"]
         console.print(
@@ -221,7 +221,7 @@ def _rows(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def _parts(found: Mapping[str, Any]) -> Table:
-    """Tabulates by part and schedule how much more a step should take than one that was recorded."""
+    """Tabulate, by part and schedule, how much longer a step should take than a recorded one."""
     rows = {name: row for name, row in found["rows"].items() if "parts" in row and "same_as" not in row}
     table = Table(title="predicted less measured in one step, of measured, by part", title_justify="left")
     for column in ("part", *rows):
@@ -277,7 +277,7 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
             _ms(row["mean_s"]),
             _spread(row),
             f"{row['over_ep']:.2f}",
-            f"{row['over_hecate']:.2f}" if "over_hecate" in row else "",  # a record from before it has none
+            f"{row['over_hecate']:.2f}" if "over_hecate" in row else "",  # missing in earlier results
             str(row["overlap"]) if row["overlap"] is not None else "",
             f"{row['straggler']:.2f}",
             *(

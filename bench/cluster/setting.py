@@ -1,4 +1,4 @@
-"""Settings of ranks, links and sizes; in each, communication lasts about as long as computation."""
+"""Settings of ranks, links and sizes, in each of which communication takes about as long as computation."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from dataclasses import dataclass, replace
 class Setting:
     """Ranks on two nodes, and the layers that they run.
 
-    Each of E experts gets S/E rows of every rank (S rows of M numbers leave each rank); experts are split over the
+    Each of E experts gets S/E rows of every rank (S rows of M elements leave each rank); experts are split over the
     nodes (EP = 2), and each one over the ranks of a node (ESP). `hidden` is H of a whole expert.
 
     Attributes:
-        inter_mbit: the rate of the link between the nodes; None: that at which communication takes as long as
-            computation, which is measured before the nodes are made (`balance`).
-        bucket_kb: of the link between the nodes (`network`).
-        emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
-            None: it is computed, on one thread a rank.
-        gradient_bytes: of a layer's dense part; where it is computed, at least those that M makes.
-        sequence: tokens of a sample, where attention is computed.
-        blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
-        placed: experts are whole, and placed under a skewed router (`placed.py`).
-        captured: a model in plain PyTorch, whose graphs are captured (`captured.py`).
-        alone: a layer by itself; the rate is that at which its rows travel for as long as it computes.
-        computation_s: of a step, as it was measured to choose the rate.
-        k: experts that a token goes to.
-        pairs: tokens that travel once are measured beside rows for pairs (`tokens.py`).
-        door: a small model of another framework, "hf", "titan" or "megatron" (`doors.py`).
-        heads: of its attention, of 64 numbers each, in a model of Qwen3's kind; None: four that make M, as Mixtral's.
+        inter_mbit: rate of the inter-node link; None: calibrated before the nodes are created (`balance`).
+        bucket_kb: bucket size of the inter-node link (`network`).
+        emulated_flops: FLOP/s of an accelerator emulated by timed waits; None: real computation, one thread per rank.
+        gradient_bytes: of a layer's dense part; with real computation at least those of dimension M.
+        sequence: tokens per sample, if attention is computed.
+        blocks: layers are blocks in micro-batches, for schedules of whole models (`blocks.py`).
+        placed: experts are not split, and placed under a skewed router (`placed.py`).
+        captured: a plain PyTorch model with captured graphs (`captured.py`).
+        alone: a single layer, at the rate at which its rows take as long as its computation.
+        computation_s: of a step, measured during calibration.
+        k: experts per token.
+        pairs: compares one row per token and rank with one row per pair (`tokens.py`).
+        door: small model of another framework: "hf", "titan" or "megatron" (`doors.py`).
+        heads: attention heads of dimension 64 in a Qwen3-like model; None: four heads over M, as in Mixtral.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Setting:
 
     @property
     def file(self) -> str:
-        """The file of its results."""
         if self.captured:
             return "captured.json"
         if self.pairs:
@@ -67,7 +64,7 @@ class Setting:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Lists what is measured of the setting, each by itself, the real thing first (`bench.cluster.rank`)."""
+        """Return the parts to measure, most important first (`bench.cluster.rank`)."""
         if self.placed:
             return ("placement", "routers")
         if self.captured:
@@ -85,7 +82,7 @@ class Setting:
 
     @property
     def unit(self) -> int:
-        """Chunks begin at multiples of so many rows of each expert: whole samples, where these are what is split."""
+        """Return the granularity of chunks in rows per expert: whole samples, if samples are split."""
         return self.sequence // self.E if self.blocks and self.emulated_flops is None else 1
 
     @property
@@ -94,7 +91,7 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all rows that leave a rank in one all-to-all."""
+        """Return the bytes of all rows that leave a rank in one all-to-all."""
         return 4 * self.S * self.M
 
     @property
@@ -107,37 +104,37 @@ class Setting:
 
     @property
     def expert_flop(self) -> float:
-        """FLOP of one layer's experts in a forward pass on one rank: two products of R = S·ESP rows."""
+        """Return the forward FLOP of one layer's experts on one rank: two products of R = S·ESP rows."""
         return 2 * 2 * self.S * self.esp * self.M * self.H / self.esp
 
     @property
     def attention_flop(self) -> float:
-        """FLOP of one layer's attention in a forward pass on one rank: the projections."""
+        """Return the forward FLOP of one layer's attention on one rank: the projections."""
         return 2 * 4 * self.S * self.M**2 / self.esp
 
 
-#: Two ranks, one a node, that really compute, on one thread each. Experts are wide and rows narrow, so that a slow link
-#: is enough: what travels takes little of the processors then. The dense part's gradient is as many bytes as all rows,
-#: as in a model of M = 2048, whose attention has four matrices of M×M and whose ranks send 8192 rows; there are layers
-#: enough that the first one's, which nothing can hide, is a small part.
+#: Two ranks, one per node, with real computation on one thread each. Wide experts and narrow rows allow a slow link,
+#: which uses little processor time. The dense gradient has as many bytes as all rows, as in a model of M = 2048 whose
+#: attention has four M×M matrices and whose ranks send 8192 rows. With this number of layers, the first layer's
+#: gradient, which cannot be hidden, is a small fraction.
 COMPUTED = Setting("computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752, E=4, gradient_bytes=4 * 8192 * 96)
 
-#: One layer of it by itself, on a link at which its all-to-alls take as long as all that it computes.
+#: A single such layer, at the link rate at which its all-to-alls take as long as its computation.
 LAYER = replace(COMPUTED, name="layer", layers=1, gradient_bytes=0, alone=True)
 
-#: The same ranks with a model in plain PyTorch, whose products with one-hot masks grow with the square of the tokens.
+#: The same ranks with a plain PyTorch model, whose one-hot products are quadratic in the tokens.
 CAPTURED = replace(COMPUTED, name="captured", bucket_kb=16, S=2048, gradient_bytes=0, captured=True)
 
-#: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
+#: Two ranks per node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
     "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
 )
 
-#: The same with four ranks a node. A rank's share of the link between the nodes stays; each gathers twice as much.
+#: Four ranks per node. A rank's share of the inter-node link is the same; each gathers twice as much.
 EMULATED_8 = replace(EMULATED, name="emulated-8", ranks_per_node=4, inter_mbit=200, intra_mbit=1600)
 
-#: As the four ranks with wider rows and narrower experts, so that attention computes half as much as these; and
-#: gradients that take a quarter of the all-to-alls' time.
+#: Four ranks with wider rows and narrower experts, so that attention computes half as much as the experts; gradients
+#: take a quarter of the all-to-alls' time.
 BLOCKS = Setting(
     "blocks",
     2,
@@ -154,17 +151,17 @@ BLOCKS = Setting(
     blocks=True,
 )
 
-#: Two ranks that really compute; samples are short, so that micro-batches of them are about equal.
+#: Two ranks with real computation and short samples, so that micro-batches have about equal sizes.
 BLOCKS_COMPUTED = Setting(
     "blocks-computed", 1, None, 400, 64, layers=4, S=3072, M=96, H=10752, E=4, sequence=64, blocks=True
 )
 
-#: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
+#: Two ranks per node, experts on all four. At even loads, experts take about as long as attention.
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
-#: One layer on two ranks a node, whose pairs would be on the link between the nodes for as long as computation takes,
-#: and for twice as long; with eight, four and two experts a token. What travels does so once for each node. And on two
-#: ranks that really compute, whose pairs would be on the link for as long as that takes, or on one as fast as memory.
+#: One layer on two ranks per node, whose pairs occupy the inter-node link for as long as computation takes, and twice
+#: as long; with eight, four and two experts per token, sent once per node. And on two ranks with real computation, with
+#: that ratio, or with a link as fast as memory.
 _TOKENS = replace(EMULATED, layers=1, S=4096, gradient_bytes=0, pairs=True)
 _FAST = replace(LAYER, alone=False, pairs=True)
 _CHOICES = ((16, 8), (16, 4), (8, 2))
@@ -181,17 +178,17 @@ TOKENS = (
     ),
 )
 
-#: Small models of other frameworks, as many products as `COMPUTED` has in SwiGLU's three.
+#: Small models of other frameworks, with as many products as `COMPUTED`, in SwiGLU's three matrices.
 DOORS = tuple(
     replace(COMPUTED, name=f"door-{door}", H=7168, gradient_bytes=0, door=door) for door in ("hf", "titan", "megatron")
 )
 
-#: The same with Qwen3's proportions (30B-A3B at 4096 positions): attention takes longer than the experts, which take
-#: 0.47 of the computation.
+#: Qwen3's proportions (30B-A3B at 4096 positions): attention takes longer than the experts, which take 0.47 of the
+#: computation.
 DOORS += (replace(DOORS[0], name="door-hf-qwen3", H=2048, heads=24),)
 
 _ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED, *TOKENS, *DOORS)
 SETTINGS = {setting.name: setting for setting in _ALL}
 
-#: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
+#: Maximum number of chunks per pass: smaller messages would pass the links' buckets without delay.
 LIMIT = 8

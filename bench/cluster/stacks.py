@@ -1,4 +1,4 @@
-"""A stack of the benchmark's own layers (`step.py`) under every policy, and its degrees around FSMoE's choice."""
+"""A stack of the benchmark's layers (`step.py`) under every policy, and degrees around FSMoE's choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.blocks import plans_of
+from bench.cluster.blocks import plans_by_policy
 from bench.cluster.profile import StackProfile
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
@@ -33,12 +33,15 @@ DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
 def measure_steps(
     setting: Setting, topology: Topology, step: Step, profile: StackProfile, rounds: int, folder: Path
 ) -> dict[str, Any]:
-    """Every policy beside its prediction, with exposed communication: seconds in which a link works and this rank
-    computes nothing, by the recorded timeline as by the predicted one. Rank 0 draws them into `folder`. Collective."""
+    """Time every policy, with its prediction and exposed communication. Collective.
+
+    Exposed communication: seconds in which a link is busy while this rank computes nothing, in the recorded and the
+    predicted timeline. Rank 0 plots both into `folder`.
+    """
     costs = profile.stack
     policies = {policy: POLICIES[policy].plan(costs.by_layer(), LIMIT) for policy in layer_policies()}
-    plans = plans_of(costs, LIMIT) if setting.blocks else policies
-    topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
+    plans = plans_by_policy(costs, LIMIT) if setting.blocks else policies
+    topology.require_equal_facts({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     difference = same_results(step, plans)
     first = first_of({policy: plan.fingerprint for policy, plan in plans.items()})
     recorders: dict[str, list[Recorder]] = {policy: [] for policy in first.values()}
@@ -66,7 +69,7 @@ def measure_steps(
 
 
 def measure_sweep(topology: Topology, step: Step, costs: StepCosts, rounds: int) -> dict[str, Any]:
-    """FSMoE's plan with all degrees that differ from its choice in one pass. Collective."""
+    """Time FSMoE's plan with all degrees that differ from its choice in one pass. Collective."""
     chosen = degrees_of(POLICIES["fsmoe"].plan(costs.by_layer(), LIMIT))
     plans = {pair: plan_of(costs, *pair) for pair in cross(chosen)}
     seconds = in_turns(topology, {str(pair): partial(step.run, plan) for pair, plan in plans.items()}, rounds)
@@ -80,7 +83,6 @@ def measure_sweep(topology: Topology, step: Step, costs: StepCosts, rounds: int)
 
 
 def plan_of(costs: StepCosts, forward: int, backward: int) -> Plan:
-    """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
     ways = [PassOption.from_stages(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
     count = len(costs.layers)
     return step_plan(
@@ -92,21 +94,20 @@ def plan_of(costs: StepCosts, forward: int, backward: int) -> Plan:
 
 
 def cross(chosen: tuple[int, int]) -> list[tuple[int, int]]:
-    """The chosen degrees, and all that differ from them in one pass."""
     forward, backward = chosen
     others = [(r, backward) for r in DEGREES] + [(forward, r) for r in DEGREES]
     return sorted({chosen, *others})
 
 
 def same_results(step: Step, plans: Mapping[str, Plan]) -> float:
-    """The largest difference of any policy's results from the sequential ones', as a share of the largest number."""
+    """Return the largest difference of a policy's results from the sequential ones, relative to the largest value."""
     right = {name: tensor.clone() for name, tensor in step.run(plans["sequential"]).items()}
     worst = 0.0
     for policy, plan in plans.items():
         for name, found in step.run(plan).items():
             scale = max(1e-30, float(right[name].abs().max()))
             differs = float((found - right[name]).abs().max()) / scale
-            if not differs < 1e-4:  # nor if it is NaN
+            if not differs < 1e-4:  # also fails for NaN
                 raise AssertionError(f"results of {policy} differ from the sequential ones' by {differs:.2e} ({name})")
             worst = max(worst, differs)
     return worst

@@ -1,11 +1,10 @@
-"""A training step of a stack of layers by one plan: dense part and experts, both passes, and gradient all-reduces.
+"""A training step of a stack of layers under a plan: dense part and experts, both passes, and gradient all-reduces.
 
-Each layer is y = attention(x), z = y + experts(y): every rank's rows go in equal shares to all experts. What the plan
-orders is what is done, on real rows over real links; only what computes may be emulated, by a wait of the modelled
-length in place of one thread that computes.
+Each layer is y = attention(x), z = y + experts(y), with every rank's rows distributed evenly over all experts. The plan
+is executed on real rows over real links; only computation may be emulated, by a wait of the modelled length.
 
-Rows lie by (capacity, expert): a chunk, as many rows for each expert, is also a run of the rows that attention makes.
-So it can be a micro-batch that goes from layer to layer, and every pass can have chunks of its own.
+Rows are ordered by (capacity, expert), so a chunk with equally many rows per expert is also a contiguous range of
+attention's rows. It can therefore be a micro-batch through all layers, and each pass can have its own chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from bench.cluster.setting import Setting
 from fusedmoe.comm.all_to_all import Direct
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.exchange import Part, exchange_metadata
+from fusedmoe.comm.exchange import RowExchange, exchange_metadata
 from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
@@ -30,9 +29,9 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import gradient_ranges
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 
-#: What an emulated part takes to start.
+#: Launch time of an emulated part.
 START_S = 0.3e-3
-# Rows of a product, whatever the chunks: how they are split shall change what travels when, not what a product takes.
+# Rows per product, independent of chunks: splitting must change the communication's timing, but not the product's time.
 _BLOCK = 128
 
 _DENSE = ("attention", "attention-weight-gradient")
@@ -40,20 +39,18 @@ _KINDS = ("attention", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-redu
 
 
 class Computation(Protocol):
-    """The dense part and the experts of all layers, chunk by chunk of a pass.
+    """Dense part and experts of all layers, by chunk of a pass.
 
-    Rows of an expert lie by (capacity, peer): a chunk is a slice, whatever the number of chunks of either pass. Weight
-    gradients come with the input's, or later by a call of their own.
+    An expert's rows are ordered by (capacity, peer), so a chunk is a slice for any number of chunks. Weight gradients
+    are computed with the input's gradients, or by a separate call.
     """
 
     gradient_bytes: int
 
-    def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
-        """`x_SM`: the chunk's rows, those of whole samples."""
-        ...
+    def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor: ...
 
     def attention_backward(self, layer: int, dy_SM: Tensor, chunk: slice, gradient: Tensor | None) -> Tensor:
-        """The gradient of the chunk's rows; that of all weights is added to `gradient`, if given, a row of numbers."""
+        """Return the gradient of a chunk's rows; add the weight gradients to the flat `gradient`, if given."""
         ...
 
     def attention_weights(self, layer: int, chunk: slice, gradient: Tensor) -> None: ...
@@ -65,30 +62,30 @@ class Computation(Protocol):
     def expert_weights(self, layer: int, chunk: slice) -> None: ...
 
     def expert_gradients(self) -> dict[str, Tensor]:
-        """Returns the experts' gradients of the last step by name; the next step overwrites them."""
+        """Return the experts' gradients of the last step by name; the next step overwrites them."""
         ...
 
 
 class Computed:
-    """Attention among the tokens of a sample, and two-layer experts, in float32."""
+    """Attention within samples, and two-layer experts, in float32."""
 
     def __init__(self, setting: Setting) -> None:
         M, H, E, L, S = setting.M, setting.H, setting.E, setting.layers, setting.S
         e, rows = E // 2, S // E * setting.ranks
         self._M, self._sequence, self._peers = M, setting.sequence, setting.ranks
         self._projections = [[_weight(M, M) for _ in range(4)] for _ in range(L)]
-        # Of each layer what its backward pass and its weight gradients need: x, q, k, v, what is mixed; dq, dk, dv, dy.
+        # Per layer, saved for backward and weight gradients: x, q, k, v, mixed values; dq, dk, dv, dy.
         self._kept_SM, self._later_SM = torch.zeros(L, 5, S, M), torch.zeros(L, 4, S, M)
         self._w1, self._w2 = ([[_weight(*shape) for _ in range(e)] for _ in range(L)] for shape in ((H, M), (M, H)))
         self._x, self._h = (torch.zeros(L, e, rows, width) for width in (M, H))
-        # For weight gradients of their own, which only blocks have.
+        # For separate weight-gradient tasks, used by blocks only.
         self._dy, self._dh = (torch.zeros(L, e, rows if setting.blocks else 0, width) for width in (M, H))
         self._dw1, self._dw2 = torch.zeros(L, e, H, M), torch.zeros(L, e, M, H)
-        # What attention makes of it, and zeros for the rest.
+        # Attention's gradient, zero-padded.
         self.gradient_bytes = max(4 * 4 * M * M, setting.gradient_bytes)
 
     def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
-        if chunk.start == 0:  # the step's first part that computes in this layer
+        if chunk.start == 0:  # first computation of this layer in the step
             self._dw1[layer] = 0
             self._dw2[layer] = 0
         *weights, out = self._projections[layer]
@@ -171,9 +168,9 @@ class Computed:
 
 
 class Emulated:
-    """Waits as long as an accelerator would compute: for weight gradients as long as for those of the input.
+    """Waits as long as an accelerator would compute; weight gradients take as long as input gradients.
 
-    Rows go through as they are. Some of them stand for weight gradients, so that it shows what was there in time.
+    Rows are returned unchanged. Some of them represent weight gradients, to verify that their inputs were available.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -232,7 +229,7 @@ def _weight(*shape: int) -> Tensor:
 
 
 class Step:
-    """Makes the moves once, and runs as many steps as are wanted. Making one is collective."""
+    """Allocates communication buffers once, and runs steps. Construction is collective."""
 
     def __init__(self, setting: Setting, topology: Topology, computation: Computation) -> None:
         self._setting, self._topology, self._computation = setting, topology, computation
@@ -242,12 +239,12 @@ class Step:
         self._exchange = exchange_metadata(
             Direct(topology.ep), topology.esp, counts_E, RowForm(torch.float32, setting.M, 1, None)
         )
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, RowExchange] = {}
         generator = torch.Generator().manual_seed(topology.rank)
         self._x_SM, self._dz_SM = torch.randn(2, setting.S, setting.M, generator=generator)
 
     def run(self, plan: Plan, recorder: Recorder | None = None) -> dict[str, Tensor]:
-        """One step; what comes out of it, the same whatever the plan. The next step may overwrite it."""
+        """Run one step and return its results, which do not depend on the plan. The next step may overwrite them."""
         state = _State(self, plan)
         bodies = {kind: getattr(state, kind.replace("-", "_")) for kind in _KINDS}
         execute(plan, bodies, stop=partial(self._topology.stop, "a step"), recorder=recorder)
@@ -255,22 +252,22 @@ class Step:
         return found | self._computation.expert_gradients()
 
     def chunk(self, number: int, degree: int) -> slice:
-        """Returns which of each expert's rows from a rank are in one of `degree` chunks."""
+        """Return the slice of each expert's rows per rank in chunk `number` of `degree`."""
         units = self._capacity // self._setting.unit
         start, stop = (units * n // degree for n in (number, number + 1))
         return slice(start * self._setting.unit, stop * self._setting.unit)
 
-    def part(self, rows: int) -> Part:
-        """The moves of so many rows from each rank to each expert."""
+    def part(self, rows: int) -> RowExchange:
+        """Return the communication of `rows` rows from each rank to each expert."""
         if rows not in self._parts:
             of = self._exchange
-            send_PE, come_QPE = of.sizes.send_PE, of.sizes.come_QPE
-            self._parts[rows] = of.part(np.full_like(send_PE, rows).sum(1), np.full_like(come_QPE, rows).sum(2))
+            send_PE, recv_QPE = of.sizes.send_PE, of.sizes.recv_QPE
+            self._parts[rows] = of.part(np.full_like(send_PE, rows).sum(1), np.full_like(recv_QPE, rows).sum(2))
         return self._parts[rows]
 
 
 class _State:
-    """Tensors that the tasks of one run hand each other."""
+    """Tensors passed between the tasks of a run."""
 
     def __init__(self, step: Step, plan: Plan) -> None:
         self._step, self._setting, self._computation = step, step._setting, step._computation
@@ -285,7 +282,7 @@ class _State:
         self._later = {(task.kind, task.layer) for task in plan.compute if task.kind in WEIGHT_GRADIENTS.values()}
         self._at: dict[tuple[str | None, int | None, int | None], Tensor] = {}
         self.gradient = torch.zeros(layers * self._computation.gradient_bytes // 4)
-        # What goes to the experts, forward and backward, and what comes back; in between the result of the last layer.
+        # Inputs of the experts and results, forward and backward; in between, the last layer's result.
         self._y_SM, self.dx_SM = step._x_SM.clone(), step._dz_SM.clone()
         self._out_SM, self.z_SM = torch.empty_like(self._y_SM), torch.empty_like(self._y_SM)
 
@@ -342,12 +339,11 @@ class _State:
         all_reduce(self._step._topology.dp, self.gradient[bucket.start // 4 : bucket.stop // 4])
 
     def _gradient(self, layer: int) -> Tensor:
-        """A layer's place among the bytes of all gradients, which begins with the last layer."""
         numbers = self._computation.gradient_bytes // 4
         place = (self._setting.layers - 1 - layer) * numbers
         return self.gradient[place : place + numbers]
 
-    def _part(self, task: Task) -> Part:
+    def _part(self, task: Task) -> RowExchange:
         chunk = self._chunk(task)
         return self._step.part(chunk.stop - chunk.start)
 

@@ -1,17 +1,17 @@
-"""`python -m bench.cluster.survive`: ranks and nodes are lost at random moments, and what became of each job.
+"""`python -m bench.cluster.survive`: inject random losses of ranks and nodes, and record each job's recovery.
 
-Four ranks as two nodes of two, each node an agent of torchrun in a network namespace of its own (without root: all on
-loopback). Each trial is a job that is hurt once, at a random step and moment, and then does 50 more steps. Losses are
-compared, step by step, with those of a job that nothing interrupts. The time to go on is from the fault to the end of
-the first step after it. The price of the copies is that of two jobs, with and without, in turns.
+Four ranks as two nodes of two, each node a torchrun agent in its own network namespace (without root: all on loopback).
+Each trial is a job with one fault at a random step and moment, followed by 50 more steps. Losses are compared step by
+step with an uninterrupted job. Recovery time is measured from the fault to the end of the first step after it. The
+overhead of survival is measured by interleaved jobs with and without it.
 
-What hurts the jobs, in turn:
+Faults, in rotation:
 
   rank killed      one rank, by SIGKILL
   rank frozen      one rank, by SIGSTOP
-  node killed      an agent of torchrun and its ranks
-  node comes back  the same, and a while later the agent is started again
-  copies lost      all ranks, and what the nodes' memory has of the job's state: the checkpoint is all that is left
+  node killed      a torchrun agent and its ranks
+  node comes back  the same; the agent is restarted after a while
+  copies lost      all ranks and the in-memory snapshots: only the checkpoint is left
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 from bench.cluster.agents import RENDEZVOUS, Agents, kept_files, metrics
 from bench.cluster.network import TwoNodes, missing
 from bench.provenance import provenance
-from fusedmoe.training.survival import NodeMemory
+from fusedmoe.training.survival.node_memory import NodeMemory
 
 MEASURED = ["fusedmoe/training/survival", "fusedmoe/cli/survive.py", "fusedmoe/cli/train.py", "fusedmoe/comm"]
 MEASURED += ["bench/cluster/survive.py", "bench/cluster/agents.py"]
@@ -45,36 +45,36 @@ EXAMPLES = """\
 examples:
   a few faults:
     python -m bench.cluster.survive --faults 5 --rounds 0
-  the record of the house, in pieces of half an hour; the same line again goes on where the last one ended:
+  the published results, half an hour at a time; repeat the command to continue:
     python -m bench.cluster.survive --faults 100 --minutes 30 --json bench/results/survive.json
 """
 
-# A node is lost after three seconds of silence, and nobody is waited for longer than two.
+# A node counts as lost after three seconds without heartbeat; additional nodes are awaited for two seconds.
 QUICK = {"last_call_timeout": 2, "keep_alive_max_attempt": 3}
 FAULTS = ("rank killed", "rank frozen", "node killed", "node comes back", "copies lost")
-# The same numbers in any layout (no loss is of a rank's own tokens), so that losses can be compared.
+# Results do not depend on the layout (no loss depends on a rank's own tokens), so losses are comparable.
 MODEL = ["--layers", "2", "--model-dim", "32", "--heads", "4", "--hidden", "64", "--experts", "8", "--seq-len", "32"]
 MODEL += ["--gate", "deepseek_v3", "--batch", "2", "--capacity-factor", "none", "--dtype", "fp64"]
 MODEL += ["--eval-batches", "2"]
-# A larger one, for the price of copies.
+# A larger model, to measure the overhead.
 LARGER = ["--layers", "2", "--model-dim", "128", "--heads", "4", "--hidden", "512", "--experts", "16"]
 LARGER += ["--seq-len", "64", "--gate", "topk", "--batch", "2", "--eval-batches", "1"]
-#: Steps after the last one in which a fault may be, and between checkpoints of the jobs that need one.
+#: Steps after the last possible fault, and between checkpoints of jobs that need one.
 AFTER, CHECKPOINT_EVERY = 50, 3
-#: How far losses of the same step may be apart, as a share: sums in another order, in float64, over so many steps.
+#: Relative tolerance of losses of the same step: different summation orders in float64, over this number of steps.
 NOISE = 1e-6
-# Of one job: far beyond what any takes.
+# Timeout of a job, far above its usual duration.
 _JOB_S = 300.0
-_GO_ON = re.compile(r"survival: (\d+) ranks? go on after step (\d+) with the state from (memory|the \w+)")
+_GO_ON = re.compile(r"survival: (\d+) ranks? continues? after step (\d+) with the state from (memory|the \w+)")
 _PRICE = re.compile(r"survival: \d+ nodes?, ([\d.e+]+) MB .*? s, ([\d.e+]+) MB")
 _HELD_OUT = re.compile(r"held-out loss: ([\d.]+)")
 
 
 class Trials:
-    """Jobs in one folder, each with its own fault, and one without.
+    """Jobs in one folder, one per fault and one without.
 
     Args:
-        every: steps between refreshes.   timeout_s: of the jobs.   most: the last step for a fault.
+        every: steps between refreshes.   timeout_s: of the jobs.   most: last step for a fault.
     """
 
     def __init__(
@@ -95,8 +95,7 @@ class Trials:
         return Agents(place, 2, 2, *model, *flags, *more, spaces=self._spaces, rendezvous=QUICK), place / "run"
 
     def without_faults(self) -> tuple[dict[int, float], str]:
-        """The loss of each step, and the last one on held-out text, of a job with as many steps as the trials have: the
-        learning rate follows from their number."""
+        """Return each step's loss, and the held-out loss, of an uninterrupted job with as many steps as the trials."""
         agents, run = self._agents("without", MODEL, self._most + AFTER)
         with agents:
             if set(agents.wait(_JOB_S)) != {0}:
@@ -105,9 +104,9 @@ class Trials:
         return _losses(run), _held_out(said)
 
     def trial(self, number: int, right: dict[int, float], held_out: str) -> dict[str, Any]:
-        """Runs a job with the fault of this number, the same for the same seed, and returns what became of it."""
+        """Run a job with fault `number`, deterministic for a seed, and return the outcome."""
         rng, fault = random.Random(f"{self._seed} {number}"), FAULTS[number % len(FAULTS)]
-        step, moment, steps = rng.randint(2, self._most), rng.random() * 0.2, self._most + AFTER
+        step, delay_s, steps = rng.randint(2, self._most), rng.random() * 0.2, self._most + AFTER
         if fault == "copies lost":
             step = max(step, CHECKPOINT_EVERY + 1)
         more = ["--survive", str(self._every)]
@@ -117,12 +116,12 @@ class Trials:
         with agents:
             try:
                 agents.wait_for_step(run, step - 1, _JOB_S)
-                time.sleep(moment)
+                time.sleep(delay_s)
                 at, back = time.time(), None
                 self._hurt(agents, fault, rng)
                 if fault == "node comes back":
                     agents.wait_for_step(run, step + 5, _JOB_S)
-                    time.sleep(moment)
+                    time.sleep(delay_s)
                     back = time.time()
                     agents.start(1 - agents.place(agents.running[0]))
                 codes = agents.wait(_JOB_S)
@@ -130,7 +129,7 @@ class Trials:
                 return record | {"problem": str(error)[-3000:]}
             said = agents.said(10**9)
         found = [(int(ranks), int(since), source) for ranks, since, source in _GO_ON.findall(said)]
-        found.sort(key=lambda restart: restart[1])  # they were said by the first rank, which is on either node
+        found.sort(key=lambda restart: restart[1])  # as reported by the first rank, which may be on either node
         if set(codes) != {0} or not found:
             return record | {"problem": f"{codes}: {said[-3000:]}"}
         lines = [line for line in metrics(run) if "loss" in line]
@@ -170,7 +169,7 @@ class Trials:
             os.kill(rank, signal.SIGKILL if fault == "rank killed" else signal.SIGSTOP)
         else:
             ranks = [rank for agent in agents.running for rank in agents.ranks(agent)]
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody writes while files go
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # stop all processes before removing their files
                 for rank in ranks:
                     with suppress(ProcessLookupError):
                         os.kill(rank, number)
@@ -181,7 +180,7 @@ class Trials:
                             memory.remove(slot)
 
     def price(self, rounds: int, steps: int = 30) -> dict[str, Any]:
-        """Median seconds of a step and of a refresh, bytes kept for a rank and sent by one."""
+        """Return the median seconds of a step and of a refresh, and the bytes stored and sent per rank."""
         found: dict[str, list[float]] = {"step_without": [], "step_with": [], "refresh": []}
         sizes: dict[str, float] = {}
         for number in range(rounds):
@@ -210,7 +209,7 @@ def _held_out(said: str) -> str:
 
 
 def summary(trials: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sums up by fault: how many there were, how many went on as they should, from what, and seconds to go on."""
+    """Summarise by fault: number of trials, successful recoveries, source of the state, and recovery seconds."""
     found: dict[str, dict[str, Any]] = {}
     trials = list(trials)
     for fault in FAULTS:
@@ -230,10 +229,10 @@ def summary(trials: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 class Record:
-    """Record in the file, written after each trial: pieces of one and the same series.
+    """Results file, written after each trial; may consist of several runs of one series.
 
     Args:
-        conditions: of all pieces; a file with others, or of another commit, begins anew.
+        conditions: common to all runs; a file with other conditions or of another commit is restarted.
     """
 
     def __init__(self, path: Path | None, conditions: dict[str, Any]) -> None:
@@ -244,9 +243,9 @@ class Record:
             same = earlier.get("conditions") == conditions and earlier["run"]["commit"] == run["commit"]
             if same and not run["changed_files"] and not earlier["run"]["changed_files"]:
                 self._record = earlier
-                print(f"going on after {len(self.trials)} faults in {path}")
+                print(f"continuing after {len(self.trials)} faults in {path}")
             else:
-                print(f"{path} is of another commit or of other conditions: beginning anew")
+                print(f"{path} is of another commit or of other conditions: starting over")
         self._piece = {"date": run["date"], "load": run["load"], "faults": 0}
         self._record["pieces"].append(self._piece)
 
@@ -261,7 +260,6 @@ class Record:
         return found
 
     def note(self, trial: dict[str, Any] | None = None, price: dict[str, Any] | None = None) -> None:
-        """Takes a result in, and writes all of it."""
         if trial is not None:
             self.trials.append(trial)
             self._piece["faults"] += 1
@@ -274,7 +272,7 @@ class Record:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # what is held ends as it should
+    sys.exit(128 + number)  # runs clean-up handlers
 
 
 def main() -> int:
@@ -285,15 +283,28 @@ def main() -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--faults", type=int, default=10, metavar="N", help="how many, the kinds in turn (default: 10)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no fault begins that may end later (default: 30)")
-    parser.add_argument("--rounds", type=int, default=3, help="jobs with and without copies, for their price; 0: none")
+    parser.add_argument(
+        "--faults", type=int, default=10, metavar="N", help="number of faults, kinds in rotation (default: 10)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="time limit; no trial starts that may exceed it (default: 30)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="pairs of jobs with and without survival, for its overhead; 0: none (default: 3)",
+    )
     parser.add_argument("--every", type=int, default=1, metavar="N", help="steps between refreshes (default: 1)")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="of the jobs (default: 10)")
-    parser.add_argument("--most", type=int, default=20, metavar="STEP", help="the last step for a fault (default: 20)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--loopback", action="store_true", help="without namespaces")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the record, after each fault; it goes on with one")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="timeout of the jobs in seconds (default: 10)"
+    )
+    parser.add_argument("--most", type=int, default=20, metavar="STEP", help="last step for a fault (default: 20)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
+    parser.add_argument("--loopback", action="store_true", help="run without network namespaces")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="results file, written after each fault; an existing one is continued"
+    )
     given = parser.parse_args()
     began = time.monotonic()
     lacking = None if given.loopback else missing()
@@ -330,7 +341,7 @@ def main() -> int:
         for number in range(len(record.trials), given.faults):
             start = time.monotonic()
             if start + longest - began > 60 * given.minutes:
-                print(f"{given.minutes:g} minutes are over: the same command goes on with fault {number + 1}")
+                print(f"{given.minutes:g} minutes are over: repeat the command to continue with fault {number + 1}")
                 break
             trial = of.trial(number, right, held_out)
             record.note(trial)

@@ -1,4 +1,4 @@
-"""A layer whose tokens travel once to each rank, beside the same layer with a row for each (token, k) pair."""
+"""Compare a layer that sends each token once per rank with one that sends a row per (token, k) pair."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import fusedmoe
 from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.setting import Setting
 from bench.cluster.turns import in_turns, row
-from fusedmoe.comm import collectives
-from fusedmoe.comm.all_to_all import ALGORITHMS
+from fusedmoe.comm import all_to_all, collectives
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine import collectives_dispatcher
-from fusedmoe.kernels.deduplicate import Sending, sending
+from fusedmoe.engine.collectives_dispatcher import Collectives
+from fusedmoe.kernels.deduplicate import SentTokens, deduplicate_tokens
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.layer_plans import LayerParts
-from fusedmoe.layers.measure import measured_costs, observe_layer
+from fusedmoe.layers.measure import time_layer
 from fusedmoe.layers.schedule import Schedule, ScheduledPlans
+from fusedmoe.names import ALGORITHMS
+from fusedmoe.runtime.cache import measured_costs
 from fusedmoe.schedule.simulate import makespan
 
 
 @contextmanager
 def travelling(what: str) -> Iterator[None]:
-    """Has "tokens" travel once each, or "pairs": a row for each."""
+    """Send "tokens" once per rank, or "pairs": one row per pair."""
 
-    def every_pair(layout: Layout, peers: int) -> Sending:
-        return Sending(layout)
+    def every_pair(layout: Layout, peers: int) -> SentTokens:
+        return SentTokens(layout)
 
-    with patch.object(collectives_dispatcher, "sending", sending if what == "tokens" else every_pair):
+    with patch.object(all_to_all, "deduplicate_tokens", deduplicate_tokens if what == "tokens" else every_pair):
         yield
 
 
 def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
-    """Both passes, without a schedule and under "auto" by costs that are measured of each; bytes that leave the rank.
-    Collective."""
+    """Time both passes without a schedule and under "auto"; count bytes sent by the rank. Collective."""
     x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
     dy_SM = torch.randn(setting.S // setting.k, setting.M)
     auto = Schedule.named("auto")
@@ -53,14 +53,14 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             costs = measured_costs(topology, x_SM.device, x_SM.dtype)
             step = workload.step_costs(costs, [0], off.parts)
             parts = LayerParts(topology, off.gate, off.order, off.experts)
-            seen = observe_layer(topology, parts.gate, parts.order, parts.experts, x_SM.detach(), step)
+            seen = time_layer(topology, parts.gate, parts.order, parts.experts, x_SM.detach(), step)
             model = replace(costs, observed={workload.shapes: seen})
             layers[what, "off"] = off
             layers[what, "auto"] = made = make_layer(setting, topology, replace(auto, costs=model))
             sent[what] = _bytes_sent(off, x_SM, dy_SM)
             run(made, x_SM, dy_SM)
-            assert isinstance(made._plans, ScheduledPlans)
-            plans = next(iter(made._plans.made.values()))
+            assert isinstance(made.plans, ScheduledPlans)
+            plans = next(iter(made.plans.plans_by_workload.values()))
             after = workload.step_costs(model, [0], off.parts)
             predicted_s[what] = makespan(both_passes(plans, after), after)
 
@@ -79,8 +79,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
 
 
 def _levels(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Both passes of a layer with experts over all ranks, which compute next to nothing, by each dispatch algorithm;
-    and which of these "auto" has chosen. Collective."""
+    """Time a layer with negligible computation on all ranks, by dispatch algorithm, and report "auto"'s. Collective."""
     topology = Topology.from_sizes(setting.ranks, ranks_per_node=setting.ranks_per_node)
     x_SM = torch.randn(setting.S // setting.k, setting.M).requires_grad_()
     dy_SM, layers = torch.randn(setting.S // setting.k, setting.M), {}
@@ -92,12 +91,12 @@ def _levels(setting: Setting, rounds: int) -> dict[str, Any]:
     rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
     ratios = {name: rows["direct"]["median_s"] / rows[name]["median_s"] for name in rows}
     chosen = layers["auto"].dispatcher
-    assert isinstance(chosen, collectives_dispatcher.Collectives)
+    assert isinstance(chosen, Collectives)
     return {"rows": rows, "ratios": ratios, "auto": chosen.all_to_all.identity.split()[0]}
 
 
 def _bytes_sent(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> int:
-    """Returns the bytes that all-to-alls take from this rank to others in both passes of a layer."""
+    """Return the bytes that all-to-alls send from this rank to others in both passes of a layer."""
     total = 0
     own = layer.topology.ep.index
     move = collectives.all_to_all_rows

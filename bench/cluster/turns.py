@@ -1,4 +1,4 @@
-"""Runs in turns, on all ranks of a setting, and what is said of each."""
+"""Interleaved runs on all ranks of a setting, and the result rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REFIT_STEPS = 3
 
 
 def seconds_of(topology: Topology, call: Callable[[], Any]) -> float:
-    """Seconds of one call that all ranks begin together; on this rank."""
+    """Return this rank's time of a call that all ranks start together, in seconds."""
     all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
     start = time.perf_counter()
     call()
@@ -36,13 +36,13 @@ def in_turns(
     rounds: int,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each, on the slowest rank, by round. Every round begins with another one.
+    """Return the slowest rank's time of each run by round, in seconds. Each round starts with another run.
 
-    `prepare`: called before each run, outside of what is measured. Rank 0 says how long it will go on.
+    `prepare`: called before each run, not timed. Rank 0 prints the remaining time.
     """
     own: dict[str, list[float]] = {name: [] for name in runs}
     names, began = list(runs), time.monotonic()
-    for number in range(1 + rounds):  # the first is not counted
+    for number in range(1 + rounds):  # the first is a warm-up
         for name in names[number % len(names) :] + names[: number % len(names)]:
             prepare(name)
             torch.manual_seed(1000 * number + topology.rank)
@@ -56,34 +56,29 @@ def in_turns(
 
 
 def first_of(keys: Mapping[str, Hashable]) -> dict[str, str]:
-    """Returns for each name the first with the same key: plans that are the same are measured once, and chance does not
-    tell them apart."""
+    """Return for each name the first name with the same key, so that equal plans are measured once."""
     first: dict[Hashable, str] = {}
     return {name: first.setdefault(key, name) for name, key in keys.items()}
 
 
 def row(seconds: list[float]) -> dict[str, Any]:
-    """Returns the row of what something took in each round."""
     return {**spread(seconds), "rounds_s": seconds}
 
 
 def recorded_step(topology: Topology, step: Callable[[Recorder], object]) -> Timeline:
-    """Records the timeline of one step on this rank."""
     recorder = Recorder(topology.rank)
     step(recorder)
     return recorder.timeline()
 
 
 class Refitted(NamedTuple):
-    """Costs by a few steps that followed a plan, and of the middle one each part: seconds by the costs before, and as
-    measured."""
+    """Costs refitted to a few steps of a plan, and each part's predicted and measured seconds in the median step."""
 
     costs: StepCosts
     parts: list[Row]
 
 
 def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> Refitted:
-    """Collective. `run`: a step that follows the plan, on this rank."""
     run()
     steps = []
     for _ in range(_REFIT_STEPS):
@@ -96,8 +91,7 @@ def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[],
 def predicted(
     median_s: float, predicted_s: float, plan: Plan | None = None, later: Refitted | None = None
 ) -> dict[str, Any]:
-    """Returns what something should take, beside the median, for its row: by the costs before any of its steps, and by
-    those that its first steps refit."""
+    """Return the predicted time for a row: with the initial costs, and with costs refitted to its first steps."""
     found: dict[str, Any] = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
     if plan is not None and later is not None:
         refit_s = makespan(plan, later.costs)
@@ -110,16 +104,11 @@ def predicted(
 
 
 def planned(plan: Plan) -> dict[str, Any]:
-    """A plan, for its row."""
     return {"degrees": degrees_of(plan), "plan": str(plan)}
 
 
 def beside(rows: dict[str, dict[str, Any]], first: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """All rows with how many times faster they are than nothing in chunks at all ("off", where it is there) and than
-    one chunk after the other.
-
-    `first`: of all names those that were measured, as by `first_of`.
-    """
+    """Add speed-ups over "off" (if present) and over sequential chunks to all rows; `first`: from `first_of`."""
     first = first or {name: name for name in rows}
     found = {name: rows[of] | ({} if name == of else {"same_as": of}) for name, of in first.items()}
     for name, base in (("over_off", "off"), ("over_sequential", "sequential")):
@@ -134,14 +123,12 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def degrees_of(plan: Plan) -> tuple[int, int]:
-    """The largest degree of each pass: with equal layers mostly that of all of them."""
     found = plan.degrees
     forward, backward = (max(r for (phase, _), r in found.items() if phase == of) for of in ("forward", "backward"))
     return forward, backward
 
 
 def setting_json(setting: Setting) -> dict[str, Any]:
-    """The setting, with what is computed in words."""
     words = "real, float32 on one thread a rank"
     if setting.emulated_flops is not None:
         words = f"EMULATED: timed waits of the length that {setting.emulated_flops:.3g} FLOP/s take; "

@@ -1,19 +1,19 @@
-"""The benchmark of one GPU: every kernel, the passes of a layer, and other libraries beside it, against the limit.
+"""Benchmark of one GPU: every kernel, the passes of a layer, and other libraries, compared with hardware limits.
 
-`python -m bench.gpu` (`make bench-gpu`) runs all of it; `--help` says how. The parts, each a file:
+`python -m bench.gpu` (`make bench-gpu`) runs everything; see `--help`. Files:
 
-- run.py: all of it in the time given; steps.py: what "all" is, and four steps for a GPU that nobody has used before;
-  part.py, process.py: what a part works with, and processes that are watched; rehearsal.py, pretend.py: without a GPU
-- shapes.py: the nine layers; case.py: random inputs of one of them
-- precompile.py: what they launch, compiled before (`bench.aot`)
-- checks.py, exercise.py: the tests, and the kernels under compute-sanitizer; pool.py, notes.py: tests side by side
-- verify.py: which configurations of the grouped products are right; correctness.py, apart.py: one of them, in a process
-- whole.py, training.py: a layer in a graph, compiled, without waits; the main job
-- clock.py: how a step is timed; limits.py: what the GPU can do at the most, and the least time that follows
-- kernels.py, ours.py, peers/: what is timed; reference.py: that it is right, before; memory.py: what it keeps
-- spread.py, ranks.py: layers over virtual ranks of the GPU, by puts and by copies
-- suite.py: from a shape to rows; spool.py: rows as they come; session.py: a process that measures, and its time;
-  suites.py: such processes one after the other
-- results.py: from rows to one file of results; device.py: where they come from; once.py: one kernel for a profiler
-- gluon_first.py: the Gluon form's first minutes on a GPU; two_procs.py: a layer over two processes that share one
+- run.py: a run within a time budget; steps.py: its parts, and four steps for a new GPU; part.py, process.py: context of
+  a part, monitored processes; rehearsal.py, pretend.py: runs without a GPU
+- shapes.py: the nine layers; case.py: random inputs of a layer
+- precompile.py: compiles all launches ahead of time (`bench.aot`)
+- checks.py, exercise.py: tests, and kernels under compute-sanitizer; pool.py, notes.py: parallel tests
+- verify.py: correctness of the grouped products' configurations; correctness.py, apart.py: of one, in its own process
+- whole.py, training.py: a layer in a CUDA graph, compiled, without synchronisation; the training job
+- clock.py: step timing; limits.py: measured peak rates and the resulting minimum time
+- kernels.py, ours.py, peers/: measured operations; reference.py: their check; memory.py: saved memory
+- spread.py, ranks.py: layers over virtual ranks of the GPU, with one-sided puts and with copies
+- suite.py: from a shape to rows; spool.py: incremental results; session.py: a measuring process and its budget;
+  suites.py: a sequence of these processes
+- results.py: results file; device.py: provenance; once.py: one kernel for a profiler
+- gluon_first.py: first runs of the Gluon form on a GPU; two_procs.py: a layer over two processes on one GPU
 """

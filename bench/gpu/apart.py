@@ -1,7 +1,7 @@
-"""Checks configurations in processes of their own, which may hang or lose the GPU: `python -m bench.gpu.apart`.
+"""Check configurations in separate processes, which may hang or lose the GPU: `python -m bench.gpu.apart`.
 
-A process is told what to check on its standard input. Lines of its standard output say that it has the GPU, that a
-launch was made, and the verdict.
+A process reads its case from standard input. Lines on standard output report that it has a GPU, each launch, and the
+verdict.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from bench.gpu.correctness import SECONDS, check
 from bench.gpu.process import ROOT
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Variant
 
-# To start, import and find the GPU; to compile; and for what follows a launch, which has a bound of its own.
+# Timeouts for start-up, for compiling, and after a launch, which has its own timeout.
 _START_S, _COMPILE_S, _LAUNCHED_S = 180.0, 60.0, SECONDS + 5.0
-# Not even SIGKILL ends a process that is in a call to the GPU which never returns: it is left behind then.
+# SIGKILL does not end a process in a GPU call that never returns; it is abandoned.
 _PATIENCE_S = 10.0
-# Lines that are meant for us begin so: compilers talk, too.
+# Prefixes of protocol lines: compilers print, too.
 _STARTED, _LAUNCHED, _CHECKED = "started", "launched", "checked: "
 _PROGRAM = (sys.executable, "-m", "bench.gpu.apart")
 
@@ -44,15 +44,15 @@ class Case(NamedTuple):
 def check_apart(
     cases: Sequence[Case], device: torch.device, at_once: int = 3, program: Sequence[str] = _PROGRAM
 ) -> Iterator[tuple[Case, str | None]]:
-    """Begins to check configurations, each in a process of its own, and yields each verdict as soon as it is known.
+    """Check configurations in separate processes and yield verdicts as they complete.
 
-    A verdict is "" where the results are right, or what is wrong with them, or how the process ended; None where the
-    process lacked memory, or time to start or to compile. A check takes seconds; where something hangs, a minute or
-    two. Each process takes half a gigabyte of the GPU's memory.
+    A verdict is "" for correct results, otherwise the fault or how the process ended; None if it ran out of memory or
+    of time to start or compile. A check takes seconds, a hanging one up to two minutes. Each process uses half a
+    gigabyte of GPU memory.
 
     Args:
-        at_once: processes at the same time; compiling is most of what they do.
-        program: that checks.
+        at_once: number of concurrent processes, which mostly compile.
+        program: command line of the checker.
     """
     pool = ThreadPoolExecutor(at_once)
     verdicts = {pool.submit(_verdict, case, device, program): case for case in cases}
@@ -69,10 +69,10 @@ def _verdict(case: Case, device: torch.device, program: Sequence[str]) -> str | 
 
 
 class _Checking:
-    """A process that checks one configuration."""
+    """Process that checks one configuration."""
 
     def __init__(self, case: Case, device: torch.device, program: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  until `end`; a pipe could be full
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `end`; a pipe could block
         self._process = subprocess.Popen(
             program,
             stdin=subprocess.PIPE,
@@ -84,10 +84,10 @@ class _Checking:
         asked = json.dumps({**described(case), "device": str(device)})
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with suppress(BrokenPipeError):  # it has ended already
+        with suppress(BrokenPipeError):  # it has already ended
             stdin.write(asked)
             stdin.close()
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None: it says no more
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None: end of output
         threading.Thread(target=self._listen, args=(stdout,), daemon=True).start()
 
     def _listen(self, stdout: IO[str]) -> None:
@@ -96,7 +96,7 @@ class _Checking:
         self._lines.put(None)
 
     def verdict(self) -> str | None:
-        """Waits for it, as `check_apart` says."""
+        """Wait for the verdict; see `check_apart`."""
         limit_s, started, launched = _START_S, False, False
         until = time.monotonic() + limit_s
         while True:
@@ -130,7 +130,7 @@ class _Checking:
 
 
 def described(case: Case) -> dict[str, Any]:
-    """Returns a case as JSON takes it; `parsed` is the inverse."""
+    """Return a case as JSON; inverse of `parsed`."""
     return {
         "variant": case.variant,
         "gluon": isinstance(case.config, HopperConfig),
@@ -143,7 +143,6 @@ def parsed(told: dict[str, Any]) -> Case:
 
 
 def main() -> None:
-    """The other process."""
     asked: dict[str, Any] = json.load(sys.stdin)
     device, fault = torch.device(asked["device"]), None
     torch.empty(0, device=device)

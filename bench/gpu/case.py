@@ -12,13 +12,13 @@ from bench.gpu.shapes import Shape
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs that every variant of a layer is given, routing included; all of them on one device.
+    """Inputs of every variant of a layer, including routing, on one device.
 
     Attributes:
-        x_SM, dy_SM: tokens and the gradient of their results.
-        expert_SK: int64, distinct in a row, every expert as likely; no slot is empty.
-        weight_SK: float32 that bfloat16 holds exactly, so that a variant may take either.
-        router_EM: the gate's matrix. w1: [E, 2, H, M], first g, then u. w2: [E, M, H].
+        x_SM, dy_SM: tokens, and the gradient of the results.
+        expert_SK: int64, distinct per row, uniformly distributed; no empty slots.
+        weight_SK: float32 values representable in bfloat16, so that variants may use either.
+        router_EM: router weights. w1: [E, 2, H, M], g before u. w2: [E, M, H].
     """
 
     shape: Shape
@@ -32,7 +32,7 @@ class Case:
 
 
 def make_case(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
-    """Makes a case of normal random numbers; activations stay near 1 (zeros and small integers would run faster)."""
+    """Create normally distributed inputs with activations near 1 (zeros and small integers would run faster)."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Correctness: the kernels' tests, and the kernels under compute-sanitizer."""
+"""Correctness checks: kernel tests, and kernels under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FALSE_ALARM = "known false alarm: lanes of a reduction that write the same plac
 
 
 def exercise(place: Place) -> Outcome:
-    """Runs every kernel once, in its default configuration, beside its definition in float64."""
+    """Run every kernel once in its default configuration and compare with its definition in float64."""
     ended = place.run(["-m", "bench.gpu.exercise"], {"FUSEDMOE_AUTOTUNE": "0", "TRITON_INTERPRET": "0"}, silence_s=90.0)
     result = "unfinished" if ended.code is None else "passed" if PASSED in ended.output else "failed"
     word = last_line(ended.output) + (f"; {ended.why}" if ended.why else "")
@@ -26,7 +26,7 @@ def exercise(place: Place) -> Outcome:
 
 
 def configurations(place: Place, at_once: int, dtypes: Sequence[str]) -> Outcome:
-    """Checks every configuration that the tuner may be allowed to time, and writes the verdicts beside the results."""
+    """Check every configuration that the tuner may time, and write the verdicts to the results folder."""
     if place.rehearsal:
         return Outcome("skipped", "a CPU launches none of them; make aot compares their tiles in the interpreter")
     command = ["-m", "bench.gpu.verify", "--folder", str(place.stem.parent), "--at-once", str(at_once)]
@@ -36,26 +36,26 @@ def configurations(place: Place, at_once: int, dtypes: Sequence[str]) -> Outcome
 
 
 def tests(place: Place, count: int) -> Outcome:
-    """Runs the kernels' tests, in so many processes that share the GPU."""
+    """Run the kernel tests in `count` processes that share the GPU."""
     return run_tests(place, [_TESTS], count, most=1 if place.rehearsal else None)
 
 
 def sanitizer(place: Place, tool: str) -> Outcome:
-    """Runs the exercise under one of compute-sanitizer's tools. Torch's own kernels (C++ names) are not watched."""
+    """Run the exercise under a compute-sanitizer tool, excluding PyTorch's kernels (C++ names)."""
     program = find_sanitizer()
     if program is None:
         return Outcome("skipped", "there is no compute-sanitizer here")
     options = ["--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
-    # Racecheck takes the dispatch of a specialized kernel's warps for a race: Gluon's forms are left to memcheck, and
-    # to `gluon_first stress`, which compares the bits of a hundred runs.
+    # Racecheck reports the dispatch of warp-specialised kernels as races: Gluon forms are checked by memcheck and by
+    # `gluon_first stress`, which compares a hundred runs bitwise.
     forms = {"FUSEDMOE_GLUON": "0"} if tool == "racecheck" else {}
-    # Torch's allocator would lend out parts of one large allocation, inside of which nothing is out of bounds.
+    # PyTorch's caching allocator would hide out-of-bounds accesses inside its large blocks.
     ended = place.run_program(
         [program, *options, "--kernel-name-exclude", "kns=_ZN", sys.executable, "-m", "bench.gpu.exercise"],
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FUSEDMOE_AUTOTUNE": "0", **forms},
     )
     outcome = judge_sanitizer(ended)
-    # The tool has looked to its end, or until its time was up, which leaves it no summary.
+    # The tool finished, or was stopped by its timeout without a summary.
     looked = ended.code is None or "RACECHECK SUMMARY" in ended.output
     if tool == "racecheck" and outcome.result == "failed" and looked:
         return outcome._replace(result="alarm", word=f"{outcome.word} ({_FALSE_ALARM})")
@@ -63,7 +63,7 @@ def sanitizer(place: Place, tool: str) -> Outcome:
 
 
 def judge_sanitizer(ended: Ended) -> Outcome:
-    """Judges by the tool's summary: errors count, warnings are only named."""
+    """Derive the outcome from the tool's summary: errors fail, warnings are reported."""
     end = ended.output[-8000:]
     if ended.code is None:
         wrong = re.search(r"^=+ (Error: |Invalid ).*", ended.output, re.MULTILINE)
@@ -84,13 +84,13 @@ def find_sanitizer() -> str | None:
 
 
 def profile(place: Place) -> Outcome:
-    """Runs kernels at one shape under Nsight Compute, one in both forms; the figures are in the log."""
+    """Profile kernels of one shape with Nsight Compute, one in both forms; metrics are in the log."""
     program = _find("ncu")
     if program is None:
         return Outcome("skipped", "there is no ncu here")
     words, shape = [], "odd" if place.rehearsal else "30B-H1024"
     forms = (("up", "triton"), ("dW1", "triton"), ("dW1", "gluon"))
-    # A rehearsal has no form in Gluon.
+    # A rehearsal has no Gluon form.
     for kernel, form in forms[:2] if place.rehearsal else forms:
         name = {"up": "up_kernel", "dW1": "dweight_kernel"}[kernel]
         options = ["--clock-control", "none", "--set", "detailed", "--kernel-name", name, "--launch-count", "1"]

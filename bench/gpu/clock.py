@@ -1,6 +1,6 @@
-"""Clock of steps on a GPU: events, medians, turns, and nothing left in the caches.
+"""GPU step timing: CUDA events, medians, interleaving, cold caches.
 
-A clock is anything with `measure(steps, seconds)`; tests have one that needs no GPU.
+A clock has a method `measure(steps, seconds)`; tests use one without a GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-# Reading this much leaves nothing else in the L2 cache: several times that of any GPU so far.
+# Reading this amount evicts the L2 cache: several times the size on any current GPU.
 _FLUSH_BYTES = 256 * 2**20
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
-# A step that waits for the device would ask for ever more flushes.
+# Bound for steps that synchronise, for which more flushes never suffice.
 _MOST_FLUSHES = 64
 
 
@@ -26,7 +26,7 @@ def nothing() -> None:
 
 
 class Step(NamedTuple):
-    """Step that is timed: `run(before())` without `before()`. `told`: what its results say besides, once it has run."""
+    """A step to time: `run(before())`, excluding `before()`. `told`: returns additional result fields after a run."""
 
     name: str
     run: Callable[[Any], object]
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Milliseconds: the median, and between which a tenth of the runs is faster and a tenth slower."""
+    """Milliseconds: median, 10th and 90th percentile."""
 
     median_ms: float
     low_ms: float
@@ -50,19 +50,19 @@ class Times(NamedTuple):
 
 class Clock(Protocol):
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
-        """Measures the times of the steps by name, in about so many seconds."""
+        """Return the times of the steps by name, measured for about `seconds`."""
 
 
 class CudaClock:
-    """Steps take turns, so that a change in the GPU's speed hits all of them.
+    """Interleaves steps, so that drift of the GPU's speed affects all equally.
 
-    Before each run the L2 cache is filled with something else, by reading: what is written would still have to be
-    written back while the step runs. That also gives the host a lead, long enough to launch the whole step, so that the
-    time between the events is the GPU's and not the launches'; waits of a step for the device count.
+    Before each run, reads evict the L2 cache; writes would leave dirty lines to flush during the step. The reads also
+    give the host enough lead to launch the whole step, so that event times exclude launch latency; synchronisation
+    inside a step is included.
     """
 
     def __init__(self, device: torch.device, tell: Callable[[str], object] = lambda step: None) -> None:
-        """`tell`: is told of each step before it runs for the first time, when it may compile and tune for long."""
+        """`tell`: called with each step before its first run, which may compile and tune for long."""
         self._tell = tell
         self._unrelated = torch.zeros(_FLUSH_BYTES // 4, device=device)
         self._sum = torch.zeros((), device=device)
@@ -75,7 +75,7 @@ class CudaClock:
         self._flush_s = (time.perf_counter() - start) / 20
 
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
-        for step in steps:  # compiles
+        for step in steps:  # compile
             self._tell(step.name)
             step.run(step.before())
         flushes = {step.name: self._lead(step) for step in steps}
@@ -98,7 +98,7 @@ class CudaClock:
         }
 
     def _lead(self, step: Step) -> int:
-        """Returns so many flushes that they take longer than the host needs to launch the step."""
+        """Return the number of flushes that take longer than the host needs to launch the step."""
         prepared = step.before()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Compares one configuration of one variant with its operation's definition, on small random inputs of the ugly kind.
+"""Compare a configuration of a variant with its operation's definition, on small random inputs with edge cases.
 
-Experts without rows between, before and behind others, experts of one row, last tiles and last steps that are not full,
-more steps than a pipeline has stages, and NaN in everything that must not be read.
+Experts without rows between, before and after others; experts of one row; partial last tiles and steps; more steps than
+pipeline stages; NaN in everything that must not be read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_product, define_up
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.kernels.triton.grouped.autotune import wait
+from fusedmoe.kernels.triton.grouped.autotune import poll_until
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
@@ -25,18 +25,18 @@ from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.product import product
 from fusedmoe.kernels.triton.grouped.up import up
 
-# Rows of the experts; the sides of an expert's matrix, depth and columns: even ones, and others.
+# Rows per expert; sides of an expert's matrix (depth, columns): even ones, and others.
 COUNTS = (0, 1, 130, 0, 0, 321, 64, 0)
 EVEN, ODD = (576, 272), (581, 271)
 _PADDING = 37
-# Programs of the Gluon form, fewer than tiles: each has several, as it has at a user's sizes.
+# Persistent programs of the Gluon form, fewer than tiles: each has several tiles, as at typical sizes.
 _FEW = 3
-# A launch of these sizes takes microseconds; a GPU that others use may take its turn first.
+# A launch takes microseconds; a shared GPU may delay it.
 SECONDS = 5.0
 _TOKENS = 150
-# Elements may differ from the definition by so many of the dtype's epsilon, of themselves and of their mean.
+# Tolerance in epsilons of the dtype, relative to the element and to the mean.
 _TOLERANCE = {"bfloat16": 2, "float16": 2, "float32": 100}
-# tf32 keeps ten bits of the operands.
+# tf32 keeps ten bits of the operands' mantissa.
 _TF32_TOLERANCE = 2**16
 
 Results = Iterator[tuple[str, Tensor, Tensor]]
@@ -50,11 +50,10 @@ def check(
     sides: tuple[int, int] | None = None,
     launched: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns what is wrong with the results of a configuration, or "" where nothing is. `launched` is called after
-    each launch: what was compiled is on the GPU then.
+    """Return the fault of a configuration's results, or ""; `launched` is called after each launch.
 
     Raises:
-        TimeoutError: a launch does not end. Nothing else can be done on this GPU then.
+        TimeoutError: a launch does not end. The GPU is unusable for this process then.
     """
     given = device, counts, sides or (EVEN if variant.even else ODD), launched
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -77,11 +76,11 @@ def _compare(
     case = RandomRows(variant, config, device, counts, launched)
     tolerance = _TF32_TOLERANCE if variant.precision == "tf32" else _TOLERANCE[variant.dtype]
     for name, found, right in _RESULTS[variant.operation](case, depth, columns):
-        # Float64 from the rounded operands, so that only the kernel's own rounding counts.
+        # Float64 from the rounded operands isolates the kernel's own rounding.
         error = (found.double() - right).abs()
         mean = right.square().mean().sqrt()
         bound = tolerance * torch.finfo(case.dtype).eps * (right.abs() + mean)
-        wrong = int((~(error <= bound)).sum())  # not so for NaN either
+        wrong = int((~(error <= bound)).sum())  # also counts NaN
         if wrong:
             worst = float((error / bound).max())
             return f"{wrong} of {right.numel()} values of {name} are wrong, the worst by {worst:.3g} times what may be"
@@ -89,7 +88,7 @@ def _compare(
 
 
 class RandomRows:
-    """Random rows of some experts, and the call that runs them."""
+    """Random rows of some experts, and the call that processes them."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class RandomRows:
             end = torch.cuda.Event()
             end.record()
             self._launched()
-            wait(end.query, SECONDS)
+            poll_until(end.query, SECONDS)
         return self.config
 
     def random(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -130,7 +129,7 @@ class RandomRows:
         return values.to(dtype or self.dtype)
 
     def random_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Sorted rows, NaN where there is padding."""
+        """Return sorted rows with NaN in the padding."""
         values = self.random(self.rows, *sizes, dtype=dtype)
         values[self.kept :] = float("nan")
         return values
@@ -168,7 +167,7 @@ def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
     w2 = case.random(case.experts, dim, hidden) / dim**0.5
     weight_N = case.random_rows(dtype=torch.float32) if case.variant.extra else None
     dh, a, ds_N = dhidden(case.call, dy_SM, h, weight_N, Weights(w2, w2), activation)
-    assert dh is not None and a is not None  # all is wanted
+    assert dh is not None and a is not None  # everything is requested
     factor_N = torch.ones_like(case.source_N) if weight_N is None else weight_N[: case.kept]
     shape = (case.kept, 2, hidden) if activation.gated else (case.kept, hidden)
     right = define_dhidden(
@@ -187,7 +186,7 @@ def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
 
 
 def _dweight(case: RandomRows, depth: int, columns: int) -> Results:
-    """The gradient of W1 or W2; of W1 the gathered side is the right one, of W2 the left one."""
+    """Return the results of the gradient of W1 (gathered right operand) or W2 (gathered left operand)."""
     gather = "right" if case.variant.operation == "dw1" else "left"
     left, right = (
         case.random(case.tokens, width) if side == gather else case.random_rows(width)
@@ -196,7 +195,7 @@ def _dweight(case: RandomRows, depth: int, columns: int) -> Results:
     index = [case.source_N if side == gather else slice(case.kept) for side in ("left", "right")]
     left_NP, right_NQ = (values[rows].double() for values, rows in zip((left, right), index, strict=True))
     right_EPQ = define_dweight(left_NP, right_NQ, case.expert_N, case.experts)
-    # What is added is a first chunk's, of the rows' dtype, or a sum of several in float32.
+    # Accumulates onto a first chunk in the rows' dtype, or a sum of several in float32.
     totals: list[Tensor | None] = [None]
     if case.variant.extra:
         dtypes = dict.fromkeys((torch.float32, case.dtype))

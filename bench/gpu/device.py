@@ -1,4 +1,4 @@
-"""Origin of results: the GPU, how it stands, software and commit."""
+"""Provenance of results: GPU and its state, software, commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def has_gpu() -> bool:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns what results come from; `gpu` is None where the device is none."""
+    """Return the provenance; `gpu` is None without a GPU."""
     return {
         "gpu": _gpu(device) if device.type == "cuda" else None,
         "versions": {
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def state(device: torch.device) -> dict[str, float]:
-    """Reads clocks, power and temperature at this moment; empty where nvidia-smi does not tell."""
+    """Return current clocks, power and temperature; empty if nvidia-smi does not report them."""
     if device.type != "cuda":
         return {}
     keys = {
@@ -48,7 +48,7 @@ def state(device: torch.device) -> dict[str, float]:
 
 
 def state_under_load(device: torch.device) -> dict[str, float]:
-    """Reads `state` while the GPU multiplies matrices: an idle one lowers its clocks."""
+    """Return `state` during matrix products: an idle GPU lowers its clocks."""
     if device.type != "cuda":
         return {}
     a = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
@@ -83,7 +83,6 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvidia_smi(device: torch.device, keys: list[str]) -> list[str]:
-    """Asks for the values of the keys; returns none where there is no answer."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     which = str(device.index or 0) if uuid is None else f"GPU-{uuid}"
     query = ["nvidia-smi", f"--id={which}", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]

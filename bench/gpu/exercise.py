@@ -1,7 +1,7 @@
-"""Every kernel once, on small inputs that divide nothing, beside its definition: for tools that watch kernels.
+"""Run every kernel once on small, indivisible sizes and compare with its definition, for use under sanitizers.
 
-`python -m bench.gpu.exercise` ends with the line "exercise: passed", or with what is wrong. The definitions are
-computed on the CPU, so that the GPU runs little but the library's kernels.
+`python -m bench.gpu.exercise` ends with the line "exercise: passed" or the faults. Definitions are computed on the CPU,
+so that the GPU runs mainly the library's kernels.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fusedmoe.kernels.activation import (
 )
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
-from fusedmoe.kernels.gate import define_choice
+from fusedmoe.kernels.gate import GateRule, define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import build_layout, define_layout
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
 
 PASSED = "exercise: passed"
-# Tokens, experts of each, experts, and sizes of which bfloat16 rows are multiples of 16 bytes but not of a tile.
+# Tokens, top K, experts, and sizes of which bfloat16 rows are multiples of 16 bytes but not of a tile.
 _S, _K, _E, _M, _H = 301, 3, 7, 200, 72
 _TOLERANCE = 2e-2
 
@@ -39,7 +39,6 @@ Pairs = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def main(device: torch.device) -> list[str]:
-    """Runs all parts; returns what is wrong, if anything."""
     torch.manual_seed(0)
     faults = []
     for part in PARTS:
@@ -57,8 +56,8 @@ def main(device: torch.device) -> list[str]:
 
 def gate(device: torch.device) -> Pairs:
     for rule in (
-        autograd.GateRule(_K, statistics=True, logsumexp=True),
-        autograd.GateRule(_K, "sigmoid", statistics=True),
+        GateRule(_K, statistics=True, logsumexp=True),
+        GateRule(_K, "sigmoid", statistics=True),
     ):
         x_SM, w_EM = _normal(_S, _M), _normal(_E, _M) / _M**0.5
         leaves = [tensor.to(device).requires_grad_() for tensor in (x_SM, w_EM)]
@@ -75,7 +74,7 @@ def gate(device: torch.device) -> Pairs:
 
 
 def rows(device: torch.device) -> Pairs:
-    """Order, permute, sums, and values of pairs."""
+    """Order, permute, sums, and values per pair."""
     for capacity, priority_S in ((None, None), (50, torch.rand(_S))):
         expert_SK = _choices()
         found = build_layout(
@@ -94,7 +93,7 @@ def rows(device: torch.device) -> Pairs:
         value_N = value_SK.view(-1)[right.pair_N]
         yield "take_pairs", take_pairs(value_SK.to(device), found), value_N
         yield "put_pairs", put_pairs(value_N.to(device), found), value_SK * (right.row_SK >= 0)
-    # So many that a launch of its own counts them.
+    # Enough pairs for the separate counting kernel.
     many_SK = torch.randint(-1, _E, (3000, 1))
     yield "order of many", build_layout(many_SK.to(device), _E).row_SK, define_layout(many_SK, _E).row_SK
 
@@ -144,7 +143,7 @@ def wire(device: torch.device) -> Pairs:
 
 
 def ranks(device: torch.device) -> Pairs:
-    """Two virtual ranks, whose kernels put rows to each other."""
+    """Two virtual ranks whose kernels put rows to each other."""
     if device.type == "cpu" and not INTERPRET:
         return
     from bench.gpu.ranks import puts_layer
@@ -161,7 +160,7 @@ def ranks(device: torch.device) -> Pairs:
 
 
 def gluon(device: torch.device) -> Pairs:
-    """The Gluon form of each product, on Hopper. The check compares; a tool that watches sees its launches."""
+    """Gluon form of each product, on Hopper; the check compares results, a sanitizer observes the launches."""
     if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
         return
     from bench.gpu.correctness import check
@@ -183,7 +182,6 @@ def _normal(*size: int) -> Tensor:
 
 
 def _choices() -> Tensor:
-    """Distinct experts, a few slots empty, expert 2 without rows."""
     score_SE = torch.rand(_S, _E)
     score_SE[:, 2] = -1
     expert_SK = score_SE.topk(_K, 1).indices

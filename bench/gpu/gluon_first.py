@@ -1,10 +1,11 @@
-"""The Gluon form's first minutes on a Hopper GPU: how fast, and how fast beside others? `bench.gpu.verify` comes first.
+"""First performance runs of the Gluon form on a Hopper GPU; run `bench.gpu.verify` before.
 
-    python -m bench.gpu.gluon_first time 7B-H256 …      tunes the products of these shapes (none: of all), both forms,
-                                                        alone and with 16 multiprocessors held
-    python -m bench.gpu.gluon_first stress 30B-H256 …   each form, and Gluon's with fewer programs: the same bits 100
-                                                        times? and the time alone, and with 16 multiprocessors held
-    python -m bench.gpu.gluon_first host                host time of steps whose work is tiny
+    python -m bench.gpu.gluon_first time 7B-H256 …      tune the products of these shapes (default: all), both forms,
+                                                        alone and with 16 multiprocessors occupied
+    python -m bench.gpu.gluon_first stress 30B-H256 …   compare 100 runs of each form bitwise, Gluon's also with fewer
+                                                        programs; and time them, alone and with 16 multiprocessors
+                                                        occupied
+    python -m bench.gpu.gluon_first host                host time of steps with tiny GPU work
 
 All candidates are timed, verified or not.
 """
@@ -36,14 +37,16 @@ from fusedmoe.kernels.triton.grouped.configs import (
     with_programs,
 )
 
-if TYPE_CHECKING:  # needs Triton
+if TYPE_CHECKING:  # requires Triton
     from fusedmoe.kernels.triton.grouped.autotune import Tuner
     from fusedmoe.kernels.triton.grouped.holder import Holder
 
 
 def variants() -> Iterator[Variant]:
-    """Yields the variants of SwiGLU experts without biases, in bfloat16, that have a form in Gluon; of gradients of
-    matrices also those that are added to a chunk's before."""
+    """Yield the bfloat16 SwiGLU variants without biases that have a Gluon form.
+
+    Weight gradients are included with and without accumulation onto an earlier chunk.
+    """
     for operation in OPERATIONS:
         activation = "swiglu" if operation in ("up", "dhidden") else ""
         gather = operation not in ("down", "dinput")
@@ -53,11 +56,11 @@ def variants() -> Iterator[Variant]:
 
 @cache
 def tuner_of_all(device: torch.device) -> Tuner:
-    """Returns a tuner that times every candidate, verified or not, and keeps nothing for the next run."""
+    """Return a tuner that times every candidate, verified or not, without caching."""
     from fusedmoe.kernels.triton.grouped import autotune
 
     gpu = autotune.gpu_of(device)
-    return autotune.make_tuner(device, partial(autotune.every_candidate, gpu), autotune.Record(None))
+    return autotune.make_tuner(device, partial(autotune.all_candidates, gpu), autotune.Record(None))
 
 
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
@@ -75,8 +78,11 @@ def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
 
 
 def stress(shapes: Sequence[Shape], device: torch.device) -> None:
-    """Prints, of Triton's form and of that in Gluon with all programs and with fewer, how many of 100 runs differ in a
-    bit, which is a race, and the time alone and where another stream holds multiprocessors."""
+    """Print how many of 100 runs differ bitwise, which indicates a race, and the time of each form.
+
+    Forms: Triton, Gluon with all programs, and Gluon with fewer. Times: alone, and while another stream occupies
+    multiprocessors.
+    """
     from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
 
     holder, free = Holder(device), torch.cuda.get_device_properties(device).multi_processor_count - HELD
@@ -91,13 +97,15 @@ def stress(shapes: Sequence[Shape], device: torch.device) -> None:
 
 
 def fastest(device: torch.device, programs: int | None, key: Key, launch: Callable[[Config], object]) -> Config:
-    """Returns what took the tuner least of the form in Gluon, with so many programs, or (None) of Triton's. What the
-    tuner chose where none of that form has run, or where it does not tune."""
+    """Return the fastest configuration of the Gluon form with `programs` programs, or of Triton's form (None).
+
+    If none of that form ran or tuning is off, return the tuner's choice.
+    """
     from fusedmoe.kernels.triton.grouped import autotune
 
     tuner = tuner_of_all(device)
     chosen, times = tuner.choose(key, launch), tuner.times(key)
-    tried = autotune.every_candidate(autotune.gpu_of(device), key)
+    tried = autotune.all_candidates(autotune.gpu_of(device), key)
     form = [one for one in tried if isinstance(one, HopperConfig) == (programs is not None) and str(one) in times]
     return with_programs(min(form, key=lambda one: times[str(one)], default=chosen), programs or 0)
 
@@ -140,7 +148,7 @@ def _median_ms(step: Step, holder: Holder | None) -> float:
     taken = []
     for _ in range(15):
         torch.cuda.synchronize()
-        torch.cuda._sleep(200_000)  # the host's lead
+        torch.cuda._sleep(200_000)  # gives the host a lead
         if holder is not None:
             holder.hold()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +177,7 @@ def main() -> None:
     if unknown := set(given.shapes) - {shape.name for shape in SHAPES}:
         parser.error(f"no shapes: {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
-        parser.error("this needs a Hopper GPU, and PyTorch finds none")
+        parser.error("requires a Hopper GPU, but PyTorch finds none")
     shapes = [shape for shape in SHAPES if not given.shapes or shape.name in given.shapes]
     PIECES[given.piece](shapes, torch.device("cuda", 0))
 

@@ -1,4 +1,4 @@
-"""The kernels of a layer, each with its inputs, by the names under which results show them."""
+"""The kernels of a layer with their inputs, by their names in results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fusedmoe import autograd
 from fusedmoe.kernels import gather_sum
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.gate import GateChoice, GateRule
 
-_HALF = 2  # bytes of a bfloat16
+_HALF = 2  # bytes per bfloat16
 
 FORWARD = ("order", "up", "down", "gather-and-sum")
 BACKWARD = ("dhidden", "dinput", "dW1", "dW2", "dX sum")
@@ -27,7 +28,7 @@ PASSES = {"forward": FORWARD, "backward": BACKWARD, "both": (*FORWARD, *BACKWARD
 
 
 def fastest_of_forms(times: Mapping[str, float]) -> tuple[float | None, float | None]:
-    """Returns the least time of Triton's configurations and of those in Gluon, by their names; None: there is none."""
+    """Return the minimum times of Triton and of Gluon configurations, by name; None if there is none."""
     triton, gluon = (
         min((time for name, time in times.items() if name.startswith("gluon") is form), default=None)
         for form in (False, True)
@@ -36,7 +37,6 @@ def fastest_of_forms(times: Mapping[str, float]) -> tuple[float | None, float | 
 
 
 def kernel_costs(shape: Shape) -> dict[str, Cost]:
-    """Returns what each kernel has to do at the least."""
     S, M, H, E, K, R = shape.S, shape.M, shape.H, shape.E, shape.K, shape.rows
     return {
         "gate forward": costs.gate(S, M, E, K, _HALF),
@@ -55,23 +55,23 @@ def kernel_costs(shape: Shape) -> dict[str, Cost]:
 
 
 def pass_costs(shape: Shape, name: str) -> list[Cost]:
-    """Returns the costs of a pass's kernels; a pass is given its routing, so the gate is none of them."""
+    """Return the costs of a pass's kernels, without the gate: routing is an input of a pass."""
     of_kernels = kernel_costs(shape)
     return [of_kernels[kernel] for kernel in PASSES[name]]
 
 
 class _Chosen(NamedTuple):
-    choice: autograd.GateChoice
+    choice: GateChoice
     leaves: tuple[torch.Tensor, torch.Tensor]
 
 
 def kernel_steps(case: Case) -> list[Step]:
-    """Makes a step of each kernel, in the order of `KERNELS`. The products need Triton."""
+    """Return a step per kernel in the order of `KERNELS`. The products require Triton."""
     return [*gate_steps(case), *row_steps(case), *grouped_steps(case), *part_steps(case)]
 
 
 def gate_steps(case: Case) -> list[Step]:
-    gate_rule = autograd.GateRule(case.shape.K, statistics=True)
+    gate_rule = GateRule(case.shape.K, statistics=True)
     dweight_SK = torch.randn_like(case.weight_SK)
     dscore_BE = torch.randn((1, case.shape.E), device=dweight_SK.device)
 
@@ -91,7 +91,7 @@ def gate_steps(case: Case) -> list[Step]:
 
 
 def row_steps(case: Case) -> list[Step]:
-    """Makes the steps of the order, and of the two sums over a token's rows."""
+    """Return the steps of ordering and of the two sums over a token's rows."""
     layout = autograd.order(case.expert_SK, case.shape.E)
     rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
     weight_N = gather_sum.take_pairs(case.weight_SK, layout)
@@ -108,12 +108,12 @@ def grouped_steps(
     shared: bool = False,
     times: Callable[[Any], Mapping[str, float]] | None = None,
 ) -> list[Step]:
-    """Makes the steps of grouped products. What a layer's call shares (tables of tiles) is there already.
+    """Return the steps of the grouped products, with the tile tables that a layer shares already built.
 
     Args:
-        choose: chooses their configurations instead of the tuner.
-        shared: chosen is what suits launches beside communication.
-        times: returns the microseconds of a key's configurations; None: those of the tuner, where it chooses.
+        choose: selects configurations instead of the tuner.
+        shared: select configurations for launches concurrent with communication.
+        times: returns the microseconds of a key's configurations; default: the tuner's.
     """
     from fusedmoe.kernels.triton import experts
     from fusedmoe.kernels.triton.grouped import autotune

@@ -1,4 +1,4 @@
-"""One way to compute the layer: gather, experts, weighted sum, from tokens and a given routing."""
+"""A variant of the layer: gather, experts and weighted sum, given tokens and routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRADIENTS = ("dx", "dweight", "dW1", "dW2")
 
 
 class Unavailable(Exception):
-    """A variant that cannot take part; the text says why."""
+    """Raised if a variant cannot run, with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,10 +21,9 @@ class Layer:
 
     Attributes:
         name, version: of the library.
-        forward: [S, M] from `leaves`, sorting of the routing included.
-        leaves: tokens, router weights, W1, W2, in whatever layout the variant wants; of several ranks, each one's W1,
-            and then each one's W2.
-        ours: turns the gradients of the leaves into those of the case's tensors.
+        forward: returns [S, M] from `leaves`, including the sorting of the routing.
+        leaves: tokens, router weights, W1, W2 in the variant's layout; for several ranks, all W1, then all W2.
+        ours: converts gradients of the leaves to those of the case's tensors.
     """
 
     name: str
@@ -34,10 +33,8 @@ class Layer:
     ours: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
 
     def backward(self, y_SM: Tensor, dy_SM: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of the leaves."""
         return torch.autograd.grad(y_SM, self.leaves, dy_SM)
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same memory that asks for a gradient."""
     return tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Limits of a GPU, measured in the same run, and the least time that work then takes."""
+"""Peak rates of a GPU, measured in the same run, and the resulting minimum time of work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.gpu.costs import Cost
 
 
 class Ceilings(NamedTuple):
-    """P, the rate of matrix products in bfloat16, and B, of memory (read and written)."""
+    """P: bfloat16 matrix product rate; B: memory bandwidth (reads plus writes)."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -21,7 +21,7 @@ class Ceilings(NamedTuple):
 def measure_ceilings(
     clock: Clock, device: torch.device, size: int = 8192, copied_bytes: int = 4 * 2**30, seconds: float = 1.0
 ) -> Ceilings:
-    """Measures P by a product of [size, size] random matrices, B by a copy."""
+    """Measure P by a product of [size, size] random matrices, and B by a copy."""
     a, b, c = (torch.randn((size, size), device=device, dtype=torch.bfloat16) for _ in range(3))
     source = torch.ones(copied_bytes, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -34,11 +34,11 @@ def measure_ceilings(
 
 
 def highest(ceilings: Iterable[Ceilings]) -> Ceilings:
-    """Returns the best of several measurements: the limit is what the GPU has shown it can do."""
+    """Return the best of several measurements."""
     flops, moved = zip(*ceilings, strict=True)
     return Ceilings(max(flops), max(moved))
 
 
 def limit_s(parts: Iterable[Cost], ceilings: Ceilings) -> float:
-    """Returns the seconds that kernels take at the least, one after the other: Σ max(FLOP / P, bytes / B)."""
+    """Return the minimum time in seconds of kernels in sequence: Σ max(FLOP / P, bytes / B)."""
     return sum(max(part.flops / ceilings.flops_per_s, part.bytes / ceilings.bytes_per_s) for part in parts)

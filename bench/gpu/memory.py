@@ -1,4 +1,4 @@
-"""Memory that a layer keeps from its forward for its backward."""
+"""Memory that a layer saves in forward for backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.gpu.layer import Layer
 
 
 def saved_bytes(layer: Layer) -> int:
-    """Counts bytes of the tensors that autograd keeps, tokens included, the parameters not: these exist anyway."""
+    """Return the bytes of tensors that autograd saves, including tokens, excluding parameters."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def saved_bytes(layer: Layer) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y_SM = layer.forward()  # until the end, so that no address is used again
+        y_SM = layer.forward()  # kept alive so that addresses stay unique
     for parameter in layer.leaves[2:]:
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     del y_SM

@@ -1,8 +1,8 @@
-"""A pytest plugin that notes what begins and how it ends, so that a process that hangs or dies still tells.
+"""Pytest plugin that records the start and outcome of each test, so that a hang or crash can be attributed.
 
-`--notes FILE`: lines of JSON; tests that have begun by them are not run again. `--share K/N`: every N-th test, from the
-K-th on. `--most M`: only the first M of these. After a failure the GPU is asked whether it still works for this
-process; if not, the process ends with `LOST`, and another can go on.
+`--notes FILE`: JSON lines; tests recorded as started are not run again. `--share K/N`: every N-th test, starting with
+the K-th. `--most M`: only the first M of these. After a failure the plugin tests whether the GPU still works in this
+process; if not, the process ends with `LOST`, and another one can continue.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LOST = 3
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("notes")
-    group.addoption("--notes", type=Path, help="file for what begins and ends")
-    group.addoption("--share", default="0/1", help="which tests: K/N (default 0/1, all)")
-    group.addoption("--most", type=int, help="so many of them at the most")
+    group.addoption("--notes", type=Path, help="file that records the start and end of each test")
+    group.addoption("--share", default="0/1", help="every N-th test starting with the K-th, as K/N (default: 0/1, all)")
+    group.addoption("--most", type=int, help="maximum number of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +65,7 @@ class Notes:
 
 
 def gpu_works() -> bool:
-    """Returns whether this process's GPU, if it uses one, still takes work: after an illegal access none does."""
+    """Return whether this process's GPU, if any, still accepts work: after an illegal access it does not."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,6 +1,6 @@
-"""One kernel of a shape, once, by its default configuration: for profilers. `python -m bench.gpu.once up 30B-H1024`
+"""Run one kernel of a shape once in its default configuration, for profilers: `python -m bench.gpu.once up 30B-H1024`.
 
-With `--form gluon` by the first configuration of its form in Gluon; `bench.gpu.verify` tells whether it is right.
+With `--form gluon`, in the first configuration of its Gluon form; `bench.gpu.verify` checks its correctness.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from bench.gpu.shapes import SHAPES
 def main() -> None:
     os.environ["FUSEDMOE_AUTOTUNE"] = "0"
     shapes = {shape.name: shape for shape in (*SHAPES, *TINY)}
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.once", description="Runs one kernel of a layer, once.")
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.once", description="Run one kernel of a layer once.")
     parser.add_argument("kernel", choices=["up", "down", "dhidden", "dinput", "dW1", "dW2"])
     parser.add_argument("shape", choices=list(shapes), metavar="SHAPE", help=f"one of {', '.join(shapes)}")
-    parser.add_argument("--form", choices=["triton", "gluon"], default="triton", help="default: triton")
+    parser.add_argument(
+        "--form", choices=["triton", "gluon"], default="triton", help="form of the kernel (default: triton)"
+    )
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = make_case(shapes[given.shape], device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -36,10 +38,9 @@ def main() -> None:
 
 
 def _gluon(key: Any, launch: Any) -> Any:
-    """Chooses the first configuration of the form in Gluon."""
-    from fusedmoe.kernels.triton.grouped.configs import by_shape, gluon_candidates
+    from fusedmoe.kernels.triton.grouped.configs import gluon_candidates, order_by_shape
 
-    found = by_shape(gluon_candidates(key.variant, (9, 0)), key.rows, key.depth)
+    found = order_by_shape(gluon_candidates(key.variant, (9, 0)), key.rows, key.depth)
     if not found:
         raise SystemExit(f"{key.variant} has no form in Gluon")
     return found[0]

@@ -1,4 +1,4 @@
-"""This library's layers."""
+"""The library's own layers."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def fusedmoe_layer(case: Case) -> Layer:
     return Layer(NAME, package_version(NAME), forward, leaves)
 
 
-#: By the names of their variants.
+#: By variant name.
 OURS: dict[str, Callable[[Case], Layer]] = {NAME: fusedmoe_layer, **variants()}

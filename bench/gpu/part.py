@@ -1,4 +1,4 @@
-"""A part of a run: what it does, how long it may take, how it went. And what all parts work with."""
+"""Parts of a run: action, time limit, outcome; and their common context."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from bench.gpu.process import Ended, Process, watch
 
-# Of a piece of work that says nothing. A tuner gives up a launch after 30 s by itself, and says which.
+# Timeout without output. A tuner gives up a launch after 30 s and reports it.
 SILENCE_S = 60.0
 
 
 class Outcome(NamedTuple):
     """Outcome of a part. `result`: passed, skipped (impossible here), unfinished (no time), failed, alarm or not run.
 
-    `output`: the end of what was written, where it failed. `found`: what else is told of it, as JSON takes it.
+    `output`: end of the output, on failure. `found`: additional JSON data.
     """
 
     result: str
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 class Log:
-    """Log of all that is said, in one file as it comes, and in short on the standard output."""
+    """Complete log in a file, and a short one on standard output."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._start, self._lock = time.monotonic(), threading.Lock()
@@ -48,7 +48,7 @@ class Log:
         self.note(line)
 
     def note(self, text: str, who: str = "") -> None:
-        """Writes text that `who` said into the file alone."""
+        """Write text of source `who` to the file only."""
         if self._file is None:
             return
         prefix = f"{who} | " if who else ""
@@ -59,16 +59,16 @@ class Log:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a part: what it works with.
+    """Context of a part.
 
     Attributes:
-        stem: path that the names of all files with results begin with; scratch: a folder that is gone afterwards.
-        cores: processes that may compute at once.
-        rehearsal: no GPU is there: the same code at tiny sizes on the CPU, with times that are none.
+        stem: path prefix of all result files; scratch: a temporary folder.
+        cores: number of processes that may compute at once.
+        rehearsal: run the same code without a GPU, at tiny sizes on the CPU; times are meaningless.
         environment: variables of all processes.
-        done: how earlier parts went, by name.
-        stop: set where the run is ended: all processes are.
-        who: the part. deadline: of it, by `time.monotonic()`.
+        done: outcomes of earlier parts by name.
+        stop: set to end the run and all its processes.
+        who: name of the part. deadline: its end, by `time.monotonic()`.
     """
 
     stem: Path
@@ -83,7 +83,7 @@ class Place:
     deadline: float = float("inf")
 
     def file(self, ending: str) -> Path:
-        """Returns the path of a file for results."""
+        """Return the path of a result file."""
         return self.stem.with_name(self.stem.name + ending)
 
     @property
@@ -91,7 +91,7 @@ class Place:
         return self.deadline - time.monotonic()
 
     def of(self, who: str, deadline: float) -> Place:
-        """Returns the place of one part."""
+        """Return the context of one part."""
         return replace(self, who=who, deadline=deadline)
 
     def run(
@@ -103,7 +103,7 @@ class Place:
         silence_s: float | None = None,
         sign: Callable[[], object] = lambda: None,
     ) -> Ended:
-        """Runs a Python process (`arguments` follow the interpreter) to its end, at the most until the deadline."""
+        """Run a Python process (`arguments` follow the interpreter) to its end, at most until the deadline."""
         return self.run_program([sys.executable, *arguments], environment, who=who, silence_s=silence_s, sign=sign)
 
     def run_program(
@@ -126,7 +126,7 @@ class Place:
 
 
 class Part(NamedTuple):
-    """Part of a run. `seconds`: at most. `needs`: parts without which it would say nothing. `about`: in a line."""
+    """Part of a run. `seconds`: time limit. `needs`: required earlier parts. `about`: one-line description."""
 
     name: str
     seconds: float
@@ -136,7 +136,7 @@ class Part(NamedTuple):
 
 
 def judge_exit(ended: Ended) -> Outcome:
-    """Judges by the exit status alone; the word is the last line."""
+    """Derive the outcome from the exit status; the message is the last line of output."""
     last = last_line(ended.output)
     if ended.code is None:
         return Outcome("unfinished", f"{ended.why}; its last line: {last}", ended.output[-8000:])
@@ -151,12 +151,12 @@ def last_line(output: str) -> str:
 
 
 def size(file: Path) -> int:
-    """Returns the size of a file, 0 where there is none: one that grows is a sign of life of whoever writes it."""
+    """Return the size of a file, 0 if it does not exist; growth indicates that its writer is alive."""
     return file.stat().st_size if file.exists() else 0
 
 
 def write_json(path: Path, found: object) -> None:
-    """Writes a file whole or not at all: whoever is killed while writing leaves what was there."""
+    """Write a file atomically, so that a killed writer leaves the previous content."""
     part = path.with_name(f".{path.name}")
     part.write_text(json.dumps(found, indent=1) + "\n")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""Tests shared out over processes that use the GPU side by side; one that hangs or dies costs one test, by name."""
+"""Distribute tests over processes that share the GPU; a hang or crash costs only the test in question."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from bench.gpu.part import Outcome, Place, size
 from bench.gpu.spool import Record, Spool
 
-# A test compiles, on its own core, up to some dozens of kernels.
+# A test compiles up to some dozens of kernels on its own core.
 _TEST_S = 90
 _SILENCE_S = _TEST_S + 15.0
-# Processes that one share of the tests may use up; beyond that something else is wrong.
+# Processes per share before giving up.
 _TRIES = 6
-# Exit statuses of pytest: a file cannot be imported, an option is wrong.
+# Exit statuses of pytest for import and option errors.
 _UNUSABLE = (2, 4)
-# The last one: when the time was up, which is not its fault.
+# The last is a test interrupted by the time limit.
 _RESULTS = ("passed", "skipped", "failed", "did not end", "was running")
 
 
 def run_tests(place: Place, paths: Sequence[str], count: int, most: int | None = None) -> Outcome:
-    """Runs tests under `paths` in `count` processes, a share in each; `most`: of a share, for a rehearsal."""
+    """Run tests under `paths` in `count` processes; `most`: tests per process, for a rehearsal."""
     with ThreadPoolExecutor(count) as threads:
         return judge([*threads.map(lambda index: _share(place, paths, index, count, most), range(count))])
 
 
 def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int | None) -> list[Record]:
-    """Returns the records of one share, the last one "broken" where no process was left to go on with."""
+    """Return the records of one share; the last is "broken" if no process could continue."""
     notes = place.scratch / f"{place.who.replace(' ', '-')}-{index}.notes"
     options = ["-p", "bench.gpu.notes", "--notes", str(notes), "--share", f"{index}/{count}"]
     options += [] if most is None else ["--most", str(most)]
@@ -47,20 +47,20 @@ def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int
             break
         if place.left < 1 or (collected and len(spool.of("begin")) >= collected[0]["count"]):
             return spool.records
-        if len(spool.of("begin")) == begun:  # it does not get as far as a test
+        if len(spool.of("begin")) == begun:  # ended before the first test
             break
     spool.add("broken", word=f"its process ended with {ended.code}", text=ended.output[-4000:])
     return spool.records
 
 
 def judge(shares: Sequence[Sequence[Record]]) -> Outcome:
-    """Judges what all shares together have found."""
+    """Combine the outcomes of all shares."""
     records = [record for share in shares for record in share]
     ended: dict[str, list[Record]] = {result: [] for result in _RESULTS}
     for record in records:
         if record["event"] == "end":
             ended[record["result"]].append(record)
-    # A share that goes on in another process is collected again.
+    # A share that continues in another process is collected again.
     counts = [next((record["count"] for record in share if record["event"] == "collected"), None) for share in shares]
     total = sum(count or 0 for count in counts)
     missing = total - sum(map(len, ended.values()))

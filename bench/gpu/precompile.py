@@ -1,7 +1,7 @@
-"""Everything that the benchmark will launch at all shapes, compiled in parallel before anything is timed.
+"""Compile everything that the benchmark launches at all shapes in parallel, before anything is timed.
 
-`python -m bench.gpu.precompile --target 90`: a line as each kernel is done, which is a sign of life. Kernels lie in
-Triton's cache afterwards, where the launches look for them.
+`python -m bench.gpu.precompile --target 90` prints a line per kernel, which serves as a heartbeat. The kernels are then
+in Triton's cache.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from bench.aot.standin import Launch, recording
 from bench.gpu.part import Outcome, Place, judge_exit, write_json
 from bench.gpu.shapes import SHAPES, Shape
 
-# What the machine of a rehearsal is asked about.
+# Minimum number of workers for which a rehearsal estimates the duration.
 WORKERS = 16
 
 
 def precompile(place: Place, target: int | None, workers: int, seconds: float | None = None) -> Outcome:
-    """Compiles in processes of its own. `target`: 90 for sm_90, None: that of the GPU; `seconds`: to stop after."""
+    """Compile in separate processes. `target`: 90 for sm_90, None for the GPU's; `seconds`: time limit."""
     report = place.scratch / f"{place.who}.json"
     command = ["-m", "bench.gpu.precompile", "--workers", str(workers), "--report", str(report)]
     command += [] if target is None else ["--target", str(target)]
     command += [] if seconds is None else ["--seconds", str(seconds)]
-    # The interpreter's kernels cannot be compiled.
+    # Interpreted kernels cannot be compiled.
     ended = place.run(command, {"TRITON_INTERPRET": "0"}, silence_s=90.0)
     outcome = judge_exit(ended)
     return outcome._replace(found=json.loads(report.read_text()) if report.exists() else {})
 
 
 def launches(target: int, shapes: Sequence[Shape] = SHAPES) -> dict[str, list[Launch]]:
-    """Returns what each shape launches that none before it does."""
     found: dict[str, list[Launch]] = {}
     seen: set[Launch] = set()
     for shape in shapes:
@@ -51,7 +50,7 @@ def launches(target: int, shapes: Sequence[Shape] = SHAPES) -> dict[str, list[La
 
 
 def makespan_s(seconds: Iterable[float], workers: int) -> float:
-    """Returns how long so many workers take, each with the next task as soon as it has ended one."""
+    """Return the time of `workers` workers that take the next task when idle."""
     ends = [0.0] * workers
     for task in seconds:
         heapq.heapreplace(ends, ends[0] + task)
@@ -59,8 +58,11 @@ def makespan_s(seconds: Iterable[float], workers: int) -> float:
 
 
 def estimate(wanted: Mapping[str, Sequence[Launch]], done: Sequence[Compiled], workers: int) -> dict[str, Any]:
-    """Estimates seconds on so many workers, by what was measured; a kernel that was not, takes what others of its name
-    took, or all others. `measured`: how many were, and `mean_s` of them."""
+    """Estimate compile seconds on `workers` cores from measured kernels.
+
+    Kernels that were not measured count as the mean of their name, or of all. `measured`: number of measured kernels,
+    and `mean_s` their mean.
+    """
     took = {one.launch: one.seconds for one in done if not one.error and not one.cached}
     if not took:
         return {"measured": 0}
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {name: len(several) for name, several in wanted.items()}
     found_s = time.monotonic() - start
     print(f"{len(kernels)} kernels, new at each shape: {counts}; {found_s:.1f} s to find them", flush=True)
-    if options.seconds is not None:  # of each kernel some, so that little time tells of all
+    if options.seconds is not None:  # limited time covers some launches of each kernel
         kernels = _spread(kernels)
     done: list[Compiled] = []
     late, begin = False, time.monotonic()
@@ -122,7 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spread(kernels: Sequence[Launch]) -> list[Launch]:
-    """Orders kernels: the first one of each name, then the second ones, and so on."""
     place: dict[Launch, int] = {}
     counts: dict[str, int] = {}
     for launch in kernels:
@@ -134,16 +135,18 @@ def _target() -> int:
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    # 9.0 and the like: kernels are compiled for what the GPU says it is.
+    # Such as 9.0: kernels are compiled for the reported capability.
     return 10 * major + minor
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.precompile", description=__doc__)
     parser.add_argument("--target", type=int, help="90 for sm_90 (default: this machine's GPU)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--seconds", type=float, help="compile for so many, then stop")
-    parser.add_argument("--report", type=Path, help="file for what was found, as JSON, as it comes")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="number of processes (default: one per core)"
+    )
+    parser.add_argument("--seconds", type=float, help="stop after this many seconds")
+    parser.add_argument("--report", type=Path, help="JSON file, updated while running")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that makes the GPU benchmarks run on a CPU, at tiny shapes, with a clock that only pretends."""
+"""Pytest plugin that runs the GPU benchmarks on a CPU, at tiny shapes, with a fake clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu.case import Case
 from bench.gpu.rehearsal import TINY, FakeClock
 from bench.gpu.shapes import Shape
 
-shapes.SHAPES = TINY  # before it is imported from there
+shapes.SHAPES = TINY  # before other modules import it
 device.has_gpu = lambda: True
 torch.cuda.synchronize = lambda device=None: None
 _make_case = case.make_case
@@ -21,7 +21,7 @@ _earlier: list[weakref.ref[Case]] = []
 
 
 def _only_case(shape: Shape, device: torch.device) -> Case:
-    """Makes a case once nothing of the one before is left: the largest shapes fit a GPU only then."""
+    """Create a case after freeing the previous one: the largest shapes fill a GPU."""
     assert [ref() for ref in _earlier if ref() is not None] == []
     made = _make_case(shape, device)
     _earlier.append(weakref.ref(made))

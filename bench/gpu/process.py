@@ -1,4 +1,4 @@
-"""Other processes: started, listened to, ended with all they have started."""
+"""Subprocesses: start, monitor, and end with all their children."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-# A process that not even SIGKILL ends is left behind: its GPU call never returns.
+# A process in a GPU call that never returns survives SIGKILL and is abandoned.
 _PATIENCE_S = 10.0
 
 
 class Ended(NamedTuple):
-    """End of a process. `code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote
-    (to both streams), if it was kept."""
+    """End of a process. `code`: exit status, or None if it was killed for the reason `why`.
+
+    `output`: combined output, if it was captured.
+    """
 
     code: int | None
     output: str
@@ -28,12 +30,12 @@ class Ended(NamedTuple):
 
 
 class Process:
-    """A process in the repository's root, in a group of its own, so that none of its children outlives it."""
+    """A process in the repository's root with its own process group, so that its children end with it."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, show: bool = False
     ) -> None:
-        """`show`: its output goes where ours goes, and is not kept."""
+        """`show`: inherit our output instead of capturing."""
         self._start = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `ended`
         self._heard = 0
@@ -52,14 +54,14 @@ class Process:
         return self._process.poll() is None
 
     def news(self) -> str:
-        """Returns what it has written since it was asked last."""
-        # The process writes through the same open file: its position is not to be moved.
+        """Return the output since the last call."""
+        # The process shares the open file: do not move its position.
         new = os.pread(self._output.fileno(), 2**24, self._heard)
         self._heard += len(new)
         return new.decode(errors="replace")
 
     def ended(self, kill: bool = False, why: str = "") -> Ended:
-        """Waits for the end, or ends it: politely, and after ten seconds not so."""
+        """Wait for the end, or terminate; after ten seconds, kill."""
         if kill:
             for how in (signal.SIGTERM, signal.SIGKILL):
                 try:
@@ -71,7 +73,7 @@ class Process:
                 except subprocess.TimeoutExpired:
                     continue
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # children that did not hear, or did not care
+                os.killpg(self._process.pid, signal.SIGKILL)  # children that ignored the signal
         code = None if kill else self._process.wait()
         output = os.pread(self._output.fileno(), 2**27, 0).decode(errors="replace")
         self._output.close()
@@ -86,10 +88,9 @@ def watch(
     sign: Callable[[], object] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Waits for the end of a process, which is ended after `seconds`, once `stop()`, or `silence_s` after its last sign
-    of life.
+    """Wait for a process; end it after `seconds`, when `stop()` is true, or `silence_s` after its last sign of life.
 
-    A sign is output, which `hear` is told as it comes, or that `sign()` is another than before.
+    A sign of life is output, passed to `hear`, or a change of `sign()`.
     """
     deadline, last, before = time.monotonic() + seconds, time.monotonic(), sign()
     try:

@@ -1,8 +1,8 @@
-"""Virtual ranks on one GPU: the layer with its tokens and experts spread over W ranks that share the GPU's memory.
+"""Virtual ranks on one GPU: a layer with tokens and experts distributed over W ranks that share the GPU's memory.
 
-"puts": kernels of this library send rows while others compute, as between GPUs of a node. "copies": the way of
-collectives, where a copy stands for the wire: rows are gathered, copied to their experts' rank, computed, copied back
-and summed. Both have the same case and compute the same as the layer of one rank, all ranks one after the other.
+"puts": kernels of this library send rows while others compute, as between GPUs of a node. "copies": as with
+collectives, a copy represents the transfer: rows are gathered, copied to their experts' rank, computed, copied back and
+summed. Both compute the same as a single-rank layer, with all ranks in sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEGREE = 2
 
 
 class _Ranks:
-    """The buffers of all ranks, and which tokens each has."""
+    """Buffers of all ranks, and their tokens."""
 
     def __init__(self, case: Case, count: int) -> None:
         shape = case.shape
@@ -52,7 +52,7 @@ class _Ranks:
 
 
 def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
-    """Takes each step on all ranks before the next one on any: on one GPU nobody may wait for who has not begun."""
+    """Run each step on all ranks before the next: on one GPU no rank may wait for a rank that has not started."""
     for run in runs:
         run.send()
     for run in runs:
@@ -62,7 +62,7 @@ def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
 class _Puts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: _Ranks, x_SM: Tensor, weight_SK: Tensor, *weights: Tensor) -> Tensor:
-        # They learn, which they do not know here.
+        # requires_grad is not known here.
         learning = [part.detach().requires_grad_() for part in weights]
         tokens, routes = x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK)
         runs = [
@@ -70,7 +70,7 @@ class _Puts(torch.autograd.Function):
             for x, route, *own in zip(tokens, routes, *_halves(learning), strict=True)
         ]
         in_turn(runs)
-        # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
+        # Runs hold their own saved tensors; registering them lets `memory.py` count them.
         ctx.save_for_backward(*(tensor for run in runs for tensor in (*run.x, *run.h) if tensor is not None))
         ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, weights[0].dtype)
         return torch.cat([run.finish() for run in runs])
@@ -85,18 +85,16 @@ class _Puts(torch.autograd.Function):
 
 
 def _leaves(case: Case, count: int) -> tuple[Tensor, ...]:
-    """Returns the case's tensors, but each rank's own matrices: gradients of slices would be of the whole's size."""
+    """Return the case's tensors with separate matrices per rank: gradients of slices would have full size."""
     parts = (part for whole in (case.w1, case.w2) for part in whole.tensor_split(count))
     return (leaf(case.x_SM), leaf(case.weight_SK), *map(leaf, parts))
 
 
 def _halves(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns W1 and W2 of each rank."""
     return weights[: len(weights) // 2], weights[len(weights) // 2 :]
 
 
 def _whole(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns gradients of `_leaves` as those of the case's tensors."""
     return (*gradients[:2], *(torch.cat([*parts]) for parts in _halves(gradients[2:])))
 
 
@@ -115,7 +113,7 @@ def copies_layer(case: Case, count: int) -> Layer:
     def forward() -> Tensor:
         layouts = [autograd.order(expert, case.shape.E).exact() for expert in expert_SK]
         counts_WE = torch.stack([layout.counts_E for layout in layouts])
-        # How many of a rank's sorted rows are each rank's: sizes that collectives are told by the host.
+        # Rows for each rank, as a host-side collective would receive them.
         shares_WW = counts_WE.reshape(count, count, own).sum(-1).tolist()
         rows, weights, out = [], [], []
         for x, weight, layout, shares in zip(
@@ -139,18 +137,17 @@ def copies_layer(case: Case, count: int) -> Layer:
 
 
 def _await_tokens(chunks: RouteChunks, chunk: int, slot: int) -> None:
-    """Waits for a chunk's rows."""
-    _, layout, wait = chunks.arriving(chunk, slot)
+    _, layout, wait = chunks.rows_in_flight(chunk, slot)
     assert layout.source_N is not None
-    # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
-    with chunks.buffers.watch.over():
+    # Slack rows repeat a row that is awaited anyway, or the first tile's, which is always signalled.
+    with chunks.buffers.watch.guard_launches():
         index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
         wanted = index.unique() if not index.is_cuda else index
         wait_signals(wait.signals, wanted, wait.epoch, wait.bounds, wait.network)
 
 
 def part_steps(case: Case, count: int) -> list[Step]:
-    """Makes the steps of dispatch, until rows lie sorted at their experts, and of combine, on all ranks."""
+    """Return the steps of dispatch, until rows are sorted at their experts, and of combine, on all ranks."""
     ranks = _Ranks(case, count)
     tokens = case.x_SM.tensor_split(count)
 
@@ -169,8 +166,8 @@ def part_steps(case: Case, count: int) -> list[Step]:
             chunks = route.forward
             for chunk in range(len(chunks)):
                 _await_tokens(chunks, chunk, slot)
-            rows.append(chunks.take(slot))
-            route.read(slot)
+            rows.append(chunks.copy_rows(slot))
+            route.mark_as_read(slot)
             route.give_credit()
         return rows
 
@@ -184,7 +181,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         for route, slot, own in zip(routes, slots, rows, strict=True):
             for chunk, out_RM in enumerate(own):
                 last = route.forward.arrivals[chunk].layout.offsets_E1[-1:]
-                return_rows(out_RM, last, route.forward.put(chunk, slot))
-        return [route.receive(slot, _DEGREE) for route, slot in zip(routes, slots, strict=True)]
+                return_rows(out_RM, last, route.forward.make_put(chunk, slot))
+        return [route.wait_for_results(slot, _DEGREE) for route, slot in zip(routes, slots, strict=True)]
 
     return [Step(PARTS[0], dispatch, with_metadata), Step(PARTS[1], combine, dispatched)]

@@ -1,4 +1,4 @@
-"""Reference of the layer, in plain torch in more precision, and how far a variant is from it."""
+"""Reference of the layer in plain torch at higher precision, and errors of a variant."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from bench.gpu.case import Case
 from bench.gpu.layer import GRADIENTS, Layer
 from fusedmoe.kernels.activation import define_activation
 
-# Relative error that rounding to bfloat16 can make: of a half percent for a rounding here and there, up to this for
-# router weights whose gradient is summed in bfloat16. A wrong tile is off by far more.
+# Relative error explained by bfloat16 rounding: half a percent for single roundings, up to this bound for router
+# weights whose gradient is summed in bfloat16. A wrong tile causes a much larger error.
 TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The layer's result and gradients, these by the names of `GRADIENTS`."""
+    """Result and gradients of the layer, by the names in `GRADIENTS`."""
 
     y_SM: Tensor
     gradients: tuple[Tensor, ...]
 
 
 def make_reference(case: Case, dtype: torch.dtype) -> Reference:
-    """Computes expert by expert, so that nothing of the size of all rows is kept; the result is a sum over experts."""
+    """Compute expert by expert, to avoid temporaries for all rows; the result is a sum over experts."""
     y_SM, dx_SM = (torch.zeros_like(case.x_SM, dtype=dtype) for _ in range(2))
     dweight_SK = torch.zeros_like(case.weight_SK, dtype=dtype)
     dw1, dw2 = torch.zeros_like(case.w1, dtype=dtype), torch.zeros_like(case.w2, dtype=dtype)
@@ -45,7 +45,7 @@ def make_reference(case: Case, dtype: torch.dtype) -> Reference:
 
 
 def find_errors(layer: Layer, case: Case, right: Reference) -> dict[str, float]:
-    """Returns ‖found − right‖ / ‖right‖ of the result and each gradient."""
+    """Return ‖found − right‖ / ‖right‖ of the result and each gradient."""
     y_SM = layer.forward()
     gradients = layer.ours(layer.backward(y_SM, case.dy_SM))
     errors = {"y": _error(y_SM.detach(), right.y_SM)}
@@ -56,7 +56,7 @@ def find_errors(layer: Layer, case: Case, right: Reference) -> dict[str, float]:
 
 
 def wrong(errors: dict[str, float], tolerance: float = TOLERANCE) -> Sequence[str]:
-    """Names what has an error of more than rounding; NaN is more than anything."""
+    """Return the names with an error above the tolerance, including NaN."""
     return [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
 
 

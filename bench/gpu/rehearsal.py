@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU and for published layers where there are none: in rehearsals and in tests."""
+"""Stand-ins for a GPU and for published layers, for rehearsals and tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY = (Shape("tiny", 24, 32, 16, 6, 2), Shape("odd", 13, 48, 40, 5, 3))
 
 
 class FakeClock:
-    """Runs every step once and says that it took `times_ms`, in the order of the steps given, over and over."""
+    """Runs every step once and reports `times_ms` cyclically."""
 
     def __init__(self, *times_ms: float) -> None:
         self.times_ms = times_ms or (1.0,)
@@ -32,7 +32,7 @@ def shapes_of(place: Place) -> Sequence[Shape]:
 
 
 def pretending(place: Place, suite: str = "") -> Mapping[str, str]:
-    """Returns the environment in which the CPU is taken for a GPU. Kernels of products need Triton's interpreter."""
+    """Return the environment that makes the CPU pass for a GPU. The products need Triton's interpreter."""
     if not place.rehearsal:
         return {}
     return {"PYTEST_ADDOPTS": "-p bench.gpu.pretend", "TRITON_INTERPRET": "1" if suite == "kernels" else "0"}

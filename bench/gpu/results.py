@@ -1,4 +1,4 @@
-"""One file of results: what a run has found, with where and how. Its schema is what `document` makes."""
+"""Results file of a run; `document` defines its schema."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SCHEMA = 1
 
 
 def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = SHAPES) -> dict[str, Any]:
-    """Makes the results of a run, as they go to the file.
+    """Return the contents of the results file.
 
-    Every row has limit_ms, measured_ms (a median), fraction = limit / measured, and TFLOP/s of the useful FLOP. The
-    limit is by the highest of all measured ceilings; `ceilings` shows how they held.
+    Every row has limit_ms, measured_ms (median), fraction = limit / measured, and useful TFLOP/s. The limit uses the
+    highest measured ceilings; `ceilings` lists all.
     """
     environment = spool.of("environment")[0]
     measured = [_without(record, "event") for record in spool.of("ceilings")]
@@ -43,7 +43,6 @@ def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = S
 
 
 def complete(row: Row, ceilings: Ceilings) -> Row:
-    """Returns the row with what follows from its time and the ceilings."""
     limit_ms = 1e3 * limit_s((Cost(*part) for part in row["parts"]), ceilings)
     return row | {
         "limit_ms": limit_ms,
@@ -53,10 +52,10 @@ def complete(row: Row, ceilings: Ceilings) -> Row:
 
 
 def save(found: dict[str, Any], folder: Path) -> Path:
-    """Writes the results under a name of their GPU and of the time when it was begun, over what was there.
+    """Write the results under the name of the GPU and the start time, replacing an existing file.
 
     Raises:
-        ValueError: results of no GPU, meant for the folder of real ones.
+        ValueError: results without a GPU for the folder of real results.
     """
     if found["gpu"] is None and folder.resolve() == RESULTS.resolve():
         raise ValueError(f"no GPU was measured: such results do not belong in {RESULTS}")
@@ -68,7 +67,6 @@ def save(found: dict[str, Any], folder: Path) -> Path:
 
 
 def name_of_gpu(found: dict[str, Any]) -> str:
-    """Returns the name of the GPU of some results, as file names have it."""
     return re.sub(r"[^a-z0-9]+", "-", (found["gpu"] or {"name": "none"})["name"].lower()).strip("-")
 
 

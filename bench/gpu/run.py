@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the parts of a plan within its time. None stops another; what is known is written as it comes."""
+"""`make bench-gpu`: run the independent parts of a plan within its time, writing results as available."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bench.gpu.suites import rows_file
 
 _REHEARSED = 3
 _LISTEN_S = 0.5
-# These are no reason to mend anything.
+# Results that do not require action.
 _FINE = ("passed", "skipped", "alarm", "left out")
 
 
@@ -57,26 +57,26 @@ class Run:
     """One run of a plan.
 
     Attributes:
-        place: what its parts work with.
+        place: context of its parts.
     """
 
     def __init__(self, name: str, plan: Plan, out: Path, scratch: Path, rehearsal: bool = False) -> None:
         if rehearsal and out.resolve() == RESULTS.resolve():
             raise ValueError(f"no GPU is measured: what a rehearsal finds does not belong in {RESULTS}")
-        out = out.resolve()  # the processes are elsewhere
+        out = out.resolve()  # processes have another working directory
         out.mkdir(parents=True, exist_ok=True)
         when = datetime.now(UTC)
         stem = out / f"{'rehearsal' if rehearsal else 'gpu'}-{name}_{when:%Y%m%dT%H%M%S}"
         log = Log(stem.with_name(f"{stem.name}.log"))
         self.place = Place(stem, scratch, log, os.cpu_count() or 1, rehearsal, _environment(scratch, rehearsal))
-        # A rehearsal has the time of the plan and more: its machine has fewer cores, and no hurry.
+        # A rehearsal gets more time than the plan: its machine has fewer cores.
         self.plan = plan._replace(minutes=_REHEARSED * plan.minutes) if rehearsal else plan
         self._name, self._when = name, when
         self._took: dict[str, float] = {}
 
     def do(self, skip: Sequence[str] = ()) -> int:
-        """Does the rounds one after the other; returns 0 where nothing failed and nothing was left undone."""
-        # What is skipped leaves its time to the others.
+        """Run the rounds in sequence; return 0 if nothing failed and nothing was left undone."""
+        # Skipped parts leave their time to others.
         rounds = [[part for part in together if part.name not in skip] for together in self.plan.rounds]
         place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(rounds))
         place.log.say(f"{self._name}: {self.plan.about}, {self.plan.minutes:g} minutes; all of it in {place.stem}.*")
@@ -106,15 +106,15 @@ class Run:
         left = deadline - time.monotonic()
         self.place.log.say(f"{', '.join(part.name for part in ready)}: {left:.0f} s for it")
         with ThreadPoolExecutor(len(ready)) as threads:
-            try:  # around the start of the threads, too: the signal to end may come at any moment
+            try:  # includes the start of the threads: the signal may arrive at any moment
                 tasks = {threads.submit(self._do, part, deadline) for part in ready}
                 while tasks:
-                    # Bounded: a signal that comes just before a wait without end is not heard in it.
+                    # Bounded: a signal just before an unbounded wait would not interrupt it.
                     done, tasks = wait(tasks, _LISTEN_S, FIRST_COMPLETED)
                     for task in done:
                         self._note(*task.result())
             except BaseException:
-                self.place.stop.set()  # processes are ended; then the threads are done, too
+                self.place.stop.set()  # ends all processes, and thereby the threads
                 raise
 
     def _do(self, part: Part, deadline: float) -> tuple[Part, Outcome, float]:
@@ -139,12 +139,11 @@ class Run:
         return self.place.done[name].result if name in self.place.done else "not run"
 
     def _write(self) -> None:
-        """Writes the summary so far, as JSON and as text."""
         write_json(self.place.file(".json"), self.summary())
         self.place.file(".txt").write_text(self._text() + "\n")
 
     def summary(self) -> dict[str, Any]:
-        """Returns what passed, failed (with output) and was not run."""
+        """Return the parts that passed, failed (with output) and were not run."""
         return {
             "name": self._name,
             "when": self._when.isoformat(timespec="seconds"),
@@ -194,7 +193,6 @@ def _compiling(found: Mapping[str, Any]) -> str:
 
 
 def _environment(scratch: Path, rehearsal: bool) -> dict[str, str]:
-    """Returns the environment of processes; those of a rehearsal have no GPU, and keep nothing for later."""
     if not rehearsal:
         return {}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -202,7 +200,6 @@ def _environment(scratch: Path, rehearsal: bool) -> dict[str, str]:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """Ends the run as `timeout` asks for: processes are ended, and what is known is written."""
     raise SystemExit(128 + signum)
 
 
@@ -212,21 +209,23 @@ def _parser() -> argparse.ArgumentParser:
     told = "; ".join(f"{name}: {PLANS[name].about}, {PLANS[name].minutes:g} minutes" for name in steps)
     parser = argparse.ArgumentParser(
         prog="make bench-gpu ARGS=…",
-        description="Checks the kernels on this machine's GPU, then measures them and whole passes at nine shapes "
-        "against the least time their FLOP and bytes take, beside other libraries that are installed. Everything is "
-        "compiled before, in parallel. A part that fails, hangs or dies is named and stops no other. Writes results, "
-        "a summary (.json, .txt) and a log under --out as they come.",
-        epilog="Nothing else should run on the GPU meanwhile. The largest shapes take about 60 GB of it, by estimate. "
-        f"Steps for a GPU that is new: {told}.",
+        description="Check the kernels on this machine's GPU, then time kernels and whole passes at nine shapes "
+        "against the minimum time of their FLOP and bytes, and against installed libraries. Everything is compiled "
+        "in parallel first. A part that fails, hangs or dies is reported and does not affect others. Results, a "
+        "summary (.json, .txt) and a log are written to --out while running.",
+        epilog="Run nothing else on the GPU. The largest shapes use an estimated 60 GB of its memory. "
+        f"Steps for a new GPU: {told}.",
     )
-    parser.add_argument("--step", choices=steps, help="one step alone, see below")
-    parser.add_argument("--minutes", type=float, help="for everything (default 8.5, or the step's); the parts share it")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: bench/results)")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="PART", choices=names, help=f"any of {names}")
+    parser.add_argument("--step", choices=steps, help="run a single step, see below")
+    parser.add_argument("--minutes", type=float, help="total time, shared by all parts (default: 8.5, or the step's)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="results folder (default: bench/results)")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="PART", choices=names, help=f"parts to skip, any of {names}"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="without a GPU: the code of every part (or of a --step) at tiny sizes, with times that are none, and "
-        "what would be compiled and how long that takes; nothing goes to bench/results",
+        help="run every part (or a --step) without a GPU at tiny sizes, without meaningful times, and estimate "
+        "the compile time; nothing is written to bench/results",
     )
     return parser

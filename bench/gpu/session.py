@@ -1,4 +1,4 @@
-"""A benchmark process: its clock, its time, what is left to do."""
+"""A benchmark process: its clock, time budget, and remaining work."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.spool import Spool
 from bench.gpu.suite import Row
 
-# A shape is not begun with less: compiling and five rounds take about as long.
+# Minimum time to start a shape; compiling and five rounds take about as long.
 _LEAST_S = 4.0
 
 
 class NotNow(Exception):
-    """A shape that is left out; the text says why."""
+    """Raised if a shape is left out, with the reason."""
 
 
 class Session:
-    """One GPU, `seconds` of time, shared out over the shapes that are left."""
+    """One GPU and `seconds` of time, distributed over the remaining shapes."""
 
     def __init__(self, device: torch.device, clock: Clock, spool: Spool, seconds: float) -> None:
         self.device, self.clock, self.spool = device, clock, spool
@@ -46,11 +46,10 @@ class Session:
         return found
 
     def seconds_for(self, suite: str, shape: Shape) -> float:
-        """Returns the time that this shape may be measured for; as much again is for compiling and checking.
+        """Return the time for measuring this shape; as much again is for compiling and checking.
 
         Raises:
-            NotNow: it has been measured already, no time is left, or it has hung before and others have not had
-                their turn.
+            NotNow: it is already measured, no time is left, or it has hung before and other shapes come first.
         """
         if not self.spool.is_open(suite, shape.name):
             raise NotNow("measured already, or given up")
@@ -65,8 +64,11 @@ class Session:
 
     @contextmanager
     def piece(self, suite: str, shape: Shape) -> Iterator[None]:
-        """Surrounds all that is done with a shape. Where it fails, that is noted; where it has cost the GPU, the
-        process ends, and the piece is never noted as ended (nor where it hangs): another process goes on."""
+        """Context of all work on a shape. Failures are recorded.
+
+        If the GPU is lost, the process ends without recording the end of the work, as for a hang; another process
+        continues.
+        """
         piece = {"suite": suite, "shape": shape.name, "name": suite}
         self.spool.add("begin", **piece)
         try:
@@ -80,7 +82,7 @@ class Session:
         self.spool.add("end", **piece)
 
     def add(self, suite: str, shape: Shape, rows: list[Row]) -> list[Row]:
-        """Notes and shows rows; gives them with limits by the ceilings at the start."""
+        """Record and print rows, with limits by the initial ceilings."""
         for row in rows:
             self.spool.add("row", **row)
         self.spool.add("done", suite=suite, shape=shape.name)
@@ -96,13 +98,13 @@ class Session:
 
 
 def open_session(spool_file: Path | None, seconds: float) -> Session:
-    """Opens a session on the current GPU; `spool_file` takes what is found, and tells what was found before."""
+    """Open a session on the current GPU; `spool_file` contains earlier results and receives new ones."""
     device, spool = torch.device("cuda", torch.cuda.current_device()), Spool(spool_file)
     return Session(device, CudaClock(device, lambda step: spool.add("sign", name=step)), spool, seconds)
 
 
 def waiting(function: Callable[..., object]) -> Callable[..., None]:
-    """Returns the function with the device's work in it, for a host's clock."""
+    """Return the function followed by a device synchronisation, for a host clock."""
 
     def run(*arguments: object) -> None:
         function(*arguments)
@@ -113,7 +115,7 @@ def waiting(function: Callable[..., object]) -> Callable[..., None]:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Lets an error leave without the tensors of the functions it came through, which a traceback keeps alive."""
+    """Release tensors that an exception's traceback would keep alive."""
     try:
         yield
     except Exception as error:

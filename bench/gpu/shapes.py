@@ -1,4 +1,4 @@
-"""The layers that are measured: those of the papers' models, and two that are widely used."""
+"""Measured layers: those of the papers' models, and two widely used ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """S tokens, model dim M, expert hidden H, E SwiGLU experts, K of them for each token.
+    """S tokens, model dim M, expert hidden dim H, E SwiGLU experts, top K.
 
-    `name` is how results name it: the model's size (SonicMoE's table of benchmarks) and H, or the model.
-    `spread`: it is measured over virtual ranks, too (`spread.py`).
+    `name`: as in results: the model's size (SonicMoE's benchmark table) and H, or the model. `spread`: also measured
+    over virtual ranks (`spread.py`).
     """
 
     name: str
@@ -23,11 +23,11 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """R, the rows routed."""
+        """R, the number of routed rows."""
         return self.S * self.K
 
     def flops(self, name: str) -> int:
-        """Counts the products of the experts in a pass, two operations a multiply-add."""
+        """Return the FLOP of the experts' products in a pass, two per multiply-add."""
         forward = 6 * self.rows * self.M * self.H
         return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[name]
 

@@ -1,4 +1,4 @@
-"""Findings of a run so far, as lines of JSON: a process that hangs or dies takes nothing with it."""
+"""Incremental results of a run as JSON lines, which survive a hang or crash of a process."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-#: This library's layer; whatever else takes part can be left out.
+#: The library's own layer; all other variants can be left out.
 NAME = "fusedmoe"
 
 
 class Spool:
-    """Records in order, each with its event and time; those already in the file are there from the start.
+    """Records in order, with event and time, including those already in the file.
 
     Events: "environment", "ceilings", "row", "skipped", "done" and "failed" (a suite with a shape), "begin" and "end"
-    of work, "lost" (a variant has cost the process its GPU), "wrong" (a variant of ours is), "sign" (of life). All of
-    a suite's work with a shape has the suite's name.
+    of work, "lost" (a variant has cost the process its GPU), "wrong" (a variant of ours has wrong results), "sign" (of
+    life). A suite's work on a shape is named by the suite.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self.records: list[Record] = []
         if path is not None and path.exists():
-            *lines, _ = path.read_text().split("\n")  # the last is empty, or still being written
+            *lines, _ = path.read_text().split("\n")  # the last is empty or incomplete
             self.records = [json.loads(line) for line in lines]
 
     def add(self, event: str, **record: Any) -> None:
@@ -41,7 +41,7 @@ class Spool:
 
     @contextmanager
     def work(self, suite: str, shape: str, name: str) -> Iterator[None]:
-        """Says what is being done, in case nothing is ever heard again."""
+        """Record the current work, in case the process never reports again."""
         self.add("begin", suite=suite, shape=shape, name=name)
         try:
             yield
@@ -49,17 +49,17 @@ class Spool:
             self.add("end", suite=suite, shape=shape, name=name)
 
     def unfinished(self) -> list[Record]:
-        """Returns the work that has begun and not ended, oldest first."""
+        """Return work that began and did not end, oldest first."""
         ended = [_work(record) for record in self.of("end")]
         begun = self.of("begin")
         return [record for record in begun if _work(record) not in ended]
 
     def left_out(self) -> set[str]:
-        """Returns the variants that have hung, or have cost a process its GPU."""
+        """Return the variants that have hung or have cost a process its GPU."""
         return {work["name"] for work in [*self.unfinished(), *self.of("lost")] if work["name"] != work["suite"]}
 
     def stops(self, suite: str, shape: str) -> int:
-        """Counts how often a process has ended at this shape by what the next one cannot leave out."""
+        """Return how often a process ended at this shape for a reason that the next one cannot leave out."""
         here = [work["name"] for work in self.unfinished() if (work["suite"], work["shape"]) == (suite, shape)]
         lost = [work["name"] for work in self.of("lost") if (work["suite"], work["shape"]) == (suite, shape)]
         avoided = {*here, *lost} - {suite, NAME}
@@ -69,12 +69,12 @@ class Spool:
         return self._has("done", suite, shape)
 
     def is_open(self, suite: str, shape: str) -> bool:
-        """Tells whether it is neither done nor failed; one at which a process has ended is tried once more."""
+        """Return whether a shape is neither done nor failed; one at which a process ended is retried once."""
         closed = any(self._has(event, suite, shape) for event in ("done", "failed"))
         return not closed and self.stops(suite, shape) < 2
 
     def is_fresh(self, suite: str, shape: str) -> bool:
-        """Tells whether it is open, and no process has ended at it."""
+        """Return whether a shape is open and no process has ended at it."""
         return self.is_open(suite, shape) and not self.stops(suite, shape)
 
     def _has(self, event: str, suite: str, shape: str) -> bool:

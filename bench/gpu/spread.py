@@ -1,4 +1,4 @@
-"""Layers that are spread over virtual ranks, too, and what is measured of these. ranks.py computes; it needs Triton."""
+"""Variants of layers over virtual ranks, and their parts. ranks.py implements them and requires Triton."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
 
 COUNTS = (2, 4, 8)
-#: Parts that are measured by themselves, over so many ranks.
+#: Parts measured separately, and their number of ranks.
 PARTS, PART_RANKS = ("dispatch by puts", "combine by puts"), 4
 
 WAYS = ("puts", "copies")
 
 
 def variants() -> dict[str, Callable[[Case], Layer]]:
-    """Returns both ways on each number of ranks, by name."""
+    """Return both variants for each number of ranks, by name."""
     return {f"{count} ranks, {way}": partial(_layer, count, way) for count in COUNTS for way in WAYS}
 
 
@@ -40,7 +40,6 @@ def _layer(count: int, way: str, case: Case) -> Layer:
 
 
 def part_costs(shape: Shape, itemsize: int) -> dict[str, Cost]:
-    """Counts tokens read and their rows written, or the other way round, wherever they are in between."""
     return dict.fromkeys(PARTS, Cost(0, (shape.S + shape.rows) * shape.M * itemsize)) if shape.spread else {}
 
 

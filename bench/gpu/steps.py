@@ -1,6 +1,6 @@
-"""Plans of runs: the parts of a whole run, and of the four steps of half an hour with a GPU that is new.
+"""Plans of runs: a full run, and four steps of half an hour for a new GPU.
 
-A plan is a list of rounds; the parts of a round run side by side. What a round leaves of its time, later ones may take.
+A plan is a list of rounds, whose parts run in parallel. Later rounds may use the remaining time of earlier ones.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from bench.gpu.part import Outcome, Part, Place, judge_exit
 from bench.gpu.precompile import WORKERS, precompile
 
 Rounds = Sequence[Sequence[Part]]
-# Of processes that compile beside others, and of tests: each of these holds a context of half a gigabyte of the GPU.
+# Processes that compile while others run, and test processes, each with a GPU context of half a gigabyte.
 _BESIDE, _TESTS = 8, 12
-# To find out what there is.
+# Time limit for querying versions.
 _VERSIONS_S = 15.0
-#: How long a rehearsal compiles, to learn how long a kernel takes.
+#: Compile time of a rehearsal, to estimate the time per kernel.
 REHEARSED_S = 45.0
 
 
 class Plan(NamedTuple):
-    """Plan of a run. `minutes`: for everything. `about`: in a line."""
+    """Plan of a run. `minutes`: total time. `about`: one-line description."""
 
     minutes: float
     about: str
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
 
 
 def versions(place: Place) -> Outcome:
-    """Finds the versions, and whether a process gets the GPU at all."""
-    # To look takes as long in a short run as in a long one.
+    """Query versions, and check that a process can use the GPU."""
+    # Constant duration, even in a short run.
     place = place.of(place.who, max(place.deadline, time.monotonic() + _VERSIONS_S))
     outcome = judge_exit(place.run(["-m", "bench.gpu.device"], silence_s=60.0))
     if outcome.result != "passed":
@@ -47,7 +47,7 @@ def versions(place: Place) -> Outcome:
 
 
 def compile_all(place: Place, workers: int | None = None) -> Outcome:
-    """Compiles everything. `workers`: not more than so many, where others work beside; else one a core."""
+    """Compile everything. `workers`: upper bound if other parts run in parallel; default one per core."""
     if place.rehearsal:
         return precompile(place, 90, place.cores, REHEARSED_S)
     return precompile(place, None, min(workers or WORKERS, place.cores))
@@ -58,7 +58,6 @@ def whole(place: Place, piece: str) -> Outcome:
 
 
 def report(place: Place) -> Outcome:
-    """Makes tables and a picture of what was measured, also in part."""
     file = suites.keep(place)
     if file is None:
         return Outcome("failed", "nothing was measured")
@@ -172,12 +171,11 @@ PLANS = {
 
 
 def seconds(rounds: Rounds) -> float:
-    """Returns the time budget of all rounds."""
     return sum(max((part.seconds for part in together), default=0.0) for together in rounds)
 
 
 def every_part() -> Plan:
-    """Plans all parts of the steps, each once: for a rehearsal, whose time is their own."""
+    """Plan all parts of the steps once, each with its own time, for a rehearsal."""
     seen: set[str] = set()
     rounds = []
     for plan in (PLANS[step] for step in sorted(set(PLANS) - {"all"})):

@@ -1,4 +1,4 @@
-"""Rows of results of one shape: check, measure, count."""
+"""Result rows of one shape: check, measure, count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from bench.meter import measure_use
 
-# How long a variant's energy is measured for.
+# Duration of a variant's energy measurement.
 _ENERGY_S = 0.5
 
 Row = dict[str, Any]
@@ -27,15 +27,14 @@ Maker = Callable[[Case], Layer]
 
 
 class WrongResult(Exception):
-    """A result that is off by more than rounding: its speed means nothing."""
+    """Raised for errors beyond rounding, for which times are meaningless."""
 
 
 class ContextLost(Exception):
-    """The GPU takes no more work from this process."""
+    """Raised if the GPU accepts no more work from this process."""
 
 
 def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: float) -> list[Row]:
-    """Makes a row for each step, named as in `kernel_costs`."""
     times, costs = clock.measure(steps, seconds), kernel_costs(shape)
     return [
         _row(shape, "kernel", step.name, NAME, [costs[step.name]], costs[step.name].flops, times[step.name])
@@ -45,11 +44,11 @@ def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: 
 
 
 def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spool: Spool) -> list[tuple[Layer, Row]]:
-    """Returns the variants that compute what they should, each with what its rows say of it; the others are skipped.
+    """Return the variants with correct results, with common fields of their rows; others are skipped.
 
     Raises:
-        WrongResult: this library's layer is wrong.
-        ContextLost: a variant has broken the process's connection to the GPU.
+        WrongResult: the library's own layer is wrong.
+        ContextLost: a variant has broken the process's CUDA context.
     """
     ready = []
     for name, make in makers.items():
@@ -81,7 +80,7 @@ def _both(layer: Layer, case: Case) -> None:
 
 
 def pass_steps(layer: Layer, case: Case) -> list[Step]:
-    """Makes a step a pass, named "variant pass". The forward keeps what the backward needs, as in training."""
+    """Return a step per pass, named "variant pass". Forward saves tensors for backward, as in training."""
     return [
         Step(f"{layer.name} forward", lambda _: layer.forward()),
         Step(f"{layer.name} backward", lambda y_SM: layer.backward(y_SM, case.dy_SM), layer.forward),
@@ -92,7 +91,7 @@ def pass_steps(layer: Layer, case: Case) -> list[Step]:
 def measure_passes(
     shape: Shape, ready: Sequence[tuple[Layer, Row]], steps: Sequence[Step], clock: Clock, seconds: float
 ) -> list[Row]:
-    """Makes a row for each variant and pass; `steps` are those of `pass_steps` of all the variants."""
+    """Return a row per variant and pass; `steps`: those of `pass_steps` of all variants."""
     times = clock.measure(steps, seconds)
     return [
         _row(shape, "pass", name, layer.name, pass_costs(shape, name), shape.flops(name), times[f"{layer.name} {name}"])

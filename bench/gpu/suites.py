@@ -1,4 +1,4 @@
-"""The benchmarks of kernels and passes, in processes that are watched; where one hangs or dies another goes on."""
+"""Kernel and pass benchmarks in monitored processes; if one hangs or dies, another continues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bench.gpu.spool import Spool
 from fusedmoe.files import cache_dir
 
 SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
-# A process is not started with less, and has this much less time than is left, for starting and the last ceilings.
+# Minimum time to start a process, and reserve for start-up and the final ceilings.
 _LEAST_S, _ASIDE_S = 20.0, 12.0
-# So many in turn that begin nothing: the next one will not, either.
+# Consecutive processes that start no work before giving up.
 _IDLE = 2
 
 
 def measure(place: Place, suite: str) -> Outcome:
-    """Runs a suite, again where a process hung or died, without what hung; results are kept after every shape."""
+    """Run a suite, restarting after hangs and crashes without the culprit; results are saved after every shape."""
     spool_file = rows_file(place)
     idle = 0
     while place.left > _LEAST_S and idle < _IDLE:
@@ -47,17 +47,17 @@ def measure(place: Place, suite: str) -> Outcome:
 
 
 def rows_file(place: Place) -> Path:
-    """Returns the file of rows as they come: what is left where everything is killed. They go on where they are."""
+    """Return the file of incremental rows, which survives a kill and is continued."""
     return place.file(".rows.jsonl")
 
 
 def keep(place: Place) -> Path | None:
-    """Writes the results so far, always under the name of their beginning; None where there are none yet."""
+    """Save the results so far under the run's start time; None if there are none."""
     spool = Spool(rows_file(place))
     if not spool.of("row") or not spool.of("ceilings"):
         return None
     if not place.rehearsal:
-        # What the tuner found: the time of each configuration. It would be lost with the machine.
+        # Preserve the tuner's configuration times, which would be lost with the machine.
         for file in cache_dir().glob("grouped-*.json"):
             shutil.copy(file, place.stem.parent)
     checks = [{"name": name, "result": found.result, "word": found.word} for name, found in place.done.items()]
@@ -66,7 +66,7 @@ def keep(place: Place) -> Path | None:
 
 
 def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
-    """Returns what tells the size of the spool, a sign of life, and writes results where another shape is done."""
+    """Return a function that returns the spool's size (a sign of life) and saves results after each shape."""
     seen, kept = -1, len(Spool(spool_file).of("done"))
 
     def sign() -> int:
@@ -94,5 +94,5 @@ def _judge(spool: Spool, suite: str, shapes: Sequence[Shape]) -> Outcome:
     return Outcome(result, "; ".join(words), json.dumps(failed, indent=1) if failed else "")
 
 
-# pytest-timeout is off: the time is watched here.
+# pytest-timeout is off: the timeout is enforced here.
 _OPTIONS = ("-q", "-s", "--no-header", "-p", "no:cacheprovider", "--timeout", "0", "--benchmark-quiet")

@@ -1,4 +1,4 @@
-"""The main job on the GPU: its losses beside a CPU's, that they fall, and that a resumed job goes on to the same."""
+"""The training job on a GPU: compare losses with a CPU, and a resumed job with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from bench.gpu.part import Outcome, Place, judge_exit
 
 STEPS = 40
-# Of the first loss, which the same parameters and tokens give on any device, from the CPU's in float32.
+# Tolerance of the first loss, which depends only on parameters and tokens, relative to the CPU in float32.
 _TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
-# Of later losses from those of a job that was not interrupted: sums over tokens may come in another order.
+# Tolerance of later losses relative to an uninterrupted job: summation orders may differ.
 _RESUMED = 2e-3
 
 
 def train(place: Place, dtype: str) -> Outcome:
-    """Trains all steps in this dtype, and one on the CPU."""
+    """Train all steps in this dtype, and one on the CPU."""
     ended = _job(place, dtype, "--dtype", dtype, "--steps", str(_steps(place)))
     if ended.result != "passed":
         return ended
@@ -30,7 +30,7 @@ def train(place: Place, dtype: str) -> Outcome:
 
 
 def resume(place: Place) -> Outcome:
-    """Trains half of the steps, the others by a job that goes on, beside those of `train` in float32."""
+    """Train half of the steps, resume for the rest, and compare with `train` in float32."""
     half = _steps(place) // 2
     ended = _job(place, "halves", "--steps", str(_steps(place)), "--stop-at", str(half))
     if ended.result != "passed":
@@ -60,7 +60,6 @@ def losses(run: Path) -> list[float]:
 
 
 def _job(place: Place, name: str, *flags: str) -> Outcome:
-    """Runs the command, with the run folder of that name."""
     sizes = ["--layers", "1", "--model-dim", "32", "--batch", "2", "--seq-len", "32"] if place.rehearsal else []
     command = ["-m", "fusedmoe", "train", "--device", "cpu" if place.rehearsal else "cuda", *sizes]
     command += ["--eval-batches", "1", "--run-dir", str(place.scratch / name), *flags]

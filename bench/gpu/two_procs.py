@@ -1,10 +1,10 @@
-"""A layer over two processes that share one device: collectives, chunks, and puts through symmetric memory.
+"""A layer over two processes that share one device: collectives, chunks, and one-sided puts through symmetric memory.
 
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun --standalone --nproc-per-node 2 -m bench.gpu.two_procs cuda:0
 
-With `cpu` instead it runs without a GPU; puts then need TRITON_INTERPRET=1. Each way is compared with one rank that has
-all experts. NCCL refuses two ranks on a GPU, so collectives go by Gloo. The processes take turns on the GPU: whether
-results are right is all that this can tell. It ends with 1, and says what is wrong, unless all is right.
+With `cpu` it runs without a GPU; puts then need TRITON_INTERPRET=1. Each variant is compared with a single rank that
+has all experts. NCCL refuses two ranks per GPU, so collectives use Gloo. The processes time-share the GPU, so only
+correctness is tested. On a fault, exits with 1 and prints it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import fusedmoe
 from fusedmoe.layers.schedule import Schedule
 
 WAYS = {"off": "off", "2 chunks": Schedule("fsmoe", degrees=(2, 2)), "puts": Schedule("fused", degrees=(2, 2))}
-_TURNS = 3  # buffers have two slots: the third exchange uses the first one again
+_TURNS = 3  # buffers have two slots: the third exchange reuses the first
 
 
 def main(device: torch.device) -> list[str]:
-    """Returns what is wrong on this rank, if anything."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     large = device.type == "cuda"
@@ -65,7 +64,7 @@ def main(device: torch.device) -> list[str]:
 
 @contextmanager
 def _counting() -> Iterator[list[object]]:
-    """Counts forward passes that really go by puts."""
+    """Count forward passes that use one-sided puts."""
     from fusedmoe.engine.one_sided_experts import Forward
 
     passes: list[object] = []
@@ -80,7 +79,6 @@ def _counting() -> Iterator[list[object]]:
 
 
 def _step(layer: fusedmoe.MoELayer, x_SM: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y and dx."""
     x_SM = x_SM.detach().requires_grad_()
     y_SM = layer(x_SM)
     (dx_SM,) = torch.autograd.grad(y_SM.float().square().mean(), x_SM)

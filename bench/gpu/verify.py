@@ -1,9 +1,9 @@
 """Check every configuration of the grouped products on this GPU: `python -m bench.gpu.verify`, a few minutes.
 
-Each candidate is checked in each variant of `variants`, in a process of its own (`apart.py`). Verdicts are written as
-they come into `configurations_NAME_TIME.json` of the folder of results. The run-time tuner times configurations of
-`fusedmoe/kernels/triton/grouped/verified.py` alone. The last lines of output name configurations that this table lacks,
-and those that it has in spite of a fault. The table is edited by hand and names the file as evidence.
+Each candidate is checked in each variant of `variants`, in a separate process (`apart.py`). Verdicts are written as
+available to `configurations_NAME_TIME.json` in the results folder. The run-time tuner only times configurations in
+`fusedmoe/kernels/triton/grouped/verified.py`. The last lines of output name verified configurations missing from this
+table, and entries that failed. The table is edited manually and cites the file as evidence.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from bench.gpu.device import environment
 from bench.gpu.part import write_json
 from bench.gpu.results import RESULTS, name_of_gpu
 from fusedmoe.kernels.generation import generation
-from fusedmoe.kernels.triton.grouped.autotune import every_candidate, gpu_of
+from fusedmoe.kernels.triton.grouped.autotune import all_candidates, gpu_of
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, HopperConfig, Key, Variant, has_bulk_copies
 from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified, name_of
 
 DTYPES = ("bfloat16", "float16")
-# Sizes that tuning is worth; a check has its own.
+# Sizes for which the tuner runs; checks use their own.
 _SIZES = {"depth": 4096, "columns": 1024, "experts": 64, "rows": 1024}
-# Beside others that compile: half of the cores.
+# Half of the cores, because other parts compile at the same time.
 _AT_ONCE = max(2, (os.cpu_count() or 2) // 2)
 
-# What is wrong with configurations, by variant and name: "" where they are right, None where nobody knows.
+# Fault of each configuration by variant and name: "" if correct, None if unknown.
 Verdicts = dict[str, dict[str, str | None]]
 
 
 def variants(dtypes: Sequence[str] = DTYPES, bulk: bool = True) -> Iterator[Variant]:
-    """Yields the variants of even sizes: experts with and without a gate, with biases, router weights or sums to add
-    to, and without. Other sizes and float32 have one configuration each, and nothing to tune."""
+    """Yield the variants of even sizes.
+
+    Experts with and without a gate, with and without biases, router weights and accumulation. Other sizes and float32
+    have one configuration each, so they are not tuned.
+    """
     for dtype in dtypes:
         for operation in OPERATIONS:
             for activation in ("swiglu", "gelu") if operation in ("up", "dhidden") else ("",):
@@ -48,17 +51,17 @@ def variants(dtypes: Sequence[str] = DTYPES, bulk: bool = True) -> Iterator[Vari
 
 
 def cases(gpu: Gpu, dtypes: Sequence[str] = DTYPES) -> list[Case]:
-    """Returns every candidate in every variant, with all programs: a check has it run with fewer, too."""
+    """Return every candidate in every variant with all programs; a check also runs it with fewer."""
     bulk = has_bulk_copies(generation(gpu.capability, gpu.shared_bytes))
     return [
         Case(variant, config)
         for variant in variants(dtypes, bulk)
-        for config in every_candidate(gpu, Key(variant, **_SIZES))
+        for config in all_candidates(gpu, Key(variant, **_SIZES))
     ]
 
 
 def note(verdicts: Verdicts, case: Case, fault: str | None) -> None:
-    """Notes a verdict. One on the Gluon form is on all programs and on fewer."""
+    """Record a verdict. For the Gluon form it covers all programs and fewer."""
     found = verdicts.setdefault(str(case.variant), {})
     name = name_of(case.config)
     found[name] = fault
@@ -67,7 +70,7 @@ def note(verdicts: Verdicts, case: Case, fault: str | None) -> None:
 
 
 def compare(gpu: Gpu, checked: Mapping[Case, str | None]) -> list[str]:
-    """Returns how the table of verified configurations differs from verdicts, a line each."""
+    """Return the differences between the table of verified configurations and the verdicts, one per line."""
     lines = []
     for (variant, config), fault in checked.items():
         known = is_verified(gpu, variant, config)
@@ -79,7 +82,7 @@ def compare(gpu: Gpu, checked: Mapping[Case, str | None]) -> list[str]:
 
 
 def verify(device: torch.device, folder: Path, dtypes: Sequence[str], at_once: int = _AT_ONCE) -> int:
-    """Checks all candidates; returns how many are wrong."""
+    """Check all candidates; return the number of faults."""
     gpu, begin = gpu_of(device), datetime.now(UTC)
     document: dict[str, Any] = {
         "schema": 1,
@@ -110,7 +113,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=_AT_ONCE, help=f"processes (default: {_AT_ONCE})")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this needs a GPU, and PyTorch finds none; `make aot` checks what can be checked without one")
+        parser.error("requires a GPU, but PyTorch finds none; `make aot` runs the checks that need none")
     return 1 if verify(torch.device("cuda", 0), given.folder, given.dtype or DTYPES, given.at_once) else 0
 
 

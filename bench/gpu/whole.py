@@ -1,7 +1,7 @@
-"""A whole layer on the GPU: that its step never waits for the device, in a CUDA graph, and compiled by torch.compile.
+"""A whole layer on the GPU: without host synchronisation, in a CUDA graph, and under torch.compile.
 
-`python -m bench.gpu.whole waits|graph|compiled` ends with the line "whole: passed" or with an error. On a CPU, for a
-rehearsal, there are no graphs, and nobody waits.
+`python -m bench.gpu.whole waits|graph|compiled` ends with the line "whole: passed" or an error. On a CPU, for a
+rehearsal, graphs and synchronisation checks are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 import fusedmoe
 
 PASSED = "whole: passed"
-# bfloat16 rounds in other places where operations are joined.
+# Fused operations round bfloat16 at different points.
 _TOLERANCE = 2e-2
 _SIZES = {"cuda": (4096, 2048, 768, 32, 4), "cpu": (64, 32, 24, 8, 2)}
 
@@ -24,7 +24,6 @@ Layer = fusedmoe.MoELayer
 
 
 def make(device: torch.device) -> tuple[Layer, Tensor]:
-    """Makes a layer, and tokens in bfloat16 that ask for a gradient."""
     torch.manual_seed(0)
     S, M, H, E, K = _SIZES[device.type]
     gate = fusedmoe.gates.TopK(experts=E, k=K, capacity_factor=1.25, aux={"balance": 0.01, "z": 0.001})
@@ -33,14 +32,13 @@ def make(device: torch.device) -> tuple[Layer, Tensor]:
 
 
 def step(call: Callable[[Tensor], Tensor], layer: Layer, x_SM: Tensor) -> list[Tensor]:
-    """Returns the result and all gradients."""
     y_SM = call(x_SM)
     leaves = [x_SM, *layer.parameters()]
     return [y_SM.detach(), *torch.autograd.grad(y_SM.float().square().mean() + layer.aux_loss, leaves)]
 
 
 def waits(device: torch.device) -> None:
-    """Runs a step in which PyTorch raises where the host waits."""
+    """Run a step in which host synchronisation raises."""
     layer, x_SM = make(device)
     step(layer, layer, x_SM)
     with _no_waiting(device):
@@ -48,7 +46,7 @@ def waits(device: torch.device) -> None:
 
 
 def graph(device: torch.device) -> None:
-    """Captures the step: replayed on other tokens it gives the step's results, bit for bit."""
+    """Capture the step; a replay on other tokens must be bitwise equal to the eager step."""
     if device.type != "cuda":
         print("graph: needs a GPU")
         return
@@ -70,7 +68,7 @@ def graph(device: torch.device) -> None:
 
 
 def compiled(device: torch.device) -> None:
-    """Compiles the step as one graph, by PyTorch's default compiler; without a GPU by one that needs no C++."""
+    """Compile the step as one graph with PyTorch's default compiler; without a GPU, with one that needs no C++."""
     layer, x_SM = make(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     call = torch.compile(layer, fullgraph=True, backend=backend)

@@ -1,1 +1,1 @@
-"""Other projects' own tests, run against the installed versions with and without this library's experts."""
+"""Test suites of other projects, run against the installed versions with and without this library's experts."""

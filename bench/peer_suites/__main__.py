@@ -1,11 +1,11 @@
-"""Other projects' own tests with this library's experts switched in, beside the same tests without.
+"""Run other projects' tests with this library's experts enabled, and compare with the same tests without.
 
-    python -m bench.peer_suites                                         # every suite whose test files can be had
-    python -m bench.peer_suites peft --minutes 10                       # those of a project, or one by its name
+    python -m bench.peer_suites                                         # every suite whose test files are available
+    python -m bench.peer_suites peft --minutes 10                       # the suites of a project, or a single one
     python -m bench.peer_suites --source transformers=../transformers   # test files of a checkout
 
-Test files are those of the installed version: of a checkout, or of the source distribution, which goes to
-build/peer-suites. A suite that cannot run is skipped with a line that says why.
+Test files match the installed version and come from a checkout or from the source distribution, which is downloaded to
+build/peer-suites. Suites that cannot run are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from bench.peer_suites.suites import SUITES
 def main() -> None:
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser("python -m bench.peer_suites", description=description)
-    parser.add_argument("only", nargs="*", help="projects or suites; all without")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for each run of a suite (30)")
-    parser.add_argument("--source", action="append", default=[], metavar="PROJECT=FOLDER", help="a checkout")
+    parser.add_argument("only", nargs="*", help="projects or suites (default: all)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit per run of a suite (default: 30)")
+    parser.add_argument(
+        "--source", action="append", default=[], metavar="PROJECT=FOLDER", help="use the test files of a checkout"
+    )
     given = parser.parse_args()
     sources = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in given.source)}
     chosen = [suite for suite in SUITES if not given.only or {suite.name, suite.package} & set(given.only)]
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def table(results: list[Result]) -> Table:
-    """Returns a row for each suite: what came of it with this library, and how many outcomes differ."""
+    """Return a row per suite: outcomes with this library, and number of differences."""
     made = Table("project", "version", "suite", "passed", "failed", "skipped", "differ")
     for result in results:
         counts = result.counts()
@@ -60,7 +62,7 @@ def table(results: list[Result]) -> Table:
 
 
 def notes(results: list[Result]) -> list[str]:
-    """Returns a line for each suite that was skipped or cut short, and for each test whose outcome differs."""
+    """Return a line per skipped or interrupted suite, and per test with different outcomes."""
     found = []
     for result in results:
         suite = f"{result.suite.package} {result.suite.name}"

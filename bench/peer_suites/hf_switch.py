@@ -1,4 +1,4 @@
-"""A plugin of pytest: models of transformers have this library's experts, unless a test chooses others by name."""
+"""Pytest plugin that gives transformers models this library's experts unless a test selects others by name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 def pytest_configure(config: Any) -> None:
     from transformers import PreTrainedModel
 
-    import fusedmoe.hf
+    import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 
     original = PreTrainedModel.__init__
 
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # What the model was given by name stays.
+        # Keep implementations selected by name.
         if getattr(self.config, "_experts_implementation", None) in (None, "grouped_mm"):
-            self.set_experts_implementation(fusedmoe.hf.NAME)
+            self.set_experts_implementation("fusedmoe")
 
     PreTrainedModel.__init__ = __init__

@@ -1,6 +1,6 @@
-"""A plugin of pytest that writes the outcome of each test as a line of JSON, for suites that are cut short, too.
+"""Pytest plugin that writes each test's outcome as a JSON line, including for interrupted suites.
 
-It also gives test files empty modules for packages that they import and the environment lacks.
+It also provides empty modules for packages that test files import and the environment lacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StandIn(ModuleType):
-    """A module of which every name is an empty class."""
+    """Module in which every name is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,7 +38,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    # A test that fails in its set-up or its end has failed; one that its set-up skips is skipped.
+    # A failure in set-up or teardown is a failure; a skip in set-up is a skip.
     if report.when == "call" or not report.passed:
         _write({"test": report.nodeid, "outcome": report.outcome})
 

@@ -1,4 +1,4 @@
-"""Sources of a suite, its run in a process of its own, and what differs between two runs."""
+"""Obtain a suite's sources, run it in a subprocess, and compare two runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BUILD = ROOT / "build" / "peer-suites"
 
 @dataclass
 class Result:
-    """Outcomes of a suite, by the names of tests, with this library and without.
+    """Outcomes of a suite with and without this library, by test name.
 
     Attributes:
-        reason: why it was skipped, or what cut it short.
+        reason: why the suite was skipped or interrupted.
     """
 
     suite: Suite
@@ -39,7 +39,7 @@ class Result:
         return Counter(self.with_ours.values())
 
     def differences(self) -> list[str]:
-        """Returns a line for each test whose outcome in both runs differs; tests that one run did not reach do not."""
+        """Return a line per test whose outcomes differ; tests missing in one run are ignored."""
         both = sorted(self.without.keys() & self.with_ours.keys())
         changed = ((name, self.without[name], self.with_ours[name]) for name in both)
         return [f"{name}: {one} -> {other}" for name, one, other in changed if one != other]
@@ -48,11 +48,11 @@ class Result:
 def run_suite(
     suite: Suite, source: Path | None, limit_s: float, shown: Callable[[str, int, int], None], build: Path = BUILD
 ) -> Result:
-    """Run a suite without this library and with it, each for `limit_s` at most.
+    """Run a suite without and with this library, each for at most `limit_s`.
 
     Args:
-        source: a checkout of the project; None: its source distribution of the installed version.
-        shown: called with what runs, how many tests have ended, and of how many.
+        source: a checkout of the project; None: the source distribution of the installed version.
+        shown: called with the current run, the number of finished tests, and their total.
     """
     result = Result(suite)
     try:
@@ -86,13 +86,13 @@ def _sdist(suite: Suite, version: str, build: Path) -> Path:
         command = ["download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", folder, name]
         ended = _pip(*command)
         archives = [*folder.glob(f"{suite.package.replace('-', '[-_]')}-{version}.tar.gz")]
-        # pip fails after the download where the sources ask for a build package that is missing.
+        # pip fails after the download if a build requirement is missing.
         if not archives:
             raise _Skipped(f"pip has no sources of {name}: {(ended.stderr.strip().splitlines() or ['no reason'])[-1]}")
         with tarfile.open(archives[0]) as archive:
             archive.extractall(folder, filter="data")
         found = [*folder.glob(f"{suite.package.replace('-', '[-_]')}-{version}/")]
-    # Source distributions may leave out the files that make packages of test folders.
+    # Source distributions may omit the `__init__.py` files of test folders.
     for path in suite.paths:
         for parent in (found[0] / path).parents:
             if parent == found[0]:
@@ -108,7 +108,7 @@ def _pip(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def _work_folder(suite: Suite, build: Path) -> Path:
-    """Makes the folder in which the tests run: a folder of a model's name comes before the hub."""
+    """Create the tests' working folder, in which folders with models' names take precedence over the hub."""
     work = build / "work" / f"{suite.package}-{suite.name}"
     work.mkdir(parents=True, exist_ok=True)
     for name, kind in suite.models:
@@ -131,7 +131,7 @@ def _run(
 ) -> dict[str, str]:
     file, log = work / f"outcomes-{ours}.jsonl", work / f"log-{ours}.txt"
     file.unlink(missing_ok=True)
-    (work / "pytest.ini").write_text("[pytest]\n")  # in place of the project's own, whose plugins may be missing
+    (work / "pytest.ini").write_text("[pytest]\n")  # replaces the project's configuration, whose plugins may be missing
     paths = [str(ROOT), str(work.parents[1] / "packages"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -163,16 +163,15 @@ def _run(
 
 
 def read_outcomes(file: Path) -> tuple[dict[str, str], int]:
-    """Returns the outcome of each test that has ended, and how many were collected."""
     outcomes: dict[str, str] = {}
     collected = 0
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
             entry = json.loads(line)
-        except ValueError:  # half a line, of a test that is just ending
+        except ValueError:  # incomplete line of a test that is just finishing
             break
         collected = entry.get("collected", collected)
-        # A test whose end fails has failed, whatever it was before.
+        # A failing teardown makes the test fail.
         if "test" in entry and outcomes.get(entry["test"]) != "failed":
             outcomes[entry["test"]] = entry["outcome"]
     return outcomes, collected

@@ -1,4 +1,4 @@
-"""The suites: test files of other projects, where they come from, and how this library is switched in."""
+"""Suites: test files of other projects, their source, and how this library is enabled."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ HF = "bench.peer_suites.hf_switch"
 
 @dataclass(frozen=True)
 class Suite:
-    """Some tests of another project.
+    """Selected tests of another project.
 
     Attributes:
         name: in the table and on the command line.
-        package: the distribution that is tested, as installed.
-        paths: of test files, relative to the project's sources.
-        switch: a plugin of pytest that switches this library in. Empty: nothing does, and the suite is skipped.
+        package: installed distribution under test.
+        paths: test files, relative to the project's sources.
+        switch: pytest plugin that enables this library. Empty: not supported, and the suite is skipped.
         select: pytest's -k.
-        models: names on the hub of which folders with tiny random models are made, and their configurations' names.
-        packages: of the registry, small ones, that test files need and users do not.
-        stand_ins: modules that test files import and the tests of this suite do not use.
+        models: hub names for which tiny random models are created, and names of their configurations.
+        packages: small packages from the registry that only the test files need.
+        stand_ins: modules that test files import but this suite's tests do not use.
     """
 
     name: str
@@ -58,7 +58,7 @@ SUITES = (
 
 
 def make_model(kind: str, folder: Path) -> None:
-    """Save a tiny random model, unless the folder has one."""
+    """Save a tiny random model, unless the folder contains one."""
     if (folder / "config.json").exists():
         return
     import torch

@@ -1,1 +1,1 @@
-"""Placements of experts compared in simulation: Hecate, SmartMoE, FasterMoE, FlexMoE, on recorded or made loads."""
+"""Simulated comparison of expert placements (Hecate, SmartMoE, FasterMoE, FlexMoE) on recorded or synthetic loads."""

@@ -1,8 +1,8 @@
-"""`make bench-placement`: placements of experts on long made loads, in simulation, into bench/results/.
+"""`make bench-placement`: simulate expert placements on long synthetic load traces; results in bench/results/.
 
-Long enough for every policy's own period: of SmartMoE and FlexMoE the fastest of 5 to 100 iterations, named in the
-results; Hecate's owners change every 100. Only exact balance is timed: a busy machine gives the other
-numbers as they are.
+Traces cover every policy's period: for SmartMoE and FlexMoE the fastest period of 5 to 100 iterations, stated in the
+results; Hecate's owners change every 100. Only exact balance is timed; all other numbers are independent of the
+machine's load.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ from fusedmoe.placement.balance import balance, cheapest_balance
 from fusedmoe.placement.hecate import materialise
 from fusedmoe.placement.placement import Nodes, Placement
 
-#: Where results are; what they measure.
+#: Results file and measured code.
 FILE = "placement_simulated.json"
 MEASURED = ("fusedmoe/placement", "bench/placement")
 
 _ITERATIONS, _SEEDS, _MEMORIES = 220, (0, 1), (2, 4)
 _SECONDS = 3600
-# Small layers that are compared with the best there is.
+# Number of small layers that are compared with the optimum.
 _GAPS = 100
-# Of exact balance: ranks, in nodes of 8, experts, and calls whose median counts.
+# Exact balance: ranks in nodes of 8, experts, and calls per median.
 _RANKS, _EXPERTS, _CALLS = (8, 64, 512), (64, 256), 9
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.placement", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--iterations", type=int, default=_ITERATIONS, help=f"of a trace (default: {_ITERATIONS})")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
-    parser.add_argument("--balancer", action="store_true", help="time exact balance alone; all else stays in the file")
+    parser.add_argument(
+        "--iterations", type=int, default=_ITERATIONS, help=f"iterations per trace (default: {_ITERATIONS})"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "bench/results", help="results folder (default: bench/results)"
+    )
+    parser.add_argument("--balancer", action="store_true", help="time exact balance only; other results are kept")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     file, run = options.results / FILE, provenance(MEASURED)
@@ -71,10 +75,10 @@ def main() -> int:
 
 
 def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
-    """Returns what `bench.placement.loads` says of 24 layers of 32 experts on 4 nodes of 4, without single layers.
+    """Return the result of `bench.placement.loads` for 24 layers of 32 experts on 4 nodes of 4, without single layers.
 
     Raises:
-        RuntimeError: it failed; its last words.
+        RuntimeError: it failed; contains the end of its output.
     """
     flags = {"--iterations": iterations, "--seed": seed, "--memory": memory}
     pairs = (str(part) for flag in flags.items() for part in flag)
@@ -89,8 +93,7 @@ def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
 
 
 def balanced(ranks: int, experts: int) -> dict[str, Any]:
-    """Seconds that exact balance of made loads takes, and what it gives: with no copies there, and with those of
-    Algorithm 1 on the loads of the iteration before."""
+    """Time exact balance of synthetic loads, without replicas and with Algorithm 1's for the previous iteration."""
     nodes, m = Nodes(ranks, 8), 2
     trace = make_loads(2, 1, ranks, experts)
     even, tokens_WE = Placement.even(ranks, experts), trace.tokens_ILWE[1, 0]
@@ -101,7 +104,7 @@ def balanced(ranks: int, experts: int) -> dict[str, Any]:
         found[name] = {
             "balance_s": _median_s(lambda before=before: balance(before, tokens_WE, nodes, m)),
             "cheapest_s": _median_s(lambda before=before: cheapest_balance(before, tokens_WE, nodes, m, CLUSTER_A)),
-            # Of a balance that was not asked before: what it works out once counts.
+            # A new balance, to include its one-time work.
             "split_s": _median_s(lambda exact=exact: replace(exact).sent_from(0)),
             "over_mean": exact.busiest * ranks / int(tokens_WE.sum()),
             "over_mean_before": balance(before, tokens_WE, nodes, 0).busiest * ranks / int(tokens_WE.sum()),

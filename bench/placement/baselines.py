@@ -1,8 +1,8 @@
-"""Policies: pure functions from what is known of loads to where experts are in the next iteration, and what that takes.
+"""Placement policies: pure functions from load information to the next iteration's placement and its cost.
 
-Hecate, and what it is compared with (its section 2.3): plain expert parallelism, FasterMoE's shadowing, SmartMoE's
-swaps and FlexMoE's replication. All have the same dispatcher, the same costs and the same memory m for replicas, and
-none reserves more than it uses. What they leave out of their papers, their docstrings say.
+Hecate and its baselines (its section 2.3): plain expert parallelism, FasterMoE's shadowing, SmartMoE's swaps and
+FlexMoE's replication. All use the same dispatcher, costs and replica memory m, and none reserves more memory than it
+uses. Docstrings state which parts of a paper are omitted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
     calibrate,
-    gathered_s,
+    exposed_gather_s,
     is_due,
+    is_uneven,
     materialise,
-    predict,
+    predict_load,
     reshard,
-    uneven,
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
@@ -35,14 +35,14 @@ from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, 
 def costs_of_layer(
     model_dim: int, hidden: int, *, flop_s: float, inter_bytes_s: float, intra_bytes_s: float, wire_bytes: int = 2
 ) -> PlacementCosts:
-    """The costs of experts of two matrices, trained by Adam in mixed precision (state: 6 times the parameters).
+    """Return the costs of two-matrix experts trained by Adam in mixed precision (state: 6 times the parameters).
 
     Args:
-        flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
+        flop_s: FLOP per second of a rank.   wire_bytes: bytes per element of tokens and parameters.
     """
     parameters = 2 * model_dim * hidden
     return PlacementCosts(
-        token_s=3 * 2 * parameters / flop_s,  # backward is twice forward
+        token_s=3 * 2 * parameters / flop_s,  # backward takes twice as long as forward
         token_bytes=wire_bytes * model_dim,
         expert_bytes=wire_bytes * parameters,
         state_bytes=6 * wire_bytes * parameters,
@@ -51,20 +51,20 @@ def costs_of_layer(
     )
 
 
-#: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of V100s that share a
-#: network of 100 Gb/s, here 4 of them, NVLink, and a third of the peak of half-precision products.
+#: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of 4 V100s that share a
+#: network of 100 Gb/s, NVLink, and a third of the peak half-precision rate.
 CLUSTER_A = costs_of_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Situation of a policy before the experts of an iteration run: all that it may know.
+    """Information available to a policy before the experts of an iteration run.
 
     Attributes:
         iteration: from 0.
-        before: [L], the placements of the iteration before; at first even shardings.
-        history_ILE: the loads of all earlier iterations, one at least.
-        tokens_LWE: what the gates choose now. Only policies that act after the gate may look at it.
+        before: [L], placements of the previous iteration; initially even shardings.
+        history_ILE: loads of all earlier iterations, at least one.
+        tokens_LWE: current routing. Only for policies that act after the gate.
     """
 
     iteration: int
@@ -75,7 +75,7 @@ class Situation:
     costs: PlacementCosts
 
     def layers(self, placements: Sequence[Placement]) -> list[LayerLoads]:
-        """Returns what is known of each layer, as the library's policies are told, with these placements."""
+        """Return each layer's load information, as passed to the library's policies, with these placements."""
         return [
             LayerLoads(self.iteration, placement, self.history_ILE[:, number], self.nodes, self.costs)
             for number, placement in enumerate(placements)
@@ -85,10 +85,10 @@ class Situation:
 class Decision(NamedTuple):
     """Attributes:
     placements: [L], of this iteration.
-    waits_s: for how long everything else waits for parameters (and state) on their way.
-    sent_bytes: of all ranks, for parameters, gradients of replicas and state, hidden or not.
-    replica_state: replicas have optimizer state of their own.
-    loads: [L], of ranks and links, where the policy says whose tokens go to which copy; None: as `load` has them.
+    waits_s: exposed time for sending parameters (and state).
+    sent_bytes: over all ranks, for parameters, gradients of replicas and state, hidden or not.
+    replica_state: replicas have their own optimizer state.
+    loads: [L], of ranks and links, if the policy assigns tokens to replicas; None: by `load`.
     """
 
     placements: tuple[Placement, ...]
@@ -102,22 +102,22 @@ Policy = Callable[[Situation], Decision]
 
 
 def expert_parallelism(now: Situation) -> Decision:
-    """Experts stay where they are."""
+    """Keep experts where they are."""
     return Decision(now.before, 0.0, 0)
 
 
 def hecate(
     now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False, searches: bool = True
 ) -> Decision:
-    """FSSDP: the library's `hecate` in every iteration, Algorithm 2 (`sharded`) every 100, for which all waits.
+    """FSSDP: `hecate` in every iteration, and Algorithm 2 (`sharded`), which is exposed, every 100.
 
-    Calibration runs where it is asked for. t is what hides the gather and the reduce-scatter, so they cost no time;
-    calibration does.
+    Calibration is optional. t is the number of experts whose gather and reduce-scatter are hidden, so these cost no
+    time; calibration does.
     """
     shardings = tuple(placement.sharding for placement in now.before)
     waits_s, sent = 0.0, 0
     if sharded and is_due(now.iteration):
-        resharded = reshard(shardings, predict(now.history_ILE), now.nodes, t)
+        resharded = reshard(shardings, predict_load(now.history_ILE), now.nodes, t)
         waits_s, sent = _moved(shardings, resharded, now)
         shardings = resharded
     placements = []
@@ -125,16 +125,16 @@ def hecate(
         placement = hecate_of_layer(layer, t=t, m=m, searches=searches)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
-            waits_s += gathered_s(placement, more, now.nodes, now.costs)
+            waits_s += exposed_gather_s(placement, more, now.nodes, now.costs)
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
 
 
 def exact(now: Situation, *, t: int, m: int, level: float | None = None) -> Decision:
-    """Hecate, and exact balance once the gates have chosen: what `ShardedExperts(balance="exact")` does.
+    """Hecate, and exact balance after the gate, as `ShardedExperts(balance="exact")`.
 
-    `level`: as `balance` takes it, whatever that costs; None: what is cheapest. The copies that it adds are waited for.
+    `level`: as for `balance`, regardless of cost; None: the cheapest. Added replicas are exposed.
     """
 
     def after_gate(placement: Placement, tokens_WE: NDArray[np.int64]) -> Balance:
@@ -146,22 +146,24 @@ def exact(now: Situation, *, t: int, m: int, level: float | None = None) -> Deci
 
 
 def auto(now: Situation, *, t: int, m: int) -> Decision:
-    """Hecate, and exact balance where it pays: what `ShardedExperts(balance="auto")` does, if looking takes no time."""
+    """Hecate, and exact balance where it pays, as `ShardedExperts(balance="auto")` with free planning."""
     shardings = [placement.sharding for placement in now.before]
-    predicted = hecate(now, t=t, m=m, sharded=uneven(shardings, predict(now.history_ILE)))
+    predicted = hecate(now, t=t, m=m, sharded=is_uneven(shardings, predict_load(now.history_ILE)))
     return _balanced(now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.nodes, m, now.costs))
 
 
 def _balanced(
     now: Situation, predicted: Decision, after_gate: Callable[[Placement, NDArray[np.int64]], Balance]
 ) -> Decision:
-    """The predicted copies as they are corrected after the gate. What comes then is waited for; predicted copies that
-    give up their places have been sent once."""
+    """Return the predicted replicas as corrected after the gate.
+
+    Corrections are exposed; replaced predicted replicas have been sent in vain.
+    """
     waits_s, given_up, found = predicted.waits_s, 0, []
     for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
         found.append(after_gate(placement, tokens_WE))
         kept = placement.both(found[-1].placement)
-        waits_s += gathered_s(kept, found[-1].placement, now.nodes, now.costs)
+        waits_s += exposed_gather_s(kept, found[-1].placement, now.nodes, now.costs)
         given_up += int((placement.extra_W() - kept.extra_W()).sum())
     placements = tuple(one.placement for one in found)
     sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
@@ -170,28 +172,30 @@ def _balanced(
 
 
 def shadowing(now: Situation, *, m: int) -> Decision:
-    """FasterMoE (He et al. 2022): after the gate, the most popular experts are copied to all ranks for this iteration,
-    one more as long as that is expected to be faster, their broadcast and the sum of their gradients counted.
+    """FasterMoE (He et al. 2022): after the gate, replicate the most popular experts on all ranks for this iteration.
 
-    The expectation is this library's price of the layer, better informed than the paper's, which takes the load of the
-    largest expert for that of its rank. Copying waits for the gate and the experts for it; the paper's smart schedule,
-    which hides a part of that behind other experts, is left out.
+    Experts are added as long as the layer is expected to become faster, including broadcast and gradient reduction. The
+    expectation uses this library's cost model, which is better than the paper's assumption that the largest expert
+    determines its rank's load. Replication waits for the gate, and the experts wait for it; the paper's smart schedule,
+    which hides part of it behind other experts, is omitted.
     """
     placements, waits_s = [], 0.0
     for before, tokens_WE in zip(now.before, now.tokens_LWE, strict=True):
         placement = shadow(before.sharding, tokens_WE, now.nodes, m, now.costs)
         placements.append(placement)
-        waits_s += gathered_s(before.sharding, placement, now.nodes, now.costs)
+        waits_s += exposed_gather_s(before.sharding, placement, now.nodes, now.costs)
     return Decision(tuple(placements), waits_s, _synchronised(placements, now))
 
 
 def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
-    """Shadowing's choice for one layer, once its gate has chosen."""
+    """Return shadowing's placement of one layer after its gate."""
     load_E = tokens_WE.sum(axis=0)
     best, best_s = sharding, layer_s(load(tokens_WE, sharding, nodes), costs)
     for shadows in range(1, min(m, sharding.experts) + 1):
         candidate = materialise(sharding, load_E, nodes, shadows, shadows)
-        seconds = gathered_s(sharding, candidate, nodes, costs) + layer_s(load(tokens_WE, candidate, nodes), costs)
+        seconds = exposed_gather_s(sharding, candidate, nodes, costs) + layer_s(
+            load(tokens_WE, candidate, nodes), costs
+        )
         if seconds >= best_s:
             break
         best, best_s = candidate, seconds
@@ -199,31 +203,31 @@ def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: i
 
 
 def swaps(now: Situation, *, every: int = 25) -> Decision:
-    """SmartMoE on all layers: `swap`, and what moving takes."""
+    """SmartMoE on all layers: `swap`, and the cost of moving."""
     placements = tuple(swap(layer, every=every) for layer in now.layers(now.before))
     moving = [_moved([before], [after], now) for before, after in zip(now.before, placements, strict=True)]
     return Decision(placements, sum(seconds for seconds, _ in moving), sum(sent for _, sent in moving))
 
 
 def swap(now: LayerLoads, *, every: int = 25) -> Placement:
-    """SmartMoE (Zhai et al. 2023): every so often experts change places, with their state, for even work of the ranks.
+    """SmartMoE (Zhai et al. 2023): periodically exchange experts with their state to balance the ranks' work.
 
-    As long as that lightens it, the busiest rank of a layer gives an expert for one of another rank, the pair that
-    lightens the busier of the two most. It is done where the time that is saved until the next time is more than moving
-    takes. Only the online stage of the paper is here: its other one chooses the degrees of parallelism before a run.
+    While it lowers the maximum, the busiest rank of a layer exchanges an expert with another rank, choosing the pair
+    that lowers the maximum of both most. Done if the time saved until the next period exceeds the cost of moving. Only
+    the paper's online stage is implemented; its offline stage chooses the degrees of parallelism.
     """
     if now.step % every and now.step != WINDOW:
         return now.placement
-    load_E = predict(now.history_IE)
+    load_E = predict_load(now.history_IE)
     after, tokens_WE = _swapped(now.placement, load_E), _spread(load_E, now.nodes)
     saved_s = every * (_layer_s(tokens_WE, now.placement, now) - _layer_s(tokens_WE, after, now))
     return after if saved_s > _moved([now.placement], [after], now)[0] else now.placement
 
 
 def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
-    """FlexMoE on all layers: `replicate`, and what sending the experts takes.
+    """FlexMoE on all layers: `replicate`, and the cost of sending experts.
 
-    Gradients of replicas are summed behind the backward pass and cost no time, as Hecate's do.
+    Gradients of replicas are reduced behind the backward pass and cost no time, as Hecate's.
     """
     decided = [_replicated(layer, m, every) for layer in now.layers(now.before)]
     placements = tuple(placement for placement, _ in decided)
@@ -233,28 +237,26 @@ def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
 
 
 def replicate(now: LayerLoads, *, m: int, every: int = 10) -> Placement:
-    """FlexMoE (Nie et al. 2023): replicas, with optimizer state, that stay; every so often experts get more of them, or
-    lose some.
+    """FlexMoE (Nie et al. 2023): persistent replicas with optimizer state, adjusted periodically.
 
-    The expert with the most load for each copy gets one more, on the rank with the least work that has room; where none
-    has, the expert with the least load for each copy gives one of its up first. Of such a series as many steps are
-    taken as save most time until the next one, sending the experts counted: one step alone often saves nothing. Left
-    out: moving a replica from rank to rank (which is giving it up and making it anew), and sending in small parts
-    beside the training.
+    The expert with the highest load per replica gets another one, on the least loaded rank with free memory; if there
+    is none, the expert with the lowest load per replica loses one first. From such a series, the prefix that saves most
+    time until the next period is applied, including the cost of sending; a single step often saves nothing. Omitted:
+    moving a replica between ranks (equivalent to removal and creation), and sending in small parts concurrently with
+    training.
     """
     return _replicated(now, m, every)[0]
 
 
 def _replicated(now: LayerLoads, m: int, every: int) -> tuple[Placement, list[Transfer]]:
-    """The placement of `replicate`, and the experts that are sent for it."""
     before = now.placement
     if now.step % every and now.step != WINDOW:
         return before, []
-    load_E = predict(now.history_IE)
+    load_E = predict_load(now.history_IE)
     tokens_WE = _spread(load_E, now.nodes)
     placement, copies = before, list[Transfer]()
     best, best_s, best_copies = before, every * _layer_s(tokens_WE, before, now), 0
-    while len(copies) - best_copies < now.nodes.ranks:  # enough steps without gain: one for each rank
+    while len(copies) - best_copies < now.nodes.ranks:  # stop after one step per rank without gain
         grown = _grown(placement, load_E, tokens_WE, m, now.nodes)
         if grown is None:
             break
@@ -270,14 +272,14 @@ def _replicated(now: LayerLoads, m: int, every: int) -> tuple[Placement, list[Tr
 def _grown(
     placement: Placement, load_E: NDArray[np.float64], tokens_WE: NDArray[np.int64], m: int, nodes: Nodes
 ) -> tuple[Placement, Transfer] | None:
-    """One replica more of the expert with the most load for each copy, and its way; None where there is no place."""
+    """Add a replica of the expert with the highest load per replica; None if there is no free slot."""
     holds_EW = placement.holds_EW.copy()
     share_E = load_E / holds_EW.sum(axis=1)
     expert = int(share_E.argmax())
     work_W = load(tokens_WE, placement, nodes).work_W
     room_W = (placement.extra_W() < m) & ~holds_EW[expert]
     if not room_W.any():
-        # By what the copies that are left would have: it must be less than what the expert has now.
+        # Load per remaining replica; must be below the expert's current load per replica.
         left_E = np.array(
             [load_E[e] / len(of) if of and e != expert else np.inf for e, of in enumerate(placement.replicas)]
         )
@@ -305,7 +307,7 @@ def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
         ours, others = np.flatnonzero(owner_E == busiest), np.flatnonzero(owner_E != busiest)
         if not len(ours) or not len(others):
             break
-        less_AB = load_E[ours][:, None] - load_E[others]  # how much lighter the busiest becomes
+        less_AB = load_E[ours][:, None] - load_E[others]  # reduction of the busiest rank's load
         worse_AB = np.maximum(work_W[busiest] - less_AB, work_W[owner_E[others]] + less_AB)
         a, b = np.unravel_index(int(worse_AB.argmin()), worse_AB.shape)
         if worse_AB[a, b] >= work_W[busiest] * (1 - 1e-9):
@@ -321,24 +323,23 @@ def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: LayerLoads
 
 
 def _spread(load_E: NDArray[np.float64], nodes: Nodes) -> NDArray[np.int64]:
-    """[W, E]: an expected load, the same on every rank."""
+    """Return an expected load [W, E], equal on every rank."""
     return np.tile(np.rint(load_E / nodes.ranks).astype(np.int64), (nodes.ranks, 1))
 
 
 def _moved(before: Sequence[Placement], after: Sequence[Placement], now: Situation | LayerLoads) -> tuple[float, int]:
-    """Seconds and bytes of changing owners, parameters and state, all at once."""
     found = [Transfer(one.expert, one.source, one.target, 0) for one in moves(before, after)]
     return transfers_s(found, now.nodes, now.costs, now.costs.move_bytes), len(found) * now.costs.move_bytes
 
 
 def _synchronised(placements: Iterable[Placement], now: Situation) -> int:
-    """Bytes by which parameters reach replicas and gradients come back, or an all-reduce of the gradients (Eq. 2)."""
+    """Return the bytes of sending parameters to replicas and their gradients back, or of an all-reduce (Eq. 2)."""
     volumes = (predicted_volume(one.sharding, one, now.nodes, now.costs.expert_bytes) for one in placements)
     return 2 * sum(volume.total for volume in volumes)
 
 
 class Move(NamedTuple):
-    """An expert of a layer that gets another owner: its parameters and its optimizer state go there."""
+    """An expert of a layer with a new owner, which receives its parameters and optimizer state."""
 
     layer: int
     expert: int
@@ -347,13 +348,13 @@ class Move(NamedTuple):
 
 
 def moves(before: Sequence[Placement], after: Sequence[Placement]) -> tuple[Move, ...]:
-    """The experts that change owners from one sharding of all layers to another, by layer and expert.
+    """Return the experts that change owners between two shardings of all layers, by layer and expert.
 
     Raises:
-        ConfigError: the two are not of the same layers and experts.
+        ConfigError: the shardings have different layers or experts.
     """
     if [one.experts for one in before] != [one.experts for one in after]:
-        raise ConfigError("moves: the two shardings are not of the same layers and experts")
+        raise ConfigError("moves: the two shardings have different layers or experts")
     return tuple(
         Move(layer, expert, source, target)
         for layer, (old, new) in enumerate(zip(before, after, strict=True))
@@ -363,7 +364,7 @@ def moves(before: Sequence[Placement], after: Sequence[Placement]) -> tuple[Move
 
 
 class Volume(NamedTuple):
-    """Bytes of one sparse collective, before it runs: of all ranks, between nodes alone, and the most for one rank."""
+    """Bytes of one sparse collective: over all ranks, between nodes, and the maximum per rank."""
 
     total: int
     inter: int
@@ -371,11 +372,11 @@ class Volume(NamedTuple):
 
 
 def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_bytes: int) -> Volume:
-    """Returns the volume of a gather, and so of its reduce-scatter (H2, with the paper's Eq. 2 set right).
+    """Return the volume of a gather, and of its reduce-scatter (H2, with a correction of the paper's Eq. 2).
 
-    An expert on d ranks has travelled d − 1 times, and as often between nodes as it is on more of them than before. For
-    a member of its group that is (d − 1)/d of its bytes for each of the two collectives, together those of a ring
-    all-reduce; it tends to 2λS. `limit` is λS: no rank sends or receives more on one kind of link.
+    An expert on d ranks is sent d − 1 times, and between nodes once per additional node. Per group member this is (d −
+    1)/d of its bytes for each of the two collectives, together those of a ring all-reduce, tending to 2λS. `limit` is
+    λS: no rank sends or receives more on one kind of link.
     """
     new_E = after.holds_EW.sum(axis=1) - before.holds_EW.sum(axis=1)
     nodes_E = _nodes_of(after, nodes) - _nodes_of(before, nodes)
@@ -384,6 +385,5 @@ def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_b
 
 
 def _nodes_of(placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
-    """[E]: on how many nodes each expert is."""
     found: NDArray[np.int64] = placement.holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1)
     return found

@@ -1,11 +1,9 @@
-"""The best replicas there are, by integer and linear programmes: for the time of a layer, and for the work of its
-busiest rank."""
+"""Optimal replicas by integer and linear programming, for the time of a layer and for its busiest rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, combinations, product
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +18,13 @@ from fusedmoe.schedule.policies.lancet_plans import solved
 def best_placement(
     sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, t: int, m: int, costs: PlacementCosts
 ) -> Placement:
-    """The placement whose layer takes the least time (`layer_s`): at most `t` experts travel, at most `m` to a rank."""
+    """Return the placement with the least `layer_s`, with at most `t` experts sent, at most `m` to a rank."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    counts = [[[] for _ in range(nodes.ranks)] for _ in range(5)]  # work, and what is sent and received on both links
+    counts = [
+        [[] for _ in range(nodes.ranks)] for _ in range(5)
+    ]  # work; bytes sent and received on both kinds of links
     inside = np.arange(nodes.ranks)[:, None] // nodes.per_node == np.arange(nodes.ranks) // nodes.per_node
     extra: list[list] = [[] for _ in range(nodes.ranks)]
     travels, patterns = [], {}
@@ -48,7 +48,7 @@ def best_placement(
                 extra[rank].append(variable)
     most = int(tokens_WE.sum())
     busiest, exchange = model.new_int_var(0, most, ""), model.new_int_var(0, 10**12, "")
-    # In thousandths of the time of a token's computation.
+    # In thousandths of a token's compute time.
     link = [1000 * EXCHANGES * costs.token_bytes / speed / costs.token_s for speed in _speeds(costs)]
     for rank in range(nodes.ranks):
         model.add(sum(counts[0][rank]) <= busiest)
@@ -68,12 +68,12 @@ def _speeds(costs: PlacementCosts) -> tuple[float, ...]:
 
 
 def least_busiest(sharding: Placement, load_E: NDArray[np.int64], m: int) -> int:
-    """The fewest rows that the busiest rank can compute with at most `m` copies on each rank."""
+    """Return the minimum number of rows of the busiest rank with at most `m` replicas per rank."""
     return _shared(sharding, load_E, m, None)
 
 
 def fewest_copies(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int) -> int:
-    """The fewest copies with which no rank computes more than `most` rows."""
+    """Return the minimum number of replicas with which no rank computes more than `most` rows."""
     return _shared(sharding, load_E, m, most)
 
 
@@ -102,15 +102,17 @@ def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | 
 def least_layer_s(
     sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
 ) -> float:
-    """The least seconds of a layer and of what nothing hides of its copies (`layer_s`, `exposed_s`), with at most `m`
-    copies on each rank: of all placements and ways to share rows over them, parts of rows too, by linear programmes."""
+    """Return the minimum time of a layer and its exposed replicas (`layer_s`, `exposed_s`), with `m` replicas per rank.
+
+    Over all placements and all, even fractional, distributions of rows over replicas, by linear programming.
+    """
     placements = [
         (transfers_s(gather(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
         for one in _with_room(sharding, m)
     ]
     mean_s, least_s = float(tokens_WE.sum()) / nodes.ranks * costs.token_s, np.inf
     for there_s, placement in sorted(placements, key=lambda one: one[0]):
-        # Gradients' way is not hidden here: with copies that take longer than that nothing is the fastest.
+        # Sending gradients is not hidden here; longer transfers of replicas cannot be optimal.
         if there_s and mean_s + there_s >= least_s:
             break
         least_s = min(least_s, _shared_s(placement, tokens_WE, nodes, costs, there_s))
@@ -130,46 +132,35 @@ def _with_room(sharding: Placement, m: int) -> Iterator[Placement]:
 def _shared_s(
     placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, costs: PlacementCosts, there_s: float
 ) -> float:
-    """`least_layer_s` of one placement, whose copies travel for `there_s`."""
+    """Return `least_layer_s` of one placement, whose replicas take `there_s` to send."""
     ranks, experts = tokens_WE.shape
     ways = [way for way in np.ndindex(ranks, experts, ranks) if placement.holds_EW[way[1], way[2]]]
-    # Variables: rows by way; seconds of the busiest rank, of one all-to-all, and of copies' way beside experts.
-    busiest, exchange, beside = len(ways), len(ways) + 1, len(ways) + 2
-    new_EW = placement.holds_EW & ~placement.sharding.holds_EW
-    compute_WX, links_LX = np.zeros((ranks, beside + 1)), np.zeros((4 * ranks, beside + 1))
-    here_WX, sum_NX = np.zeros((ranks, beside + 1)), np.zeros((ranks * experts, beside + 1))
-    compute_WX[:, busiest], links_LX[:, exchange], here_WX[:, beside] = -1, -1, 1
+    # Variables: rows by path; seconds of the busiest rank, and of one all-to-all.
+    busiest, exchange = len(ways), len(ways) + 1
+    compute_WX, links_LX = np.zeros((ranks, exchange + 1)), np.zeros((4 * ranks, exchange + 1))
+    sum_NX = np.zeros((ranks * experts, exchange + 1))
+    compute_WX[:, busiest], links_LX[:, exchange] = -1, -1
     for place, (rank, expert, at) in enumerate(ways):
         sum_NX[rank * experts + expert, place] = 1
         compute_WX[at, place] = costs.token_s
-        here_WX[at, place] = 0 if new_EW[expert, at] else -costs.token_s / 3
         if rank != at:
             inside = nodes.of(rank) == nodes.of(at)
             each_s = costs.token_bytes / (costs.intra_bytes_s if inside else costs.inter_bytes_s)
             for of, end in enumerate((rank, at)):
                 links_LX[(2 * inside + of) * ranks + end, place] = each_s
-    price_X = np.zeros(beside + 1)
-    price_X[[busiest, exchange, beside]] = 1, EXCHANGES, -1
-    outlasts_X = np.zeros(beside + 1)
-    outlasts_X[exchange] = 1  # copies that are longer on their way than rows follow these, beside experts
+    price_X = np.zeros(exchange + 1)
+    price_X[[busiest, exchange]] = 1, EXCHANGES
     rows_NX, bound_N = np.vstack([compute_WX, links_LX]), np.zeros(5 * ranks)
-
-    def least(rows_NX: NDArray[np.float64], bound_N: NDArray[np.float64], most_s: float | None) -> float:
-        bounds: list[Any] = [(0, None)] * beside + [(0, most_s)]
-        found = linprog(price_X, rows_NX, bound_N, sum_NX, tokens_WE.reshape(-1), bounds, method="highs")
-        return float(found.fun) if found.status == 0 else np.inf
-
-    alone_s = least(rows_NX, bound_N, 0.0) + 2 * there_s
-    if not there_s:
-        return alone_s
-    with_X = np.vstack([rows_NX, here_WX[new_EW.any(axis=0)], outlasts_X])
-    with_N = np.append(np.zeros(len(with_X) - 1), there_s)
-    return min(alone_s, least(with_X, with_N, there_s) + 2 * there_s)
+    found = linprog(price_X, rows_NX, bound_N, sum_NX, tokens_WE.reshape(-1), method="highs")
+    return float(found.fun) + 2 * there_s if found.status == 0 else np.inf
 
 
 def price_gap(seed: int) -> float:
-    """Returns by what part `cheapest_balance` takes longer than `least_layer_s`: of a made layer of four ranks on two
-    nodes, with room for one copy each, whose links and copies take from far less to far more time than its experts."""
+    """Return the relative excess of `cheapest_balance` over `least_layer_s` for a synthetic layer.
+
+    Four ranks on two nodes with memory for one replica each; costs of links and replicas range from far below to far
+    above those of the experts.
+    """
     rng, nodes, experts = np.random.default_rng(seed), Nodes(4, 2), 4
     skewed_E = np.exp(rng.uniform(0.3, 2.0) * rng.standard_normal(experts))
     asked_WE = skewed_E * np.exp(0.3 * rng.standard_normal((4, experts)))

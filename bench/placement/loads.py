@@ -1,4 +1,4 @@
-"""`python -m bench.placement.loads`: how skewed experts are, what copies of them would change, and what that takes."""
+"""`python -m bench.placement.loads`: skew of expert loads, and benefit and cost of replicas under each policy."""
 
 from __future__ import annotations
 
@@ -30,46 +30,45 @@ from bench.placement.baselines import (
 from bench.placement.made_loads import make_loads
 from bench.placement.replay import Outcome, draw, replay
 from fusedmoe.cli.load_trace import LoadTrace
-from fusedmoe.cli.settings import file_to_write, picture_to_write
+from fusedmoe.cli.settings import parse_figure_path, parse_output_path
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text
 from fusedmoe.placement.placement import Nodes
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 
 DESCRIPTION = """\
-Follows the loads of experts, recorded or made up, under nine ways to place them, and shows what
-each makes of the work of ranks and of what they receive from other nodes.
+Replay expert loads, recorded or synthetic, under nine placement policies, and compare the ranks'
+work and inter-node traffic.
 
-The rank with the most tokens sets the pace of a layer. With expert parallelism (ep) that is
-whoever owns the most popular expert. hecate owns every expert once and, before each iteration,
-copies those that the last 5 iterations asked for most: at most t experts travel (as many as the
-time beside attention hides), a rank has room for m copies in each layer. Every 100 iterations
-owners change as well. algorithm1 is hecate without the search that this library puts behind the
-paper's Algorithm 1. exact is hecate, and once the gates have chosen it shares tokens over the
-copies, and adds copies, as is cheapest; auto does so only where it saves 2% of a layer's time, and
-may put copies in the place of useless ones; even does so until all ranks have the same, whatever it
-costs. fastermoe, smartmoe and flexmoe are what others do; a rank has the same room for copies
-there, and the last two the period that makes them fastest.
+The busiest rank determines the time of a layer. With expert parallelism (ep) it is the owner of
+the most popular expert. hecate has one owner per expert and, before each iteration, replicates the
+most popular experts of the last 5 iterations: at most t experts are sent (the number that attention
+hides), with memory for m replicas per rank and layer. Every 100 iterations owners change as well.
+algorithm1 is hecate without this library's search after the paper's Algorithm 1. exact is hecate
+and, after the gate, distributes tokens over replicas and adds replicas at minimum cost; auto does
+so only if it saves 2% of a layer's time, and may replace underused replicas; even does so until all
+ranks have equal work, at any cost. fastermoe, smartmoe and flexmoe are other systems, with the same
+memory for replicas; the last two use their fastest period.
 
 Columns of the table:
-  straggler   work of the busiest rank over the mean; 1 is even. (×: how much less than ep)
-  ingress     MB that the busiest rank receives from other nodes in one all-to-all of a layer
-  layers      ms of all layers' all-to-alls and experts in an iteration, forward and backward
-  waits       ms in which everything waits for experts on their way; what is hidden costs none
-  faster      layers and waits together, against ep
-  sent        MB of parameters, gradients and optimizer state that all ranks send, hidden or not
-  copies      the most copies that a rank holds, of all layers together
-  peak        MB of the rank whose experts take most, at that time: parameters, gradients and optimizer
-              state, those of copies too, and what is there twice while owners change
+  straggler   work of the busiest rank / mean; 1 is even (×: reduction relative to ep)
+  ingress     MB received from other nodes by the busiest rank in one all-to-all of a layer
+  layers      ms per iteration of all layers' all-to-alls and experts, forward and backward
+  waits       ms per iteration of exposed expert transfers
+  faster      speed-up of layers plus waits over ep
+  sent        MB of parameters, gradients and optimizer state sent by all ranks, hidden or not
+  copies      maximum replicas per rank, over all layers together
+  peak        maximum MB of a rank's experts: parameters, gradients and optimizer state, including
+              replicas and duplicates while owners change
 
-Times are those of 4 nodes of V100s (Hecate's cluster A) and experts of GPT-MoE-S, in simulation.
+Simulated for 4 nodes of V100s (Hecate's cluster A) and the experts of GPT-MoE-S.
 """
 
 EXAMPLES = """\
 examples:
   24 layers of 32 experts on 4 nodes of 4:
     python -m bench.placement.loads --png loads.png
-  more room, less time to hide in:
+  more memory, less overlap:
     python -m bench.placement.loads -m 4 -t 4
   loads of a training run, as counts[iteration][layer][rank][expert]; --save writes such a file
     python -m bench.placement.loads --trace counts.json --ranks-per-node 8 --layer 3 --png layer3.png
@@ -79,12 +78,11 @@ examples:
 
 POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate", "exact", "auto", "even")
 
-#: Iterations between two changes that are tried for policies that do not say, or whose papers had other loads.
+#: Periods tried for policies without a stated period, or whose papers had other loads.
 PERIODS = (5, 10, 25, 50, 100)
 
 
 def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's settings."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.placement.loads",
         description=DESCRIPTION,
@@ -92,44 +90,53 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_argument_group("loads")
-    source.add_argument("--trace", type=Path, metavar="FILE", help="recorded loads; the other flags here make some up")
+    source.add_argument(
+        "--trace", type=Path, metavar="FILE", help="recorded loads; otherwise synthetic loads from the flags below"
+    )
     for flag, default, what in (
         ("--iterations", 40, "iterations"),
         ("--layers", 24, "layers"),
-        ("--experts", 32, "experts of a layer"),
+        ("--experts", 32, "experts per layer"),
         ("--ranks", 16, "ranks"),
-        ("--tokens", 4096, "tokens that a rank routes in an iteration, each choice counted"),
-        ("--seed", 0, "of the random numbers"),
+        ("--tokens", 4096, "expert choices per rank and iteration"),
+        ("--seed", 0, "random seed"),
     ):
         source.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     for flag, number, what in (
-        ("--skew", 1.35, "of popularity: the k-th expert has k^-S of the first"),
-        ("--drift", 0.05, "of the logarithm of a popularity, from one iteration to the next"),
-        ("--jitter", 0.1, "of the same, of what comes and goes in one iteration"),
+        ("--skew", 1.35, "skew: the k-th most popular expert has k^-S of the first one's load"),
+        ("--drift", 0.05, "standard deviation of log popularity's step per iteration"),
+        ("--jitter", 0.1, "standard deviation of log popularity's independent noise"),
     ):
         source.add_argument(flag, type=float, default=number, metavar="S", help=f"{what} (default: {number:g})")
     placing = parser.add_argument_group("placement")
     placing.add_argument(
-        "--ranks-per-node", type=int, default=4, metavar="N", help="consecutive ranks that share a node (default: 4)"
+        "--ranks-per-node", type=int, default=4, metavar="N", help="consecutive ranks per node (default: 4)"
     )
     placing.add_argument(
-        "-t", "--overlap", type=int, default=8, metavar="T", help="experts whose travel is hidden (default: 8)"
+        "-t",
+        "--overlap",
+        type=int,
+        default=8,
+        metavar="T",
+        help="experts per layer whose transfer is hidden (default: 8)",
     )
     placing.add_argument(
-        "-m", "--memory", type=int, default=2, metavar="M", help="copies a rank has room for, a layer (default: 2)"
+        "-m", "--memory", type=int, default=2, metavar="M", help="memory for replicas per rank and layer (default: 2)"
     )
-    placing.add_argument("--calibrate", action="store_true", help="hecate: look again after the gate")
+    placing.add_argument("--calibrate", action="store_true", help="hecate: re-plan after the gate")
     output = parser.add_argument_group("output")
-    output.add_argument("--policy", choices=POLICIES, default="hecate", help="to show beside ep (default: hecate)")
-    output.add_argument("--layer", type=int, default=0, metavar="N", help="to show (default: 0)")
-    output.add_argument("--png", type=picture_to_write, metavar="FILE", help="that layer as .png, .svg or .pdf")
-    output.add_argument("--save", type=file_to_write, metavar="FILE", help="write the loads, for --trace")
+    output.add_argument(
+        "--policy", choices=POLICIES, default="hecate", help="policy to show next to ep (default: hecate)"
+    )
+    output.add_argument("--layer", type=int, default=0, metavar="N", help="layer to show (default: 0)")
+    output.add_argument("--png", type=parse_figure_path, metavar="FILE", help="plot of that layer, .png, .svg or .pdf")
+    output.add_argument("--save", type=parse_output_path, metavar="FILE", help="write the loads to a file for --trace")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args(flags)
 
 
 def main(flags: Sequence[str] | None = None) -> int:
-    """Simulates the policies and shows them; returns 2 where that cannot be, and says why."""
+    """Simulate the policies and print the results; return 2 with a message if impossible."""
     try:
         _run(parse(flags))
     except ConfigError as error:
@@ -180,7 +187,7 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
 
 
 def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> dict[str, tuple[str, Outcome]]:
-    """Simulates each policy on the loads; returns the outcome of the fastest of its settings, and which that is."""
+    """Return each policy's outcome with its fastest setting, and that setting."""
     t, m = arguments.overlap, arguments.memory
 
     def periods(policy: Callable[..., Decision], **more: int) -> dict[str, Policy]:
@@ -201,7 +208,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
     for name, settings in zip(POLICIES, policies, strict=True):
         outcomes = []
         for setting, policy in settings.items():
-            with WorkBar(f"simulating {name} {setting}") as bar:
+            with ProgressBar(f"simulating {name} {setting}") as bar:
                 outcomes.append((setting, replay(trace, policy, nodes, CLUSTER_A, show=bar.show)))
         best[name] = min(outcomes, key=lambda one: one[1].iteration_s)
     return best
@@ -214,7 +221,7 @@ def _as_dict(
     settings: dict[str, str],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The outcomes in plain types; times in seconds, sizes in bytes."""
+    """Return the outcomes as JSON; times in seconds, sizes in bytes."""
     ep, layer = outcomes["ep"], arguments.layer
     return {
         "source": trace.source,
@@ -291,7 +298,6 @@ def _print(
 
 
 def _ranks(before: Outcome, after: Outcome, nodes: Nodes, layer: int, policy: str) -> Table:
-    """The last iteration of one layer, rank by rank."""
     table = Table(title=f"Layer {layer}, last iteration: {policy} (+: a copy)")
     table.add_column("rank", justify="right")
     table.add_column("tokens by ep", justify="right")
@@ -305,7 +311,6 @@ def _ranks(before: Outcome, after: Outcome, nodes: Nodes, layer: int, policy: st
 
 
 def _ratio(before: float, after: float) -> str:
-    """Says how many times less; without end where nothing is left."""
     if before == after:
         return "1.0×"
     return f"{before / after:.1f}×" if after else "∞×"

@@ -1,4 +1,4 @@
-"""Loads that are made up by a seed: skewed, drifting, and a little different on each rank."""
+"""Synthetic loads from a seed: skewed, drifting, and slightly different on each rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 
-# Of an expert's distance from its mean that goes in an iteration: what it forgets in about 50.
+# Mean reversion per iteration: a memory of about 50 iterations.
 _PULL = 0.02
 
 
@@ -25,19 +25,19 @@ def make_loads(
     difference: float = 0.1,
     seed: int = 0,
 ) -> LoadTrace:
-    """A trace of skewed loads that drift.
+    """Return a trace of skewed, drifting loads.
 
-    In each layer the k-th most popular expert is asked for in proportion to k^-s, as in Zipf's law. The logarithm of
-    each expert's popularity wanders (an Ornstein-Uhlenbeck process of which the law is the mean at the start, and whose
-    mean itself wanders), so that experts rise, fall and change places; it jitters from one iteration to the next, and
-    it differs between ranks, whose samples do. Tokens are then drawn one by one.
+    In each layer, the k-th most popular expert is chosen in proportion to k^-s (Zipf's law). The logarithm of each
+    expert's popularity follows an Ornstein-Uhlenbeck process that starts at this law and whose mean itself wanders, so
+    experts become more and less popular; it has jitter between iterations, and an offset per rank. Tokens are then
+    sampled individually.
 
     Args:
-        tokens: that each rank routes in an iteration, each choice of an expert counted.
-        skew: s, in the mean of the layers; `spread` its standard deviation between them. 0: all experts alike.
-        drift: standard deviation of a step of the logarithm from one iteration to the next.
-        jitter: of what comes and goes in one iteration.   difference: of each rank's own part, for good.
-        seed: the same numbers give the same trace.
+        tokens: expert choices per rank and iteration.
+        skew: mean of s over the layers; `spread` its standard deviation. 0: uniform.
+        drift: standard deviation of the logarithm's step between iterations.
+        jitter: of independent noise per iteration.   difference: of each rank's permanent offset.
+        seed: determines the trace.
     Raises:
         ConfigError: a size below 1, or a negative deviation.
     """

@@ -1,7 +1,6 @@
-"""A load trace under a policy: each rank's work, what enters the nodes, what is added to make it so; and its picture.
+"""Replay of a load trace under a policy: each rank's work, inter-node traffic, and cost; and its plot.
 
-matplotlib is imported where it draws, not with this module, and through its object interface: no window, no global
-state, any thread.
+matplotlib is imported when plotting, through its object interface: no window, no global state, any thread.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ if TYPE_CHECKING:
 _INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
 _BEFORE, _AFTER, _OWNER, _REPLICA = "#f79a1c", "#0a2f66", "#0a2f66", "#98b8f8"
 _OTHERS = "#d9d6d2"
-# Neighbours differ in lightness, so that they can be told apart with any colour vision.
+# Adjacent colours differ in lightness, for readers with any colour vision.
 _EXPERTS = ("#0a2f66", "#f79a1c", "#1f7350", "#80f2d8", "#8f1fe8", "#f5d878", "#ad380c", "#98b8f8")
 _DPI = 130
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Outcome of a policy on a trace, from its sixth iteration on: the earlier ones are the first prediction's.
+    """Result of a policy on a trace, from the sixth iteration (earlier ones serve the first prediction).
 
     Attributes:
-        last: [L], the placements of the last iteration.
-        work_ILW: tokens that each rank computes.
-        ingress_IL: bytes that the rank with the most receives from other nodes in one all-to-all.
-        exchange_IL, compute_IL: seconds of the all-to-alls, and of the busiest rank's experts, of an iteration.
-        waits_I: seconds in which everything waits for parameters on their way.
-        sent_I: bytes of parameters, gradients of replicas and state that are sent, hidden or not.
-        replicas_I: the most replicas that a rank holds, of all layers together.
-        owned_I: the most experts that a rank owns, of all layers together.
-        peak_I: the most bytes that a rank's experts take in an iteration, of all layers together: parameters, gradients
-            and state of those that it owns, of a layer whose owners change those before and after, and replicas.
+        last: [L], placements of the last iteration.
+        work_ILW: tokens computed by each rank.
+        ingress_IL: maximum over ranks of bytes received from other nodes in one all-to-all.
+        exchange_IL, compute_IL: seconds of the all-to-alls, and of the busiest rank's experts.
+        waits_I: exposed seconds of sending parameters.
+        sent_I: bytes of parameters, replica gradients and state, hidden or not.
+        replicas_I: maximum replicas per rank, over all layers together.
+        owned_I: maximum owned experts per rank, over all layers together.
+        peak_I: maximum bytes of a rank's experts, over all layers together: parameters, gradients and state of owned
+            experts (for a layer with changing owners, before and after), and replicas.
     """
 
     last: tuple[Placement, ...]
@@ -62,37 +61,36 @@ class Outcome:
 
     @property
     def straggler_IL(self) -> NDArray[np.float64]:
-        """The busiest rank's work over the mean of all; 1 where there is none."""
+        """Return the busiest rank's work divided by the mean; 1 without work."""
         mean_IL = self.work_ILW.mean(axis=2)
         return np.where(mean_IL > 0, self.work_ILW.max(axis=2) / np.maximum(mean_IL, 1e-300), 1.0)
 
     @property
     def straggler(self) -> float:
-        """The mean over iterations and layers of the busiest rank's work over the mean of all."""
         return float(self.straggler_IL.mean())
 
     @property
     def ingress_bytes(self) -> float:
-        """Mean bytes that the busiest rank receives from other nodes, in the all-to-all of one layer."""
+        """Return the busiest rank's mean bytes from other nodes in the all-to-all of one layer."""
         return float(self.ingress_IL.mean())
 
     @property
     def layers_s(self) -> float:
-        """Mean seconds of all layers' all-to-alls and experts in an iteration."""
+        """Return the mean seconds per iteration of all layers' all-to-alls and experts."""
         return float((self.exchange_IL + self.compute_IL).sum(axis=1).mean())
 
     @property
     def waits_s(self) -> float:
-        """Mean seconds of an iteration in which everything waits for parameters."""
+        """Return the mean exposed seconds of sending parameters per iteration."""
         return float(self.waits_I.mean())
 
     @property
     def iteration_s(self) -> float:
-        """Mean seconds that the experts' layers take of an iteration, what waits for parameters included."""
+        """Return the mean seconds of the expert layers per iteration, including `waits_s`."""
         return self.layers_s + self.waits_s
 
     def speedup_L(self, of: Outcome) -> NDArray[np.float64]:
-        """[L]: how many times faster the layers are than `of`'s, without what waits (Hecate, Fig. 11)."""
+        """Return [L]: the layers' speed-up over `of`, without exposed transfers (Hecate, Fig. 11)."""
         ours_L, theirs_L = ((one.exchange_IL + one.compute_IL).sum(axis=0) for one in (self, of))
         return theirs_L / ours_L
 
@@ -105,12 +103,12 @@ def replay(
     *,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Follows the trace. It starts from even shardings.
+    """Replay the trace, starting from even shardings.
 
     Args:
-        show: called after each iteration with how many are done, and of how many.
+        show: called after each iteration with the number of finished iterations and the total.
     Raises:
-        ConfigError: the trace is of other ranks, or too short for a prediction.
+        ConfigError: the trace has another number of ranks, or is too short for a prediction.
     """
     if trace.ranks != nodes.ranks:
         raise ConfigError(f"simulation: a trace of {trace.ranks} ranks, but {nodes.ranks} ranks in nodes")
@@ -145,10 +143,10 @@ def replay(
 
 
 def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: PlacementCosts) -> int:
-    """Returns the most bytes that a rank's experts take: while owners change, layer by layer, or in the iteration."""
+    """Return the peak bytes of a rank's experts: during owner changes, layer by layer, or in the iteration."""
     after = decision.placements
     old_LW, new_LW = (np.array([np.bincount(one.owners, minlength=one.ranks) for one in of]) for of in (before, after))
-    trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are dropped before a move
+    trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are freed before a move
     replica = trained if decision.replica_state else 2 * costs.expert_bytes
     step_W = trained * new_LW.sum(axis=0) + replica * np.sum([one.extra_W() for one in after], axis=0)
     changing = [n for n, (one, other) in enumerate(zip(before, after, strict=True)) if one.owners != other.owners]
@@ -159,17 +157,15 @@ def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: Placemen
 def draw(
     trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, path: str | Path, *, title: str
 ) -> None:
-    """Writes the picture to `path`; its ending chooses the format (.png, .svg, .pdf).
+    """Write the plot to `path`, in the format of its suffix (.png, .svg, .pdf).
 
     Args:
-        before, after: the trace under two policies. The placement is that of `after` in the last iteration, and each
-            rank's work is in that iteration.
+        before, after: outcomes of two policies. Placement (of `after`) and work are those of the last iteration.
     """
     figure(trace, before, after, nodes, layer, title=title).savefig(path, dpi=_DPI)
 
 
 def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, *, title: str) -> Figure:
-    """The picture as a matplotlib figure, bound to no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -208,7 +204,7 @@ def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[
     axes.plot(iterations, after_I, color=_AFTER, label=f"after: {after_I.mean():.2f}")
     axes.axhline(1, color=_RULE, zorder=0)
     axes.set(title="Work of the busiest rank over the mean", xlabel="iteration", ylim=(0, None))
-    axes.legend(loc="lower right", fontsize="small")  # no busiest rank has less than the mean
+    axes.legend(loc="lower right", fontsize="small")  # the busiest rank is never below the mean
 
 
 def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.intp], nodes: Nodes) -> None:

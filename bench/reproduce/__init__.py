@@ -1,1 +1,1 @@
-"""Figures that the four papers print, beside what this library gives for them."""
+"""Figures printed in the four papers, compared with this library's results."""

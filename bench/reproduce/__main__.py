@@ -1,8 +1,7 @@
-"""`make reproduce`: what the four papers print, beside what this library gives, with the reason for each difference.
+"""`make reproduce`: compare the four papers' figures with this library's, with a reason for each difference.
 
-All of it takes about ten minutes on two cores, without a GPU. Three kinds of figures stand beside the papers': computed
-from definitions, simulated on published costs, and measured here. What needs root (two nodes of this machine) is left
-out where it cannot run, and says so.
+Takes about ten minutes on two cores, without a GPU. Figures are computed from definitions, simulated with published
+costs, or measured here. Parts that need root (two emulated nodes) are skipped with a message otherwise.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from bench.provenance import provenance
 from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
 from bench.reproduce.page import page
 from bench.reproduce.table import HOW, PAPERS, Part, Table, cells
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 
-#: Where results are, and the page; what they are of.
+#: Results file, page, and measured code.
 FILE = "reproduce.json"
 PAGE = ROOT / "docs/reproduction.md"
 MEASURED = ("fusedmoe/schedule", "fusedmoe/placement", "fusedmoe/training", "bench/reproduce", "bench/paper_degree.py")
 
-#: All parts; the one that measures steps is the last.
+#: All parts; the one that measures steps is last.
 PARTS: tuple[Part, ...] = (*fsmoe.PARTS, *lancet.PARTS, *flowmoe.PARTS, *hecate.PARTS, *testbed.PARTS)
 
 
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [part for part in PARTS if any(name in _names(part) for name in options.only)]
     if options.show:
         if not stored["tables"]:
-            console.print(f"no results in {options.results} yet; make reproduce makes some", highlight=False)
+            console.print(f"no results in {options.results}; run make reproduce first", highlight=False)
             return 0
         names = {head.name for part in wanted for head in part.heads}
         for name, one in stored["tables"].items():
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             run(wanted, file, stored, console)
         except KeyboardInterrupt:
-            console.print(f"interrupted; the tables that were done are in {file}", highlight=False)
+            console.print(f"interrupted; finished tables are in {file}", highlight=False)
             return 130
     options.page.write_text(page(json.loads(file.read_text())), encoding="utf-8")
     console.print(f"written: {file} and {options.page}", highlight=False)
@@ -63,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(wanted: Sequence[Part], file: Path, stored: Mapping[str, Any], console: Console) -> None:
-    """Runs the parts one after the other, prints each and writes it into the file as soon as it is done."""
     tables: dict[str, Any] = dict(stored["tables"])
     took_s = {one["part"]: one["seconds"] for one in tables.values()}
     begun = provenance(MEASURED)
@@ -72,14 +70,14 @@ def run(wanted: Sequence[Part], file: Path, stored: Mapping[str, Any], console: 
         later_s = sum(took_s.get(one.name, one.takes_s) for one in wanted[number + 1 :])
         label = f"{part.name} ({number + 1} of {len(wanted)}" + (f", {_minutes(later_s)} after it)" if later_s else ")")
         since = time.monotonic()
-        with WorkBar(label) as bar:
+        with ProgressBar(label) as bar:
             found = part.run(bar.show)
         seconds = round(time.monotonic() - since, 1)
         for table in found:
             _print(table, console)
             tables[table.name] = table.as_dict() | {"part": part.name, "seconds": seconds, "run": begun}
         order = [head.name for one in PARTS for head in one.heads]
-        kept = {name: tables[name] for name in order if name in tables}  # what has another name by now goes
+        kept = {name: tables[name] for name in order if name in tables}  # drops renamed tables
         new = file.with_suffix(".new")
         new.write_text(json.dumps({"tables": kept}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         new.replace(file)
@@ -106,7 +104,6 @@ def _minutes(seconds: float) -> str:
 
 
 def _names(part: Part) -> set[str]:
-    """Returns the names that ask for a part: its tables, their papers, and "all"."""
     return {"all", *(head.name for head in part.heads), *(head.paper.lower() for head in part.heads)}
 
 
@@ -124,20 +121,26 @@ def _parser() -> argparse.ArgumentParser:
         choices=known,
         default=["all"],
         metavar="NAME",
-        help="tables or papers (fsmoe, lancet, flowmoe, hecate) to run; all others stay in the file as they are",
+        help="tables or papers (fsmoe, lancet, flowmoe, hecate) to run (default: all); others are kept",
     )
     parser.add_argument(
-        "--show", action="store_true", help="print the tables that are there, and write the page; nothing is run"
+        "--show", action="store_true", help="print existing tables and write the page without running anything"
     )
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "bench/results", metavar="FOLDER", help="where reproduce.json is"
+        "--results",
+        type=Path,
+        default=ROOT / "bench/results",
+        metavar="FOLDER",
+        help="folder of reproduce.json (default: bench/results)",
     )
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="the page, written anew from that file")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, metavar="FILE", help="Markdown page to generate from that file"
+    )
     return parser
 
 
 def _epilog() -> str:
-    """The tables by paper, what each is of and how long it takes, and how to read one."""
+    """List the tables by paper, with contents and duration, and how to read one."""
     lines = ["tables (about so many seconds on two cores):"]
     for paper in PAPERS:
         for part in PARTS:
@@ -163,5 +166,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # the two nodes are taken down, whoever ends the run
+    signal.signal(signal.SIGTERM, _interrupt)  # removes the two nodes if the run is ended
     sys.exit(main())

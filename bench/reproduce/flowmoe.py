@@ -1,4 +1,4 @@
-"""FlowMoE (NeurIPS'25): its theorems, the sizes of its models, and what its parts gain (Tables 3, 5 and A.3)."""
+"""FlowMoE (NeurIPS'25): its theorems, model sizes, and the gains of its components (Tables 3, 5 and A.3)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = Table(
         "Rounded down in the paper.",
     ),
 )
-# Layers, M, H, experts of a GPU; millions of parameters as printed, attention and experts; why they differ.
+# Layers, M, H, experts per GPU; printed millions of parameters of attention and experts; reasons for differences.
 _MODELS = {
     "GPT2-Tiny-MoE": (12, 256, 512, 1, 3.2, 50.4, (1,), (4,)),
     "BERT-Large-MoE": (24, 512, 1024, 2, 25.2, 806.5, (), ()),
@@ -56,13 +56,12 @@ _GPUS = 16
 
 
 def parameters(layers: int, model_dim: int, hidden: int, experts: int) -> tuple[float, float]:
-    """Millions of parameters of attention's projections, and of all experts on 16 GPUs."""
+    """Return millions of parameters of attention projections, and of all experts on 16 GPUs."""
     of_expert = 2 * model_dim * hidden + model_dim + hidden
     return layers * 4 * model_dim**2 / 1e6, layers * _GPUS * experts * of_expert / 1e6
 
 
 def sizes(progress: Progress) -> list[Table]:
-    """Both columns of every model."""
     rows = []
     for name, (*of, attention, experts, why, why_experts) in _MODELS.items():
         ours = parameters(*of)
@@ -91,7 +90,7 @@ _INSERTIONS, _SPLITS = 20_000, 400
 _PARTS, _START_SHARES = (1, 2, 4, 16, 64), (0.01, 0.1)
 # Insertions that take as long as all parts of one pass.
 _SPLIT_COST = 25
-# Bytes of an all-reduce, of any size.
+# Bytes of an all-reduce, arbitrary.
 _UNIT, _REDUCE = 2**20, "gradient-all-reduce"
 
 
@@ -105,7 +104,6 @@ class Pass(NamedTuple):
 
 
 def random_pass(rng: random.Random) -> Pass:
-    """Makes a pass of random size, with random times."""
     layers, degree = rng.randint(1, 3), rng.randint(1, 3)
     orders: dict[str, list[Task]] = {"compute": [], "inter": []}
     seconds: dict[Task, float] = {}
@@ -118,8 +116,11 @@ def random_pass(rng: random.Random) -> Pass:
 
 
 def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
-    """Puts each all-reduce at a random later place on the link. Does the link then wait for one while an all-to-all is
-    ready? And is the step longer than with all of them at its end?"""
+    """Insert each all-reduce at a random later position on the link.
+
+    Returns whether the link then waits for one while an all-to-all is ready, and whether the step is longer than with
+    all all-reduces at its end.
+    """
     inter, place, reduces = list(of.orders["inter"]), 0, []
     for layer in reversed(range(of.layers)):
         reduces.append(Task(_REDUCE, 0, layer, "backward"))
@@ -136,7 +137,7 @@ def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
 
 
 def keeps_waiting(plan: Plan, costs: Durations) -> bool:
-    """Returns whether the link stands idle until an all-reduce is ready, while the next all-to-all is."""
+    """Return whether the link is idle until an all-reduce is ready although the next all-to-all is ready."""
     spans = {(span.kind, span.chunk, span.layer): span for span in simulate(plan, costs).spans}
     for place, reduce in enumerate(plan.inter):
         behind = next((task for task in plan.inter[place + 1 :] if task.kind != _REDUCE), None)
@@ -149,8 +150,10 @@ def keeps_waiting(plan: Plan, costs: Durations) -> bool:
 
 
 def in_parts(of: Pass, parts: int, start_share: float) -> float:
-    """Seconds of a pass whose all-reduces go in so many equal parts by the pool. Each part takes its share of
-    `reduce_s`, and `start_share` of it to start."""
+    """Return the seconds of a pass with each all-reduce in `parts` equal parts, scheduled from the pool.
+
+    Each part takes its fraction of `reduce_s`, and `start_share` of `reduce_s` to start.
+    """
     line = Line(start_share * of.reduce_s, of.reduce_s / _UNIT)
     buckets = gradient_buckets([_UNIT] * of.layers, _UNIT // parts)
     seconds = of.seconds | {bucket: line.seconds(bucket.size or 0) for bucket in buckets}
@@ -158,7 +161,6 @@ def in_parts(of: Pass, parts: int, start_share: float) -> float:
 
 
 def theorems(progress: Progress) -> list[Table]:
-    """Tabulates how often each theorem holds."""
     rng = random.Random(0)
     longer: dict[bool, list[bool]] = {False: [], True: []}
     total = _INSERTIONS + _SPLIT_COST * _SPLITS
@@ -170,7 +172,7 @@ def theorems(progress: Progress) -> list[Table]:
     for number in range(_SPLITS):
         of = random_pass(rng)
         free = [in_parts(of, parts, 0.0) for parts in _PARTS]
-        # The link can be held up by one part for each layer: no pre-emption.
+        # Without pre-emption, one part per layer can block the link.
         free_off += free[-1] > min(free) + of.layers * of.reduce_s / _PARTS[-1] * (1 + ROUNDING)
         for share in _START_SHARES:
             dear = [in_parts(of, parts, share) for parts in _PARTS]
@@ -226,16 +228,17 @@ _DEGREE, _BUCKETS = 2, 16
 
 
 def moe_s(share: float, whole_s: float, degree: int) -> float:
-    """Seconds of both passes of a layer whose all-to-alls and experts take `whole_s` one after the other, the experts
-    `share` of it, in so many chunks."""
+    """Return the seconds of both passes of a layer in `degree` chunks.
+
+    Sequentially, all-to-alls and experts take `whole_s`, of which experts are the fraction `share`.
+    """
     forward_s, exchange_s = share * whole_s / 3, (1 - share) * whole_s / 4
     chunk = exchange_s / degree
     return sum(one_queue_s(degree, ChunkTimes(chunk, 0.0, times * forward_s / degree, 0.0, chunk)) for times in (1, 2))
 
 
 def flowmoe_s(share: float, whole_s: float, attention_s: float, reduce_s: float, layers: int) -> float:
-    """Seconds of FlowMoE's step of equal layers, of each: `whole_s` as above, attention of both passes, its
-    all-reduce."""
+    """Return the seconds of FlowMoE's step; per layer: `whole_s`, attention of both passes, all-reduce."""
     free = StageTime(0.0, 0.0)
     exchange = replace(free, whole_s=(1 - share) * whole_s / 4)
     chunks, dense = {}, {}
@@ -251,7 +254,6 @@ def flowmoe_s(share: float, whole_s: float, attention_s: float, reduce_s: float,
 
 
 def iterations(progress: Progress) -> list[Table]:
-    """All shares of the experts."""
     rows = []
     for number, (name, (attention, reduce, vanilla, tutel, flowmoe, layers)) in enumerate(_TASKS_MS.items()):
         dense_ms = attention + reduce
@@ -289,7 +291,7 @@ ABLATION = Table(
         "Our tuned S_p is the best of five sizes, by prediction; the paper's is tuned while steps run.",
     ),
 )
-# Speed-ups as printed.
+# Printed speed-ups.
 TABLE_5 = {
     "experts (Tutel)": 1.46,
     "experts, attention": 1.61,
@@ -302,7 +304,7 @@ _MB = 2**20
 
 
 def speedups(costs: StepCosts) -> list[float]:
-    """Over one thing after the other, in the order of `TABLE_5`."""
+    """Return the speed-ups over sequential execution, in the order of `TABLE_5`."""
     experts = pipemoe(costs)
     search = PlanSearch(costs)
     sized = [with_buckets(costs, experts, -(-max(costs.gradient_bytes) // count)) for count in (1, 2, 4, 8, 16)]
@@ -318,7 +320,6 @@ def speedups(costs: StepCosts) -> list[float]:
 
 
 def ablation(progress: Progress) -> list[Table]:
-    """The parts of Table 5 in sampled cases."""
     found: dict[str, list[list[float]]] = {name: [] for name in TESTBEDS}
     for number, (name, work) in enumerate(cases := list(sampled(CASES))):
         found[name].append(speedups(costs_of(name, work)))
@@ -351,13 +352,13 @@ TUNING = Table(
         "sizes are nearly as good as the best.",
     ),
 )
-# Milliseconds as printed: Bayesian optimisation, grid search, random numbers.
+# Printed milliseconds: Bayesian optimisation, grid search, random search.
 _TUNED_MS = ((95.6, 101.3, 109.3), (351.9, 373.80, 388.96), (1124.0, 1208.23, 1250.09), (3205.3, 3498.8, 3902.75))
 _SAMPLES = 8
 
 
 def tuned(costs: StepCosts, seed: int) -> tuple[float, float]:
-    """Step time with the S_p of a grid, and in the mean of random ones, over that with Bayesian optimisation's."""
+    """Return the step time with a grid's S_p, and the mean with random ones, relative to Bayesian optimisation."""
     split, largest = StepSplit.from_plan(PlanSearch(costs).plan("flowmoe")), max(costs.gradient_bytes)
 
     def seconds(size: int) -> float:
@@ -374,7 +375,6 @@ def tuned(costs: StepCosts, seed: int) -> tuple[float, float]:
 
 
 def tuning(progress: Progress) -> list[Table]:
-    """A grid and chance against the tuner."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in TESTBEDS}
     for number, (name, work) in enumerate(cases := list(sampled(CASES))):
         found[name].append(tuned(costs_of(name, work), number))
@@ -395,13 +395,13 @@ PARTS = (
     Part((TUNING,), 25, tuning),
 )
 
-#: What is not here, and why.
+#: Omitted figures, and reasons.
 LEFT_OUT = {
     "Tables 3 and A.7, 4 and 8 GPUs": "task times (Table 1) are printed for 16 GPUs only.",
-    "Table 3, FasterMoE, FSMoE and ScheMoE": "Table 1 does not say how all-to-alls split into traffic inside nodes and "
-    "between them, which FSMoE needs; the other two are not among this library's policies.",
-    "Tables 4, A.4, A.5, A.6": "they turn on start-up costs of the authors' clusters, which are not printed.",
-    "Fig. 6 (675 layers)": "no costs of either cluster are printed, and the baseline is ScheMoE.",
-    "Tables 6, A.8 to A.11": "energy, memory and utilisation of the authors' GPUs.",
-    "Table A.12": "clusters with slowed-down GPUs; no task times are printed for them.",
+    "Table 3, FasterMoE, FSMoE and ScheMoE": "Table 1 does not separate intra-node from inter-node traffic, which "
+    "FSMoE needs; this library has no policies for FasterMoE and ScheMoE.",
+    "Tables 4, A.4, A.5, A.6": "they depend on start-up costs of the authors' clusters, which are not printed.",
+    "Fig. 6 (675 layers)": "costs of the clusters are not printed, and the baseline is ScheMoE.",
+    "Tables 6, A.8 to A.11": "energy, memory and utilization of the authors' GPUs.",
+    "Table A.12": "clusters with slowed-down GPUs; their task times are not printed.",
 }

@@ -14,7 +14,7 @@ from bench.paper_degree import paper_cases, paper_degree, unconstrained_degree
 from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS, PUBLISHED, run_grid, workloads
 from fusedmoe.models.config import MODELS
-from fusedmoe.schedule.cost import ALONE, Contention, fit
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, fit
 from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree, three_queues_s
 from fusedmoe.schedule.policies import POLICIES
@@ -44,7 +44,7 @@ TABLE_2 = Table(
         "8 of keys and values. Three projections, not four, fit the paper's GPT2-XL on testbed A (last rows).",
     ),
 )
-# Milliseconds as printed: all-to-all, all-gather, reduce-scatter and experts forward; experts and all-reduce backward.
+# Printed milliseconds: all-to-all, all-gather, reduce-scatter and experts forward; experts and all-reduce backward.
 _PRINTED_MS = {
     ("A", "GPT2-XL"): (6.9, 4.6, 5.4, 3.1, 6.1, 5.26),
     ("A", "Mixtral-7B"): (19.5, 12.3, 13.7, 15.6, 31.8, 26.45),
@@ -52,7 +52,7 @@ _PRINTED_MS = {
     ("B", "Mixtral-7B"): (28.3, 39.6, 40.8, 58.5, 119.7, 32.1),
 }
 _OPERATIONS = ("all-to-all", "all-gather", "reduce-scatter", "experts", "experts, backward", "all-reduce")
-# M, H, the expert network, and parameters of attention in M².
+# M, H, expert network, and attention parameters in M².
 _LAYERS = {
     "GPT2-XL": (MODELS["GPT2-XL-MoE"].model_dim, MODELS["GPT2-XL-MoE"].hidden, "ffn", 4.0),
     "Mixtral-7B": (MODELS["Mixtral-7B"].model_dim, MODELS["Mixtral-7B"].hidden, "swiglu", 2.5),
@@ -60,7 +60,7 @@ _LAYERS = {
 
 
 def operations_ms(testbed: Testbed, model_dim: int, hidden: int, expert: str, projections: float) -> list[float]:
-    """Milliseconds of `_OPERATIONS` for B = 4, L = 1024, k = 2, f = 1. `projections`: attention's parameters in M²."""
+    """Return milliseconds of `_OPERATIONS`: B = 4, L = 1024, k = 2, f = 1. `projections`: of attention, in M²."""
     nodes, gpus, line = testbed.nodes, testbed.gpus, testbed.costs.line
     work = Workload(4, 1024, model_dim, hidden, nodes, 2, 1.0, expert, nodes, gpus)
     there, back = work.layer_costs(testbed.costs).chunks.values()
@@ -77,7 +77,6 @@ def operations_ms(testbed: Testbed, model_dim: int, hidden: int, expert: str, pr
 
 
 def table_2(progress: Progress) -> list[Table]:
-    """Every operation that there are coefficients for."""
     rows = []
     for (name, model), printed in _PRINTED_MS.items():
         ours = operations_ms(TESTBEDS[name], *_LAYERS[model])
@@ -120,7 +119,7 @@ _NAMES = {"tutel_improved": "Tutel-Improved", "fsmoe_no_iio": "FSMoE-No-IIO", "f
 
 
 def table_5(progress: Progress) -> list[Table]:
-    """The whole grid; policies of whole models, which the paper does not have, are left out."""
+    """Compare the whole grid, except policies of whole models, which the paper does not have."""
     found = {(one.testbed, one.contention < 1): one for one in run_grid(sample=0, progress=progress)}
     rows = [
         Row(
@@ -154,7 +153,7 @@ _HEADS = 3
 
 
 def differing(testbed: Testbed, contention: Contention, limit: int, cases: Sequence[Workload] | None = None) -> int:
-    """Cases of Table 4 whose best degrees up to `limit` differ between the passes."""
+    """Count the cases of Table 4 whose best degrees up to `limit` differ between the passes."""
     found = 0
     for work in workloads(testbed) if cases is None else cases:
         chunks = work.layer_costs(testbed.costs).chunks.values()
@@ -164,12 +163,12 @@ def differing(testbed: Testbed, contention: Contention, limit: int, cases: Seque
 
 
 def degrees(progress: Progress) -> list[Table]:
-    """Counts the cases whose passes have different best degrees, by the most chunks that are tried."""
+    """Count the cases whose passes have different best degrees, by maximum number of chunks."""
     tried = [("B", 8), ("B", 4), ("B", 16), ("A", 8)]
     rows = []
     for number, (name, limit) in enumerate(tried):
         testbed = TESTBEDS[name]
-        ours = tuple(differing(testbed, contention, limit) for contention in (ALONE, testbed.costs.contention))
+        ours = tuple(differing(testbed, contention, limit) for contention in (NO_CONTENTION, testbed.costs.contention))
         paper = PUBLISHED["B"]["differing_degrees"] if (name, limit) == ("B", 8) else None
         rows.append(Row(f"{name}, up to {limit} chunks", paper, ours, "{:.0f}", (1,) if paper else ()))
         progress(number + 1, len(tried))
@@ -209,8 +208,10 @@ _RANDOM, _SLSQP_EVERY = 20_000, 6
 
 
 def printed_against_exact(cases: int, seed: int = 0) -> tuple[float, float, float]:
-    """Shares of random passes where the printed cases are not exact: of any, of those with AG = RS; and the largest
-    relative difference."""
+    """Return how often the printed cases are inexact for random passes, and the largest relative difference.
+
+    The fractions are of all passes, and of those with AG = RS.
+    """
     rng = random.Random(seed)
     off, off_even, largest = 0, 0, 0.0
     for _ in range(cases):
@@ -233,7 +234,7 @@ Passes = Iterator[tuple[Mapping[str, StageTime], float]]
 
 
 def passes(testbed: Testbed, every: int = 1) -> Passes:
-    """Both passes of every so many cases, each with seconds of its gradient all-reduce."""
+    """Return both passes of every `every`-th case, each with the seconds of its gradient all-reduce."""
     for work in list(workloads(testbed))[::every]:
         layer = work.layer_costs(testbed.costs)
         yield layer.chunks["forward"], 0.0
@@ -241,7 +242,7 @@ def passes(testbed: Testbed, every: int = 1) -> Passes:
 
 
 def regrets(found: Passes, choose: Callable[[Mapping[str, StageTime], float], int]) -> list[float]:
-    """Returns by pass how much longer it takes with the chosen degree than with the best one."""
+    """Return by pass the relative excess time of the chosen degree over the best one."""
     return [
         three_queues_s(degree, chunk_times(chunks, degree), gar) / choose_degree(chunks, gar).seconds - 1.0
         for chunks, gar in found
@@ -250,7 +251,6 @@ def regrets(found: Passes, choose: Callable[[Mapping[str, StageTime], float], in
 
 
 def algorithm_1(progress: Progress) -> list[Table]:
-    """The printed cases, and three ways to choose; what these take is measured."""
     off, off_even, largest = printed_against_exact(_RANDOM)
     rows = [
         Row("random passes where the printed cases are wrong", None, (off,), "{:.0%}", (1,)),
@@ -329,18 +329,17 @@ _FIG_7 = {512: 1.17, 1024: 1.19, 2048: 1.17}
 def gains(
     name: str, layers: int, model_dim: int, hidden: int, expert: str, seq_len: int, over: Sequence[str], alone: bool
 ) -> list[float]:
-    """Returns how many times faster FSMoE's step of such layers is than each policy of `over`."""
+    """Return FSMoE's speed-up over each policy in `over` for a step of such layers."""
     testbed = TESTBEDS[name]
     work = Workload(1, seq_len, model_dim, hidden, testbed.nodes, 2, 1.2, expert, testbed.nodes, testbed.gpus)
     layer = work.layer_costs(testbed.costs)
-    contention = ALONE if alone else testbed.costs.contention
+    contention = NO_CONTENTION if alone else testbed.costs.contention
     costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), contention)
     ours_s = makespan(POLICIES["fsmoe"].plan(costs), costs)
     return [makespan(POLICIES[policy].plan(costs), costs) / ours_s for policy in over]
 
 
 def models(progress: Progress) -> list[Table]:
-    """The averages that the text gives: the figures' bars are not numbers."""
     whole = [(name, *of, _SEQUENCE[name], tuple(_OVER)) for _, name, *of in _MODELS]
     varied = {
         length: [(name, *of, length, ("pipemoe",)) for _, name, *of in _MODELS if name == "A"] for length in _FIG_7
@@ -372,12 +371,12 @@ PARTS = (
     Part((MODELS_TABLE,), 4, models),
 )
 
-#: What is not here, and why.
+#: Omitted figures, and reasons.
 LEFT_OUT = {
-    "Tables 1, 3, 4": "notation, servers and the grid itself: the grid is the one of Table 5.",
+    "Tables 1, 3, 4": "notation, servers, and the parameter grid, which is the grid of Table 5.",
     "Table 6, and speed-ups over DeepSpeed-MoE (Figs. 6 to 8)": "times of gates and of another system's kernels on the "
-    "authors' GPUs; no coefficients are printed for them.",
-    "Fig. 7, 16 and 32 GPUs": "Fig. 5 has coefficients for all of a testbed only.",
+    "authors' GPUs; their coefficients are not printed.",
+    "Fig. 7, 16 and 32 GPUs": "Fig. 5 has coefficients for the whole testbed only.",
     "Fig. 8": "GPipe on two stages needs the time of point-to-point messages and the number of micro-batches; neither "
     "is printed.",
 }

@@ -1,5 +1,4 @@
-"""Hecate: sizes of its models, the memory of its Figure 13, stragglers and what enters nodes, bytes of the sparse
-collectives."""
+"""Hecate: model sizes, memory (Figure 13), stragglers, inter-node traffic, and bytes of the sparse collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from bench.placement.baselines import CLUSTER_A, Policy, expert_parallelism, hec
 from bench.placement.made_loads import make_loads
 from bench.placement.replay import Outcome, replay
 from bench.reproduce.table import Part, Progress, Row, Table
-from fusedmoe.placement.hecate import WINDOW, materialise, predict
+from fusedmoe.placement.hecate import WINDOW, materialise, predict_load
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import gather, traffic
 
@@ -25,7 +24,7 @@ SIZES = Table(
     "computed",
     text="For each layer 4·d² of attention and 2·d·2d for each of 64 experts.",
 )
-# d_model, layers; billions of parameters as printed.
+# d_model, layers; printed billions of parameters.
 _MODELS = {
     "GPT-MoE-S": (768, 12, 1.84),
     "GPT-MoE-L": (1536, 12, 7.36),
@@ -36,12 +35,11 @@ _EXPERTS = 64
 
 
 def parameters(model_dim: int, layers: int) -> float:
-    """Billions of parameters of a model of Table 1."""
+    """Return billions of parameters of a model in Table 1."""
     return layers * model_dim**2 * (4 + 4 * _EXPERTS) / 1e9
 
 
 def sizes(progress: Progress) -> list[Table]:
-    """Every model."""
     rows = (
         Row(name, paper, (parameters(model_dim, layers),), "{:.2f}")
         for name, (model_dim, layers, paper) in _MODELS.items()
@@ -72,18 +70,17 @@ _LAYERS, _NODES = 12, Nodes(32, 8)
 
 
 def memory_by_arithmetic(parameters: float, part: float) -> tuple[float, float]:
-    """Memory of Hecate and with re-materialisation, over expert parallelism's.
+    """Return the memory of Hecate, without and with re-materialisation, relative to expert parallelism.
 
     Args:
-        parameters: with copies over without, as the paper prints it.
-        part: of all layers' copies that is there at a time, as gradients, and re-materialised.
+        parameters: ratio with to without replicas, as printed.
+        part: fraction of all layers' replicas that exists at a time, as gradients, and re-materialised.
     """
     owned, copies = 1 + 1 + _STATE, parameters - 1
     return (owned + copies + part * copies) / owned, (owned + 2 * part * copies) / owned
 
 
 def memory(progress: Progress) -> list[Table]:
-    """Parameters, Hecate, re-materialisation."""
     owned = _EXPERTS / _NODES.ranks
     room = round((_PARAMETERS - 1) * owned)
     trace = make_loads(WINDOW + 3, _LAYERS, _NODES.ranks, _EXPERTS, seed=0)
@@ -133,7 +130,7 @@ _RANKS = Nodes(16, 4)
 
 
 def stragglers(progress: Progress) -> list[Table]:
-    """Every figure for both rooms; the published algorithm first, then with the search of this library behind it."""
+    """Compare every figure for both memory sizes: the published algorithm, then with this library's search."""
     trace = make_loads(_ITERATIONS, 24, _RANKS.ranks, 32, seed=0)
     policies: dict[tuple[str, int], Policy] = {
         ("ep", 0): expert_parallelism,
@@ -158,7 +155,6 @@ def stragglers(progress: Progress) -> list[Table]:
 
 
 def straggler_rows(found: dict[tuple[str, int], Outcome]) -> list[Row]:
-    """Makes the rows of stragglers, of outcomes by what is done and m."""
     ep, sharded = found["ep", 0], found["sharded", 0]
 
     def of(name: str, how: Callable[[Outcome], float]) -> tuple[float, ...]:
@@ -199,7 +195,6 @@ def straggler_rows(found: dict[tuple[str, int], Outcome]) -> list[Row]:
 
 
 def geomean(one: Outcome, ep: Outcome) -> float:
-    """Returns the geometric mean of the speed-ups of layers."""
     return float(np.exp(np.log(one.speedup_L(ep)).mean()))
 
 
@@ -222,8 +217,7 @@ VOLUMES = Table(
 
 
 def volumes(progress: Progress) -> list[Table]:
-    """Tabulates the volumes of one iteration's placements."""
-    loads = predict(make_loads(WINDOW, 24, _RANKS.ranks, 32, seed=0).load_ILE)
+    loads = predict_load(make_loads(WINDOW, 24, _RANKS.ranks, 32, seed=0).load_ILE)
     even, nbytes = Placement.even(_RANKS.ranks, 32), CLUSTER_A.expert_bytes
     busiest, sent, groups = [], [], []
     for m in _ROOMS:
@@ -243,7 +237,7 @@ def volumes(progress: Progress) -> list[Table]:
 
 
 def group_share(placement: Placement) -> float:
-    """Eq. 2 set right, as a share of 2λS: the mean of (d − 1)/d over the experts that travel, each to d ranks."""
+    """Return the corrected Eq. 2 as a fraction of 2λS: the mean of (d − 1)/d over experts sent to d ranks."""
     ranks_E = placement.holds_EW.sum(axis=1)
     ranks = ranks_E[ranks_E > 1]
     return float(((ranks - 1) / ranks).mean())
@@ -256,11 +250,11 @@ PARTS = (
     Part((VOLUMES,), 1, volumes),
 )
 
-#: What is not here, and why.
+#: Omitted figures, and reasons.
 LEFT_OUT = {
-    "Figs. 9, 10, 14": "speed-ups of whole training on the authors' clusters; neither times of attention nor loads are "
-    "printed. What the policies give on made loads is in the results of `make bench-placement`.",
+    "Figs. 9, 10, 14": "speed-ups of whole training on the authors' clusters; times of attention and loads are not "
+    "printed. `make bench-placement` reports the policies on synthetic loads.",
     "Fig. 12, sparse collectives": "times of NCCL on cluster B.",
-    "Fig. 13, SmartMoE and FlexMoE": "the room that they reserve is not printed.",
-    "Fig. 15, intervals of re-sharding": "the figures are of end-to-end runs whose loads are not printed.",
+    "Fig. 13, SmartMoE and FlexMoE": "their reserved memory is not printed.",
+    "Fig. 15, intervals of re-sharding": "end-to-end runs whose loads are not printed.",
 }

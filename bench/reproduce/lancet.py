@@ -1,4 +1,4 @@
-"""Lancet (MLSys'24): its greedy placement against the best one, and the communication that it leaves exposed."""
+"""Lancet (MLSys'24): its greedy placement compared with the optimum, and its exposed communication."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RANDOM, _LAYERS_OF_GRID = 400, 60
 
 
 def random_gaps(rng: random.Random) -> tuple[list[Gap], list[float]]:
-    """All-to-alls of a backward pass, and the weight gradients that each may hide behind."""
+    """Return all-to-alls of a random backward pass, and the weight gradients that may hide each."""
     layers = rng.randint(2, 4)
     gaps_s = [rng.uniform(0.4, 4.5) for _ in range(2 * layers)]
     first = [gap for gap in range(1, 2 * layers) for _ in range(rng.randint(1, 3))]
@@ -54,7 +54,7 @@ def random_gaps(rng: random.Random) -> tuple[list[Gap], list[float]]:
 
 
 def gaps_of_step(costs: StepCosts) -> tuple[list[Gap], list[float]]:
-    """Returns the gaps of a step's backward pass in one piece."""
+    """Return the gaps of a step's backward pass without chunks."""
     layers = reversed(range(len(costs.layers)))
     tasks = [task for layer in layers for task in pass_tasks(costs, layer, "backward", Degrees(1, 1), weights=True)]
     seconds = costs.durations(tasks)
@@ -63,13 +63,12 @@ def gaps_of_step(costs: StepCosts) -> tuple[list[Gap], list[float]]:
 
 
 def greedy_share(gaps: Sequence[Gap], seconds: Sequence[float]) -> float:
-    """Returns what greedy placement hides over what the best one does; 1 where there is nothing to hide."""
+    """Return the hidden time of greedy placement relative to the optimum; 1 if there is nothing to hide."""
     best_s = placement_hides_s(gaps, seconds, place_exactly(gaps, seconds, limit=0.5))
     return placement_hides_s(gaps, seconds, place_greedily(gaps, seconds)) / best_s if best_s else 1.0
 
 
 def greedy(progress: Progress) -> list[Table]:
-    """Random passes, and those of the grid."""
     rng, cases = random.Random(0), list(sampled(_LAYERS_OF_GRID))
     found: dict[str, list[float]] = {"random backward passes": []}
     total = _RANDOM + len(cases)
@@ -121,7 +120,6 @@ _PRINTED = "77% (V100), 66% (A100)"
 
 
 def variants(costs: StepCosts) -> dict[str, Plan]:
-    """The baselines, Lancet, and each half of it."""
     return {
         "sequential": sequential(costs),
         "tutel": min((tutel(costs), pipemoe(costs)), key=lambda plan: makespan(plan, costs)),
@@ -132,7 +130,6 @@ def variants(costs: StepCosts) -> dict[str, Plan]:
 
 
 def exposed(progress: Progress) -> list[Table]:
-    """All sampled layers."""
     names = list(TESTBEDS)
     step_s: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     open_s: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -184,10 +181,10 @@ def exposed(progress: Progress) -> list[Table]:
 
 PARTS = (Part((GREEDY,), 20, greedy), Part((EXPOSED, OPTIMISING), 25, exposed))
 
-#: What is not here, and why.
+#: Omitted figures, and reasons.
 LEFT_OUT = {
-    "Figs. 2, 6, 11, 12, 15": "times of the authors' models on A100 and V100 nodes; no operator times are printed, and "
-    "the figures' bars are no numbers.",
-    "Fig. 14 (3.83% error of the cost model)": "it compares with those clusters. How far this library's own "
-    "predictions are off is in the results of `make bench-cluster`.",
+    "Figs. 2, 6, 11, 12, 15": "times of the authors' models on A100 and V100 nodes; operator times and the values of "
+    "the bars are not printed.",
+    "Fig. 14 (3.83% error of the cost model)": "measured on the authors' clusters. `make bench-cluster` reports the "
+    "errors of this library's predictions.",
 }

@@ -1,4 +1,4 @@
-"""The page of a reproduction, from the JSON file of a run: every figure in it is the file's."""
+"""Markdown page of a reproduction, generated from the JSON file of a run."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ _CITED = {
 _HEAD = """\
 # Reproduction
 
-What the four papers print and can be got from what they print, beside ours. `make reproduce` runs it, writes
-`bench/results/reproduce.json` and this page; `make reproduce ARGS=--help` says how to run a part. The tables below took
-{minutes} min together. No GPU is needed: none of the authors' clusters is here, and their speeds are not imitated.
+Tables and figures of the four papers that can be reproduced from the printed data, next to the values of this library.
+`make reproduce` writes `bench/results/reproduce.json` and this page; `make reproduce ARGS=--help` lists the parts. The
+tables below took {minutes} min in total. No GPU is needed. The speeds of the authors' clusters are not reproduced.
 
-- **paper**: typed from the paper, from the place that stands below the title. A dash: it prints none.
-- **ours**, all other columns. *Computed*: from definitions, the same in every run. *Simulated*: schedules and
-  placements of this library under published costs or made loads. *Measured*: on the machine of the run. Each table says
-  which.
+- **paper**: the value printed in the paper, at the place given below the title. A dash: not printed.
+- **ours** (all other columns): *computed* from definitions; *simulated* with plans and placements of this library under
+  published costs or synthetic loads; or *measured* on the machine of the run. Each table states which.
 - **why**: the reasons for a difference, numbered below the table.
 
-A row travels for each (token, k) pair, as in the papers. The library's own layers send a token once to each rank; in
-the simulated layers, which have one expert a rank, that is as many rows.
+One row is sent per (token, k) pair, as in the papers. The library's layers send one row per token and rank; in the
+simulated layers, with one expert per rank, that is the same number.
 """
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page in Markdown. `data`: of the file."""
     tables = data["tables"]
     seconds = sum(one["seconds"] for one in {one["part"]: one for one in tables.values()}.values())
     blocks = [_HEAD.format(minutes=max(1, round(seconds / 60))), _runs(tables.values())]
@@ -48,12 +46,11 @@ def page(data: Mapping[str, Any]) -> str:
         blocks.append(f"## {paper}\n\n{_CITED[paper]}.")
         blocks += [_table(one) for one in tables.values() if one["paper"] == paper]
         left_out = "\n".join(f"- {what}: {why}" for what, why in _LEFT_OUT[paper].items())
-        blocks.append(f"### {paper}: what is not reproduced\n\n{left_out}")
+        blocks.append(f"### {paper}: not reproduced\n\n{left_out}")
     return "\n\n".join(block.strip() for block in blocks) + "\n"
 
 
 def _runs(tables: Iterable[Mapping[str, Any]]) -> str:
-    """The conditions of each run that tables come from, with its tables where there are several."""
     runs: dict[str, list[str]] = {}
     for one in tables:
         runs.setdefault(_conditions(one["run"]), []).append(f"`{one['name']}`")
@@ -85,6 +82,5 @@ def _table(one: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table; figures to the right."""
     rule = ["---", *["---:"] * (len(head) - 2), "---"]
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]

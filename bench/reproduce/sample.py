@@ -1,4 +1,4 @@
-"""Layers of FSMoE's grid in which schedules of whole models are simulated: the same ones for every table."""
+"""Sample of layers from FSMoE's grid, used by all tables that simulate schedules of whole models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusedmoe.schedule.workload import Workload
 
 
 def sampled(cases: int) -> Iterator[tuple[str, Workload]]:
-    """So many of each testbed's layers, drawn once: fewer are the first of more."""
+    """Yield `cases` layers of each testbed, drawn once: a smaller sample is a prefix of a larger one."""
     for name, testbed in TESTBEDS.items():
         found = list(workloads(testbed))
         random.Random(0).shuffle(found)
@@ -21,6 +21,6 @@ def sampled(cases: int) -> Iterator[tuple[str, Workload]]:
 
 
 def costs_of(name: str, work: Workload) -> StepCosts:
-    """A step of equal layers on that testbed, with its contention."""
+    """Return the costs of a step of equal layers on that testbed, with its contention."""
     model = TESTBEDS[name].costs
     return StepCosts((work.layer_costs(model),) * LAYERS, model.line("all-reduce/dp"), model.contention)

@@ -1,6 +1,6 @@
-"""Tables of a reproduction: what a paper prints, what we get, and why the two differ.
+"""Tables of a reproduction: printed figures, our figures, and reasons for differences.
 
-A table is plain data. It goes into a JSON file as it is, and all that shows it reads that file.
+A table is plain data, stored unchanged in a JSON file, from which all output is generated.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: How our figures of a table come about.
+#: Origin of our figures.
 HOW = {
-    "computed": "computed from definitions: nothing is timed, and every run gives the same",
-    "simulated": "simulated: schedules and placements of this library under given times and loads, which nothing runs",
+    "computed": "computed from definitions: deterministic, nothing is timed",
+    "simulated": "simulated: plans and placements of this library with given times and loads",
     "measured": "measured on the machine of this run",
 }
 
-#: Papers, in the order in which they are shown.
+#: Papers in display order.
 PAPERS = ("FSMoE", "Lancet", "FlowMoE", "Hecate")
 
 Figure = float | int | None
@@ -31,12 +31,11 @@ class Row:
     """One figure.
 
     Attributes:
-        what: whose it is.
-        paper: as typed from the paper, a number; or text where the paper prints a range or several; None: it prints
-            none.
-        ours: a figure for each of the table's own columns.
-        form: how a figure is shown, as `str.format` has it: "{:.2f} ms".
-        why: numbers from 1 of the table's reasons that the two differ.
+        what: label.
+        paper: the printed number; text if the paper prints a range or several numbers; None: not printed.
+        ours: a figure for each of the table's columns.
+        form: format of the figures for `str.format`: "{:.2f} ms".
+        why: numbers, from 1, of the table's reasons for the difference.
     """
 
     what: str
@@ -48,15 +47,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of one paper, beside ours.
+    """A table of one paper and our figures.
 
     Attributes:
-        name: to ask for it by.   paper: one of `PAPERS`.   source: the table, figure or section there.
-        how: one of `HOW`, of our figures.   columns: names of our figures.
-        text: what is done, in a sentence or two.   reasons: why figures differ.
-        skipped: why there are no figures here; None: there are.
+        name: for selection.   paper: one of `PAPERS`.   source: table, figure or section.
+        how: origin of our figures, one of `HOW`.   columns: names of our figures.
+        text: description in a sentence or two.   reasons: for differences.
+        skipped: why our figures are missing; None: present.
     Raises:
-        ValueError: rows that do not fit the columns, or a reason that is not there.
+        ValueError: rows that do not fit the columns, or a missing reason.
     """
 
     name: str
@@ -82,12 +81,12 @@ class Table:
                 raise ValueError(f"table {self.name}, {row.what}: a reason that is not there")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the table in plain types; `from_dict` gives it back."""
+        """Return the table as JSON; inverse of `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Table:
-        """The table of `as_dict`, also as JSON has it. Other keys, of the run, are left out."""
+        """Return the table of `as_dict`. Other keys, which describe the run, are ignored."""
         own = {key: tuple(data[key]) for key in ("columns", "reasons")}
         rows = tuple(Row(**{**row, "ours": tuple(row["ours"]), "why": tuple(row["why"])}) for row in data["rows"])
         names = ("name", "title", "paper", "source", "how", "text", "skipped")
@@ -96,12 +95,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a reproduction that is run in one go: one table or two.
+    """Part of a reproduction that runs as a unit and yields one or two tables.
 
     Attributes:
-        takes_s: seconds on two cores, about; for the time left.
-        run: makes the tables.
-        heads: the tables without rows: names, titles and sources, known before anything runs.
+        takes_s: approximate seconds on two cores, for estimates.
+        run: computes the tables.
+        heads: tables without rows: names, titles and sources, known in advance.
     """
 
     heads: tuple[Table, ...]
@@ -114,19 +113,17 @@ class Part:
 
 
 def cells(row: Row) -> list[str]:
-    """A row as it is shown: what, the paper's figure, ours, and the numbers of reasons."""
     return [row.what, shown(row.paper, row.form), *(shown(one, row.form) for one in row.ours), reasons_of(row)]
 
 
 def shown(figure: Figure | str, form: str) -> str:
-    """A figure in its form; a dash where there is none."""
     if figure is None:
         return "–"
     return figure if isinstance(figure, str) else form.format(figure)
 
 
 def reasons_of(row: Row) -> str:
-    """The numbers of its reasons. Where figures differ and nothing is said of it, that is said."""
+    """Return the numbers of a row's reasons, or a note if figures differ without a reason."""
     if row.why:
         return ", ".join(map(str, row.why))
     paper = shown(row.paper, row.form)

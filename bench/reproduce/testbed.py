@@ -1,7 +1,7 @@
-"""Two nodes on this machine: FlowMoE's parts and Lancet's halves, measured beside their predictions.
+"""Two emulated nodes: FlowMoE's components and Lancet's halves, measured and compared with their predictions.
 
-The benchmark of the cluster runs them (`bench.cluster`): network namespaces that a slow link joins, which needs root.
-Communication is real there, computation a timed wait.
+Runs `bench.cluster`: network namespaces joined by a slow link, which requires root. Communication is real, computation
+a timed wait.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _TAKES_S = 210
 
 
 def testbed(progress: Progress) -> list[Table]:
-    """Both tables of one run; without figures where it cannot be made."""
+    """Return both tables of one run, without figures if it is impossible."""
     lacking = missing()
     if lacking is not None:
         return [replace(head, skipped=f"not run: {lacking}") for head in (FLOWMOE, LANCET)]
@@ -88,7 +88,7 @@ def testbed(progress: Progress) -> list[Table]:
 
 
 def from_rows(rows: Mapping[str, Mapping[str, Any]], rounds: int) -> list[Table]:
-    """Both tables, of the rows that the benchmark writes."""
+    """Return both tables from the rows of the benchmark."""
     rows = {name: {**rows[row["same_as"]], **row} if "same_as" in row else row for name, row in rows.items()}
     base = rows["sequential"]
     parts = tuple(

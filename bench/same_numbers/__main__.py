@@ -1,4 +1,4 @@
-"""Command of `bench.same_numbers`, which describes it."""
+"""Command line of `bench.same_numbers`."""
 
 from __future__ import annotations
 
@@ -85,8 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("against", nargs="?", metavar="COMMIT", help="the version to compare the working tree with")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="runs whose names contain one of these")
+    parser.add_argument("against", nargs="?", metavar="COMMIT", help="version to compare the working tree with")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="only runs whose names contain one of these"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the runs")
     options = parser.parse_args(arguments)
     runs = [run for run in RUNS if any(text in run.name for text in options.only)]
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.against or not runs:
         parser.error("name a commit, as `make same-numbers AGAINST=main`, and runs that exist (--list)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves no worktree behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the worktree
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name:
         folder = Path(name)
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(before), options.against], check=True)
         try:
-            # A copy: edits while the runs execute do not mix two versions.
+            # A copy, so that edits during the run do not mix versions.
             shutil.copytree(ROOT / "fusedmoe", after / "fusedmoe", ignore=shutil.ignore_patterns("__pycache__"))
             outcomes = compare_trees(before, after, runs, folder)
         finally:

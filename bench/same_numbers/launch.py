@@ -1,4 +1,4 @@
-"""Start the ranks of one version of the library, restart them after a failure, and load what they record."""
+"""Start the ranks of one version of the library, restart them after a failure, and load their records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRACE_S = 5.0
 
 @dataclass
 class Version:
-    """A version of the library: `tree` holds its package `fusedmoe`, `folder` its records."""
+    """A version of the library: `tree` contains its package `fusedmoe`, `folder` its records."""
 
     name: str
     tree: Path
@@ -35,7 +35,7 @@ class Version:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def execute(self, runs: Sequence[Run]) -> Iterator[str]:
-        """Execute the runs, grouped by the kind of ranks they need; yield the name of each run that is done."""
+        """Execute the runs, grouped by the kind of ranks they need; yield the name of each finished run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for (interpreted, world), group in groupby(runs, lambda run: (run.interpreted, run.world)):
             left = list(group)
@@ -73,7 +73,7 @@ class Version:
             log.close()
 
     def _await(self, run: Run, process: subprocess.Popen[bytes], log: str) -> dict[str, Any]:
-        """Wait for the records of all ranks, at most `RUN_TIMEOUT_S`, and shortly after the first rank failed."""
+        """Wait for the records of all ranks, at most `RUN_TIMEOUT_S`, and only shortly after a rank failed."""
         paths = [self.folder / f"{run.file}-{rank}.pt" for rank in range(run.world)]
         deadline, failed = time.monotonic() + RUN_TIMEOUT_S, False
         while time.monotonic() < deadline and not all(path.exists() for path in paths):

@@ -1,8 +1,9 @@
-"""Ranks: processes that execute runs one after the other in a world over Gloo, and save a record of each.
+"""Rank processes that execute runs in sequence over Gloo and save a record of each.
 
     python -m same_numbers.process FOLDER WORLD PORT RUN...
 
-`launch` starts it, with the code under comparison on PYTHONPATH and a pipe as standard input whose end ends the ranks.
+Started by `launch`, with the code under comparison on PYTHONPATH. Standard input is a pipe; when it closes, the ranks
+exit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TIMEOUT_S = 240
 
 
 def execute(run: Run, rank: int, folder: Path) -> dict[str, Any]:
-    """Return what is saved of a run: a record, or why there is none."""
+    """Return the saved content of a run: its record, or why there is none."""
     for package in run.needs:
         if find_spec(package) is None:
             return {"skipped": f"{package} is not installed"}
@@ -50,7 +51,7 @@ def execute(run: Run, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def end_with_launcher() -> None:
-    """End this process when the pipe from `launch` closes, whatever it is doing."""
+    """Exit immediately when the pipe from `launch` closes."""
 
     def wait() -> None:
         os.read(0, 1)
@@ -99,7 +100,7 @@ def main() -> int:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            os._exit(0)  # threads of libraries do not delay the end
+            os._exit(0)  # library threads must not delay the exit
         ranks.append(process)
     return int(any([os.waitpid(process, 0)[1] for process in ranks]))
 

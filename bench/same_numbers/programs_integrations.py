@@ -27,7 +27,7 @@ MATRICES = ("gate_up_proj", "down_proj")
 
 
 def tutel(record: Record, rank: int, world: int, scratch: Path) -> None:
-    """Record layers of Tutel's interface, with sharded experts where there are two ranks."""
+    """Record layers of Tutel's interface, on two ranks with sharded experts."""
     from fusedmoe.tutel import moe
 
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -153,7 +153,7 @@ def hf_quantised(record: Record, rank: int, world: int, scratch: Path, store: st
 
 
 def hf_parallel(record: Record, rank: int, world: int, scratch: Path, form: str) -> None:
-    """Record steps of a model that transformers has split over the ranks, with accumulated gradients."""
+    """Record steps of a model that transformers has split over the ranks, with gradient accumulation."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -240,7 +240,7 @@ def _titan_config() -> Any:
 
 
 def titan(record: Record, rank: int, world: int, scratch: Path, degrees: tuple[int, int] | None) -> None:
-    """Record steps of a Qwen 3 of torchtitan with this library's routed experts, as its trainer splits it."""
+    """Record steps of a torchtitan Qwen 3 with this library's routed experts, split as by its trainer."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -277,7 +277,7 @@ def titan(record: Record, rank: int, world: int, scratch: Path, degrees: tuple[i
                 )  # fmt: skip
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+                module.set_force_sum_reduction_for_comms(True)  # Gloo supports no other reduction
     tokens = torch.randint(0, 32, (2 + rank, 9), generator=torch.Generator().manual_seed(rank))
     position = torch.arange(8).expand(len(tokens), -1)
     for form in ("layers", "blocks") if world > 1 else ("layers",):
@@ -301,7 +301,7 @@ def titan(record: Record, rank: int, world: int, scratch: Path, degrees: tuple[i
 
 @contextmanager
 def _megatron_on_cpus(**sizes: int) -> Iterator[None]:
-    """Initialise Megatron's process groups without the GPU and the Transformer Engine that it expects."""
+    """Initialise Megatron's process groups without the GPU and Transformer Engine that it expects."""
     from megatron.core import parallel_state
 
     with (
@@ -340,7 +340,7 @@ def megatron(record: Record, rank: int, world: int, scratch: Path, degrees: tupl
             layer.set_layer_number(1)
             with torch.no_grad():
                 for number, (name, parameter) in enumerate(layer.named_parameters()):
-                    # Replicated parameters are equal on all ranks, those of experts are not.
+                    # Replicated parameters are equal on all ranks; expert parameters are not.
                     seed = number + (1000 * rank if "local_experts" in name else 0)
                     generator = torch.Generator().manual_seed(seed)
                     parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))

@@ -1,4 +1,4 @@
-"""Programs of `MoELayer` alone."""
+"""Programs of single `MoELayer`s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe import experts, gates, orders, routing, training
 from .record import Record, public
 
 E, M, H = 8, 16, 12
-TOKENS = (23, 0, 41, 1)  # by rank; a rank without tokens and a rank with one among them
+TOKENS = (23, 0, 41, 1)  # by rank; includes a rank without tokens and one with a single token
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 GATES: dict[str, Callable[[], Any]] = {
@@ -38,7 +38,7 @@ ORDERS: dict[str, Callable[[], Any]] = {"sparse": orders.Sparse, "dropless": ord
 
 
 def shard_of_expert(dim: int, shard: int = 0, shards: int = 1) -> nn.Module:
-    """Make one shard of an expert; the results of all shards are summed."""
+    """Create one shard of an expert; the results of all shards are summed."""
     return nn.Sequential(nn.Linear(dim, H // shards), nn.Tanh(), nn.Linear(H // shards, dim))
 
 
@@ -47,7 +47,7 @@ EXPERTS: dict[str, Callable[[], Any]] = {
     "feed_forward": lambda: experts.FeedForward(H, "gelu", bias=True),
     "custom": lambda: experts.Custom(shard_of_expert),
 }
-# Every gate, order and kind of experts is in one of them.
+# Covers every gate, order and kind of experts.
 CASES = [(gate, list(ORDERS)[i % 3], list(EXPERTS)[(i + i // 3) % 3]) for i, gate in enumerate(GATES)]
 
 
@@ -58,7 +58,7 @@ def topology_of(sizes: dict[str, int], ranks_per_node: int = 2) -> fusedmoe.Topo
 
 
 def costs() -> Any:
-    """Make a cost model in which communication takes about as long as computation."""
+    """Return a cost model in which communication takes about as long as computation."""
     lines = {name: public("Line")(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in public("LINES")}
     return public("CostModel")(lines, contention=public("Contention").between_links(0.8))
 
@@ -69,7 +69,7 @@ def make_layer(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> fusedmoe.MoELayer:
-    """Make a layer from a seed, whose router weights are not small."""
+    """Create a layer from a seed, with router weights of substantial size."""
     gate, order, network = case
     torch.manual_seed(7)
     layer = fusedmoe.MoELayer(

@@ -20,7 +20,7 @@ from .record import Record, public
 
 
 class Attention(nn.Module):
-    """The dense part of a block: causal attention over positions."""
+    """Dense part of a block: causal attention over positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Positionwise(nn.Module):
-    """A dense part whose positions do not see each other."""
+    """Dense part without interaction between positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Positionwise(nn.Module):
 
 
 class RunningSum(nn.Module):
-    """A causal dense part along positions: later positions see the sum of the earlier ones."""
+    """Causal dense part: each position adds the sum of earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def blocks(
 
 
 def planned_blocks(record: Record, rank: int, world: int, scratch: Path, policy: str) -> None:
-    """Record three steps by a plan of the whole step, with gradient buckets."""
+    """Record three steps under a plan of the whole step, with gradient buckets."""
     with topology_of({"ep": 2}, ranks_per_node=1) as topology:
         piped = fusedmoe.pipeline(make_blocks(topology))
         x = batch(rank, (8, 6), torch.float64)
@@ -102,7 +102,7 @@ def planned_blocks(record: Record, rank: int, world: int, scratch: Path, policy:
 
 
 class Skewed(nn.Module):
-    """Two layers of dynamic experts whose routers prefer experts of low number."""
+    """Two layers of dynamic experts with routers biased towards experts of low number."""
 
     def __init__(self, topology: fusedmoe.Topology, form: str) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ def placed(
     record: Record, rank: int, world: int, scratch: Path, sizes: dict[str, int], options: Mapping[str, Any],
     form: str = "layers", heap: Any = None,
 ) -> None:  # fmt: skip
-    """Record five optimizer steps over replicas, and evaluation between them."""
-    # Rows are so dear that planning and replicas pay by any measured planning time.
+    """Record five optimizer steps with replicas, and evaluation in between."""
+    # Rows are expensive enough that planning and replicas pay off for any measured planning time.
     given = {"memory": 2, "overlap": 4, "costs": public("PlacementCosts")(10.0, 8, 100, 200, 1e9, 1e9), **options}
     if heap is not None:
         given["heap"] = heap
@@ -164,7 +164,7 @@ def placed(
 
 
 class CapturedExperts(nn.Module):
-    """The best expert of each token, at most `capacity` tokens of a rank for each, in plain PyTorch."""
+    """Top-1 experts with at most `capacity` tokens of a rank per expert, in plain PyTorch."""
 
     def __init__(self, count: int = 4, capacity: int = 8) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class CapturedBlock(nn.Module):
 
 
 class GivenCosts:
-    """Costs of captured operators that depend on sizes alone, so that every version plans from the same numbers."""
+    """Costs of captured operators that depend on sizes only, so that every version plans from the same values."""
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         sizes = [one.numel() for one in args if isinstance(one, Tensor)]

@@ -81,7 +81,7 @@ def wrapped(record: Record, rank: int, world: int, scratch: Path, kind: str) -> 
 
 
 def saved(record: Record, rank: int, world: int, scratch: Path) -> None:
-    """Record three steps by ep, what a model over esp loads of them, and three more steps of that one."""
+    """Record three steps with ep, the state that a model over esp loads from them, and three more steps of it."""
     path = scratch / "checkpoint"
     with topology_of({"ep": 2}) as topology:
         model = make_model(topology)

@@ -1,4 +1,4 @@
-"""The record of one run on one rank, and public names that differ between versions of the library."""
+"""Record of one run on one rank, and public names whose location differs between versions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where a public name lies: the newest place first, earlier ones after it. The first that exists is imported.
+# Locations of public names, newest first. The first existing one is imported.
 PLACES: dict[str, tuple[str, ...]] = {
-    "Contention": ("fusedmoe.schedule", "fusedmoe.plans"),
+    "Contention": ("fusedmoe.schedule.cost", "fusedmoe.schedule", "fusedmoe.plans"),
     "CostModel": ("fusedmoe.schedule", "fusedmoe.plans"),
     "LINES": ("fusedmoe.schedule", "fusedmoe.plans"),
     "Line": ("fusedmoe.schedule", "fusedmoe.plans"),
     "PlacementCosts": ("fusedmoe.placement", "fusedmoe.training"),
-    "ShardedExperts": ("fusedmoe.placement", "fusedmoe.training"),
+    "ShardedExperts": ("fusedmoe.training",),
     "open_heap": ("fusedmoe.comm.one_sided.heaps", "fusedmoe.puts"),
 }
 
 
 def public(name: str) -> Any:
-    """Import a name of `PLACES` from wherever this version of the library has it."""
+    """Import a name of `PLACES` from its location in this version of the library."""
     for place in PLACES[name]:
         try:
             return getattr(import_module(place), name)
@@ -32,10 +32,10 @@ def public(name: str) -> Any:
 
 
 class Record(dict[str, Tensor]):
-    """Tensors of a run by name, detached copies on the CPU."""
+    """Tensors of a run by name, as detached copies on the CPU."""
 
     def note(self, name: str, value: Any) -> None:
-        """Add a tensor, a number, or a mapping or sequence of these. None adds a marker that no tensor was there."""
+        """Add a tensor, a number, or a mapping or sequence of these. None adds a marker for a missing tensor."""
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.note(f"{name} {key}", item)

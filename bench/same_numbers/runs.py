@@ -1,4 +1,4 @@
-"""The fixed set of runs. Importing it imports neither the library nor its integrations."""
+"""The fixed set of runs. This module imports neither the library nor its integrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Skipped(Exception):
-    """A run cannot be executed on this machine; the message is the reason."""
+    """Raised if a run is impossible on this machine, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Run:
 
     Attributes:
         program_name: "module.function", in this package.
-        world: ranks.
+        world: number of ranks.
         interpreted: the ranks execute Triton kernels in Triton's interpreter.
         needs: packages without which the run is skipped.
-        precision: the least precise dtype that the run computes in, where no recorded tensor has it.
+        precision: least precise dtype of the computation, if no recorded tensor has it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Compare two records of one run: the same bits, other rounding, or other numbers."""
+"""Compare two records of one run: bitwise equal, equal up to rounding, or different."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 SAME, ROUNDING, DIFFERENT = "same bits", "rounding", "DIFFERENT"
 
-# Largest difference, relative to the largest number of its tensor, that counts as rounding in a run of this precision.
+# Largest difference, relative to the tensor's largest value, that counts as rounding in a run of this precision.
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,19 +31,18 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def precision(record: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the least precise floating dtype of a record; float64 where it has none."""
     dtypes = {tensor.dtype for tensor in record.values() if tensor.dtype in LIMITS}
     return max(dtypes, key=lambda dtype: LIMITS[dtype], default=torch.float64)
 
 
 def distance(before: Tensor, after: Tensor) -> tuple[float, float]:
-    """Return the largest difference relative to the largest number of `before`, and in ulps of `before`'s elements.
+    """Return the largest difference relative to the largest value of `before`, and in ulps of `before`'s elements.
 
-    Infinite where only one of two elements is finite.
+    Infinite if only one of two elements is finite.
     """
     wide, other = before.double(), after.double()
     differs = bits(before).view_as(before) != bits(after).view_as(after)
-    differs &= ~((wide == other) | (wide.isnan() & other.isnan()))  # signs of zero, payloads of NaN
+    differs &= ~((wide == other) | (wide.isnan() & other.isnan()))  # ignores signs of zero and payloads of NaN
     if not differs.any():
         return 0.0, 0.0
     wide, other = wide[differs], other[differs]
@@ -65,7 +64,7 @@ def compare(
     """Compare two records of one run.
 
     Args:
-        least_precise: the least precise dtype that the run computes in, where no recorded tensor has it.
+        least_precise: least precise dtype of the computation, if no recorded tensor has it.
     """
     if before.keys() != after.keys():
         lost, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())

@@ -1,4 +1,4 @@
-"""Compares schedules in simulation on published grids of layers, without a machine to run them on."""
+"""Compare schedules in simulation on published grids of layers, independent of the machine."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.simulate.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
-from fusedmoe.runtime.progress import WorkBar
+from bench.own_policy import add_policy_flags, register_own
+from bench.simulate.grid import ABLATION, ASSUMPTIONS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's settings."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.simulate",
-        description="Compares schedules in simulation on published grids of layers.",
+        description="Compare schedules in simulation on published grids of layers.",
         epilog="policies:\n"
-        + "\n".join(f"  {one.name:15}{one.description}" for one in POLICIES.values() if not one.own),
+        + "\n".join(f"  {one.name:15}{one.description}" for one in POLICIES.values() if not one.is_user_defined),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--grid", choices=("fsmoe",), required=True, help="fsmoe: Table 5 of the FSMoE paper")
-    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"of a step (default: {LAYERS})")
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"layers per step (default: {LAYERS})")
     parser.add_argument(
         "--sample",
         type=int,
         default=SAMPLE,
         metavar="N",
-        help="cases of each testbed in which policies of whole models are simulated too, which takes about a "
-        f"second a case (default: {SAMPLE}, drawn once; 486 are all)",
+        help="cases per testbed in which policies of whole models are simulated, too, at about one second per "
+        f"case (default: {SAMPLE}, a fixed sample; at most 486)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_policy_flags(parser)
     parsed = parser.parse_args(arguments)
     if parsed.layers < 1:
         parser.error(f"--layers {parsed.layers}: a step has at least one layer")
@@ -46,15 +48,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the grid and prints its table, or JSON."""
     settings = parse(arguments)
-    with WorkBar("simulating") as bar:
-        results = run_grid(settings.layers, settings.sample, bar.show)
+    try:
+        own = None if settings.policy is None else register_own(settings.policy, settings.whole)
+        with ProgressBar("simulating") as bar:
+            results = run_grid(settings.layers, settings.sample, bar.show, own)
+    except ConfigError as error:
+        sys.exit(f"bench.simulate: {error}")
     assumptions = _assumptions(settings.layers, settings.sample)
     if settings.json:
         print(json.dumps(_as_dict(results, settings.layers, assumptions), indent=2))
     else:
-        _print_table(results, assumptions)
+        _print_table(results, settings.layers, assumptions)
 
 
 def _name(result: Result) -> str:
@@ -72,32 +77,38 @@ def _as_dict(results: list[Result], layers: int, assumptions: list[str]) -> dict
     for result in results:
         data.setdefault(result.testbed, {})[_name(result)] = result.as_dict()
     for testbed, published in PUBLISHED.items():
-        data[testbed]["published"] = published
+        data[testbed]["published"] = published | {"layers": LAYERS}
     return data | {"assumptions": assumptions}
 
 
-def _print_table(results: list[Result], assumptions: list[str]) -> None:
+def _print_table(results: list[Result], layers: int, assumptions: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
+    counts = results[0].as_dict()["cases"]
+    sampled = f"n={counts['joint']}"
     speedups = Table(title="Mean speed-up over Tutel (with PipeMoE), 1,458 cases on each testbed")
-    parts = Table(title="FlowMoE part by part, mean speed-up over Tutel")
-    gaps = Table(title="Time of the joint policy over the bound that no schedule beats")
+    parts = Table(title=f"FlowMoE part by part, mean speed-up over Tutel, {sampled}")
+    gaps = Table(title=f"Time of the joint policy over the bound, {sampled}")
     for table in (speedups, parts, gaps):
-        table.add_column("testbed")
+        table.add_column("testbed", no_wrap=True)
     for part in ABLATION:
         parts.add_column(part if part == ABLATION[0] else f"+ {part}", justify="right")
-    for column in (*COLUMNS, "differing_degrees"):
-        speedups.add_column(column.replace("_", " "), justify="right")
+    columns = results[0].columns
+    for column in (*columns, "differing_degrees"):
+        few = f" {sampled}" * (counts.get(column, 0) == counts["joint"] < max(counts.values()))
+        speedups.add_column(column.replace("_", " ") + few, justify="right")
     for quantile in results[0].as_dict()["gap_to_bound"]:
         gaps.add_column(quantile, justify="right")
     for testbed, published in PUBLISHED.items():
         for result in (result for result in results if result.testbed == testbed):
             found, label = result.as_dict(), f"{testbed} {_name(result)}"
-            cells = (f"{found[column]:.3f}" for column in COLUMNS)
+            cells = (f"{found[column]:.3f}" for column in columns)
             speedups.add_row(label, *cells, str(result.differing_degrees))
             parts.add_row(label, *(f"{share:.3f}" for share in found["ablation"].values()))
             gaps.add_row(label, *(f"{max(0.0, gap):.1%}" for gap in found["gap_to_bound"].values()))
-        cells = (str(published.get(column, "")) for column in (*COLUMNS, "differing_degrees"))
-        speedups.add_row(f"{testbed} published", *cells, end_section=True)
+        cells = (str(published.get(column, "")) for column in (*columns, "differing_degrees"))
+        if layers == LAYERS:  # of the paper
+            speedups.add_row(f"{testbed} published", *cells)
+        speedups.add_section()
     for table in (speedups, parts, gaps):
         console.print(table)
     for text in assumptions:

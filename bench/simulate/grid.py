@@ -1,6 +1,4 @@
-"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on the two testbeds of
-`fusedmoe.schedule.machines`.
-"""
+"""Simulation of FSMoE's study of configured layers (§6.3, Tables 4 and 5): 1,458 cases on two testbeds."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import ALONE, Contention
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention
 from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
@@ -21,25 +19,25 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 
-#: Layers of a simulated step, unless the caller says otherwise.
+#: Default number of layers of a simulated step.
 LAYERS = 4
 
-#: What the paper calls Tutel: Tutel with PipeMoE's degrees.
+#: Named Tutel in the paper: Tutel with PipeMoE's degrees.
 BASELINE = "pipemoe"
 
-#: The columns of a result, in order: policies, and the bound that no schedule beats.
+#: Columns of a result in order: policies, and the lower bound of any schedule.
 COLUMNS = (
     *("sequential", "tutel", "tutel_improved", "lina", "fsmoe_no_iio", "fsmoe"),
     *("lancet", "flowmoe", "joint", "bound"),
 )
 
-#: FlowMoE part by part, each with all before it (its Table 5).
+#: FlowMoE's components, cumulative (its Table 5).
 ABLATION = ("pipelined experts", "attention", "all-reduce", "tuned")
 
-#: In so many cases of each testbed policies of whole models are simulated, unless the caller says otherwise.
+#: Default number of cases per testbed in which policies of whole models are simulated.
 SAMPLE = 48
 
-#: What the paper measured: mean speed-ups over Tutel (Table 5), cases whose best degrees differ (§2.3).
+#: Measured in the paper: mean speed-ups over Tutel (Table 5), cases whose best degrees differ (§2.3).
 PUBLISHED: dict[str, dict[str, float]] = {
     "A": {"tutel_improved": 1.09, "fsmoe_no_iio": 1.12, "fsmoe": 1.18},
     "B": {"tutel_improved": 1.08, "fsmoe_no_iio": 1.16, "fsmoe": 1.22, "differing_degrees": 912},
@@ -57,7 +55,7 @@ ASSUMPTIONS = (
     "Tutel's own choice instead: the better of 1, 2, 4, 8 for the whole layer.",
     "lancet, flowmoe and joint split attention too, into micro-batches that go on from layer to layer, and lancet and "
     "joint run weight gradients (half of the experts' backward pass, and attention's projections) by themselves; in "
-    "{sample} cases of each testbed, drawn once; the bound in these too. The ablation is over Tutel as well.",
+    "n = {sample} cases of each testbed, drawn once; the bound in these too. The ablation is over Tutel as well.",
     "The bound: no plan with up to 16 equal chunks or micro-batches of each part of each layer takes less, whatever "
     "the order of its tasks.",
     "f = * (no drop) has the volume of f = 1. Degrees go up to 16; differing degrees are counted up to 8.",
@@ -65,7 +63,7 @@ ASSUMPTIONS = (
     "works too; this number is chosen to meet the paper's FSMoE, the other figures follow.",
 )
 
-# Table 4; B's sequences are shorter. The number of heads, of which there are three, changes nothing.
+# Table 4; B's sequences are shorter. The number of heads, which has three values, has no effect.
 _BATCH, _MODEL_DIM, _HIDDEN_SCALE = (1, 2, 4), (1024, 2048, 4096), (2, 3, 4)
 _CAPACITY, _EXPERT, _HEADS = (1.2, 2.4, None), ("ffn", "swiglu"), 3
 
@@ -74,36 +72,46 @@ _DIFFERING_LIMIT = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of a step in the cases of one testbed: [cases] by column, and with the baseline and the ablation.
+    """Seconds of a step in the cases of one testbed: [cases] by column, and for the baseline and the ablation.
 
-    NaN where a case is not in the sample that policies of whole models are simulated in.
+    NaN for cases outside of the sample for policies of whole models.
     """
 
     testbed: str
     contention: float
     seconds: dict[str, Any]
     differing_degrees: int
+    #: Name of a policy of the caller's own, simulated with the others.
+    own: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return COLUMNS if self.own is None else (*COLUMNS, self.own)
 
     def speedup(self, name: str) -> float:
-        """Mean of baseline's time / time over all cases that there are of it."""
+        """Return the mean of baseline time / time over all available cases."""
         return float(np.nanmean(self.seconds[BASELINE] / self.seconds[name]))
 
+    def num_cases(self, name: str) -> int:
+        """Return the number of simulated cases of a column."""
+        return int((~np.isnan(self.seconds[name])).sum())
+
     def speedups(self) -> dict[str, float]:
-        """Returns the mean speed-up of every column."""
-        return {name: self.speedup(name) for name in COLUMNS}
+        return {name: self.speedup(name) for name in self.columns}
 
     def gaps(self) -> Any:
-        """[sampled cases] how much longer the joint policy takes than the bound, as a share of the bound."""
+        """Return the joint policy's excess over the bound, relative to the bound, [sampled cases]."""
         gaps = self.seconds["joint"] / self.seconds["bound"] - 1.0
         return gaps[~np.isnan(gaps)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The means, the count of differing degrees, and the distribution of the gaps, in plain types."""
+        """Return means, the count of differing degrees, and the distribution of the gaps, as JSON."""
         gaps = self.gaps()
         quantiles = {f"p{share}": float(np.quantile(gaps, share / 100)) for share in (0, 25, 50, 75, 90, 100)}
         return {
             "contention": self.contention,
             **self.speedups(),
+            "cases": {name: self.num_cases(name) for name in (*self.columns, *ABLATION)},
             "ablation": {name: self.speedup(name) for name in ABLATION},
             "differing_degrees": self.differing_degrees,
             "gap_to_bound": {"mean": float(gaps.mean()), **quantiles},
@@ -111,7 +119,7 @@ class Result:
 
 
 def workloads(testbed: Testbed) -> Iterator[Workload]:
-    """The 486 cases that differ; each stands for three numbers of heads."""
+    """Yield the 486 distinct cases; each represents three numbers of heads."""
     for batch, seq_len, model_dim, scale, capacity, expert in product(
         _BATCH, testbed.seq_lens, _MODEL_DIM, _HIDDEN_SCALE, _CAPACITY, _EXPERT
     ):
@@ -129,7 +137,7 @@ def workloads(testbed: Testbed) -> Iterator[Workload]:
         )
 
 
-# How many others a case takes as long as in which policies of whole models are simulated.
+# Cost of a case with policies of whole models, in units of other cases.
 _WHOLE_CASES = 35
 
 
@@ -137,24 +145,26 @@ def run_grid(
     layers: int = LAYERS,
     sample: int = SAMPLE,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    own: str | None = None,
 ) -> list[Result]:
-    """Both testbeds, each first without contention and then with its own.
+    """Simulate both testbeds, each first without and then with its contention.
 
-    `sample`: in so many cases of each testbed policies of whole models are simulated too. `progress` is told how much
-    is done of all there is, in cases; one of the sample counts for what it takes.
+    `sample`: number of cases per testbed in which policies of whole models are simulated, too. `progress` is called
+    with the finished and the total number of cases; a sampled case is weighted by its cost. `own`: a registered policy
+    to simulate with the others.
     """
     cases = [(name, testbed, list(workloads(testbed))) for name, testbed in TESTBEDS.items()]
     total, done = sum(len(found) + _WHOLE_CASES * min(sample, len(found)) for _, _, found in cases), 0
     results = []
     for name, testbed, found in cases:
-        contentions = (ALONE, testbed.costs.contention)
+        contentions = (NO_CONTENTION, testbed.costs.contention)
         rows: list[list[dict[str, float]]] = [[] for _ in contentions]
         differing = [0 for _ in contentions]
         sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
         for number, workload in enumerate(found):
             layer = workload.layer_costs(testbed.costs)
-            costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"))
-            for index, row in enumerate(_rows(costs, contentions)):
+            costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), workload=workload)
+            for index, row in enumerate(_rows(costs, contentions, own)):
                 whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
                 rows[index].append(row | whole)
                 degrees = {
@@ -165,22 +175,25 @@ def run_grid(
             done += 1 + _WHOLE_CASES * (number in sampled)
             progress(done, total)
         for contention, part, count in zip(contentions, rows, differing, strict=True):
-            names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION))
+            names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION, *([] if own is None else [own])))
             columns = {name: np.array([row.get(name, np.nan) for row in part]) for name in names}
-            results.append(Result(name, contention.share("intra", "inter"), columns, count))
+            results.append(Result(name, contention.share("intra", "inter"), columns, count, own))
     return results
 
 
-def _rows(costs: StepCosts, contentions: tuple[Contention, ...]) -> Iterator[dict[str, float]]:
-    """Seconds by column of what plans layer by layer, for each contention. What has one communication queue is the same
-    for all."""
+def _rows(costs: StepCosts, contentions: tuple[Contention, ...], own: str | None = None) -> Iterator[dict[str, float]]:
+    """Yield, for each contention, the seconds by column of policies that plan layer by layer.
+
+    Policies with a single communication queue have equal times for all contentions.
+    """
     same = {name: makespan(POLICIES[name].plan(costs), costs) for name in (BASELINE, *COLUMNS) if name in _ONE_QUEUE}
     for contention in contentions:
         here = replace(costs, contention=contention)
-        yield same | {"fsmoe": makespan(POLICIES["fsmoe"].plan(here), here)}
+        three = ["fsmoe"] if own is None or POLICIES[own].whole else ["fsmoe", own]
+        yield same | {name: makespan(POLICIES[name].plan(here), here) for name in three}
 
 
-# Their plans have nothing on the links inside the node.
+# Their plans do not use intra-node links.
 _ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio")
 
 

@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for the library (default: beside its module)")
     arguments = parser.parse_args()
     try:
-        from fusedmoe.comm.one_sided.nvshmem import LIBRARY, why_not
+        from fusedmoe.comm.one_sided.nvshmem import LIBRARY, unavailable_reason
 
         into = arguments.into or LIBRARY.parent
         build(package(arguments.install), into.resolve())
@@ -103,7 +103,7 @@ def main() -> int:
         return 1
     print(f"Built {into / LIBRARY.name}.")
     if arguments.into is None:
-        reason = why_not()
+        reason = unavailable_reason()
         print(f"It cannot be used here: {reason}." if reason else "It can be used here.")
     return 0
 

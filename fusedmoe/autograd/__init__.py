@@ -1,58 +1,30 @@
-"""Differentiable functions of an MoE layer, for models that bring their own modules.
+"""Differentiable functions of an MoE layer, for models with custom modules.
 
     layout = order(expert_SK, experts=E)
-    rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
+    rows_NM, weight_N = permute(x_SM, layout), row_weights(weight_SK, layout)
     y_SM = experts(x_SM, layout, weight_N, weights, "swiglu")
 
-Route tokens with `gate`, sort routing decisions with `order`, move rows with `permute` and `unpermute`, and compute
-with `experts` or `grouped_linear`. `dispatch`, `combine`, `all_gather` and `reduce_scatter` send rows between ranks by
-the `Exchange` that `fusedmoe.comm.exchange_metadata` returns. All arguments are checked before a rank computes or
-sends: ConfigError, or RankError on the other ranks.
+`gate` routes tokens, `order` sorts the routing decisions by expert, `permute` and `unpermute` gather and sum rows, and
+`experts` or `grouped_linear` compute. `through_experts` sends rows to the ranks of their experts and returns the
+results; it takes the `Exchange` returned by `fusedmoe.comm.exchange_metadata`. Every function validates its arguments
+before it computes or sends: ConfigError, or RankError on the other ranks.
 """
 
 from __future__ import annotations
 
-from fusedmoe.autograd.experts import WeightParts, experts, experts_in_parts
-from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
-from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
-from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
-from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
-from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
-from fusedmoe.autograd.parallel import (
-    gather_rows,
-    join_rows,
-    name_for_graphs,
-    reduce_scatter_rows,
-    split_counts,
-    split_rows,
-)
+from fusedmoe.autograd.experts import experts
+from fusedmoe.autograd.gate import gate
+from fusedmoe.autograd.grouped import grouped_linear
+from fusedmoe.autograd.moves import through_experts
+from fusedmoe.autograd.order import order, permute, row_weights, unpermute
 
 __all__ = [
-    "GateChoice",
-    "GateRule",
-    "WeightParts",
-    "all_gather",
-    "clamped_swiglu",
-    "combine",
-    "dispatch",
     "experts",
-    "experts_in_parts",
     "gate",
-    "gate_from_logits",
-    "gather_rows",
     "grouped_linear",
-    "join_rows",
-    "low_rank_experts",
-    "low_rank_linear",
-    "name_for_graphs",
     "order",
     "permute",
-    "received_layout",
-    "reduce_scatter",
-    "reduce_scatter_rows",
-    "split_counts",
-    "split_rows",
-    "take_pairs",
+    "row_weights",
     "through_experts",
     "unpermute",
 ]

@@ -1,4 +1,4 @@
-"""An auxiliary loss as a layer's attribute: its gradient arrives, or is refused where it cannot."""
+"""Auxiliary losses in layer attributes, whose gradients a reentrant checkpoint would silently drop."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from fusedmoe.errors import DerivativeError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
 
-def in_function() -> bool:
-    """Returns whether this runs in the forward of an autograd function, as the inside of a reentrant checkpoint does.
+def is_in_autograd_function() -> bool:
+    """Return whether the caller runs inside the forward of an autograd function, such as a reentrant checkpoint.
 
-    There, and in inference mode, forward mode is off as well; `torch.no_grad()` leaves it on.
+    Forward-mode AD is disabled there and in inference mode, but not under `torch.no_grad()`.
     """
     return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode_enabled())
 
 
-def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:
-    """Returns an auxiliary loss as it is to be kept: the same number, which refuses gradients if it was made in a
-    reentrant checkpoint.
+def guard_aux_loss(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:
+    """Return the auxiliary loss, or, inside a reentrant checkpoint, a copy that raises when it is differentiated.
 
-    The checkpoint's backward computes the layer again, with a graph, but whoever adds the number to a loss has the
-    first one, and a coefficient of which that backward knows nothing. (Returned from the checkpointed function it is an
-    output of the checkpoint, whose gradient takes this one's place and arrives.)
+    The checkpoint's forward has no graph. Its backward recomputes the layer with one, but the caller's total loss
+    contains the first value, whose gradient would be lost. A loss that the checkpointed function returns keeps its
+    gradient, because autograd then uses the checkpoint's output.
 
     Args:
-        layer: whose it is, in errors.
-        like: a parameter of the gate. A compiled graph does not know what it will run in: by this each refuses.
-        if_any: there may be no loss: a zero refuses nothing.
+        layer: name of the layer, for errors.
+        like: a parameter of the gate, required in compiled graphs, which cannot detect a checkpoint.
+        if_any: the loss may be absent; a zero loss never raises.
     """
-    # An eager layer knows whether it runs in a checkpoint, and then any tensor with a gradient will do.
+    # Eager code detects the checkpoint; any tensor that requires grad then serves as `like`.
     if not torch.compiler.is_compiling():
-        like = torch.empty(0, requires_grad=True, device="cpu") if in_function() else None
+        like = torch.empty(0, requires_grad=True, device="cpu") if is_in_autograd_function() else None
     if like is None or not like.requires_grad:
         return aux
-    # In the checkpoint's forward no graph is made; the refusal is one, of a single node.
+    # Autograd is disabled here, so the graph consists of the one node that raises.
     with torch.enable_grad():
         refusing: Tensor = refuse_gradient(aux.detach(), like, layer, if_any)
     return refusing
 
 
-# Operators, so that compiled graphs hold the refusal, and decide in the backward, when it is known where they ran.
+# An operator, because a compiled graph detects the checkpoint only in its backward.
 @operator("refuse_gradient")
 def refuse_gradient(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
-    # An operator returns memory of its own.
+    # An operator must not return a view of an argument.
     return aux.clone()
 
 
@@ -58,18 +57,19 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
 
 @operator("refused_gradient")
 def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
-    """Zeros like `like`, where there is nothing to refuse: no gradient, or no loss, if that is given.
+    """Backward of an auxiliary loss made in a reentrant activation checkpoint, which would lose its gradient.
+
+    Returns zeros like `like` if no gradient is lost: `grad` is 0, or `aux` is given and 0.
 
     Raises:
-        DerivativeError: else.
+        DerivativeError: the gradient would be lost.
     """
-    # A loss with coefficient zero, or none at all, loses nothing.
     if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)
     raise DerivativeError(
         f"{layer} was made in a reentrant activation checkpoint (torch.utils.checkpoint or gradient checkpointing with "
         "use_reentrant=True, Megatron's recompute): its gradient would be lost. Set use_reentrant=False, or return the "
-        "loss from the checkpointed function, beside the output"
+        "loss from the checkpointed function along with the output"
     )
 
 

@@ -1,8 +1,7 @@
-"""Checks of the public operations: they refuse input that cannot give the numbers that were asked for.
+"""Argument checks of the public operations.
 
-Shapes, dtypes and devices cost nothing to look at. Values (expert numbers, the indices of a layout made by hand) are
-looked at where they are on the host; on CUDA and in graphs of `torch.compile` they become an assertion on the device,
-as in PyTorch's own indexing, so that nothing waits.
+Shapes, dtypes and devices are always checked. Values (expert ids, indices of a handmade layout) are checked on the host
+for CPU tensors; on CUDA and under `torch.compile` they become a device assertion without a host synchronization.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from fusedmoe.kernels.layout import Layout
 
 
 def refuse(operation: str, text: str) -> NoReturn:
-    # Texts are made where something is wrong only: `torch.compile` would take a size that is printed for a constant.
+    # Messages are formatted only on failure, because `torch.compile` specializes on any size that is formatted.
     raise ConfigError(f"{operation}: {text}")
 
 
 def require_values(operation: str, holds: Tensor, text: str) -> None:
-    """Refuses unless a scalar tensor is true."""
+    """Raise, or assert on the device, unless a scalar tensor is true."""
     if uses_triton(holds) or torch.compiler.is_compiling():
         torch.ops.aten._assert_async.msg(holds, f"{operation}: {text}")
     elif not holds.is_meta and not holds:
@@ -33,14 +32,12 @@ def require_values(operation: str, holds: Tensor, text: str) -> None:
 
 
 def check_count(operation: str, name: str, value: Any, least: int) -> None:
-    """Refuses what is no integer of at least `least`; symbolic ones of `torch.compile` are integers, too."""
-    # True is an integer to Python; as a count it is a mistake.
+    """Require an integer >= `least`, including symbolic integers of `torch.compile`."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
         refuse(operation, f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = None) -> None:
-    """Refuses what is no tensor on the device of `like`."""
     if not isinstance(value, Tensor):
         refuse(operation, f"{name} must be a tensor, got {type(value).__name__}")
     if like is not None and value.device != like.device:
@@ -48,23 +45,21 @@ def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = No
 
 
 def check_rows(operation: str, name: str, rows: Any, count: int | None, like: Tensor | None = None) -> None:
-    """Refuses what is not [count, M] of any dtype, on the device of `like`; `count` None: any number of rows."""
+    """Require a [count, M] tensor on the device of `like`; with `count` None, any number of rows."""
     if not isinstance(rows, Tensor) or (like is not None and rows.device != like.device):
-        check_tensor(operation, name, rows, like)  # it finds the words
+        check_tensor(operation, name, rows, like)  # raises with the right message
     if rows.dim() != 2 or (count is not None and rows.shape[0] != count):
         expected = "[rows, M]" if count is None else f"[{count}, M]"
         refuse(operation, f"{name} must be {expected}, got {list(rows.shape)}")
 
 
 def check_floats(operation: str, name: str, tensor: Tensor) -> None:
-    """Refuses numbers that are not floating-point."""
     if not tensor.is_floating_point():
         refuse(operation, f"{name} must hold floating-point numbers, got {tensor.dtype}")
 
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
-    """Refuses what does not hold integers in so many dimensions, on the device of `like`."""
-    # Texts are made below: in most calls two comparisons are all that a check costs.
+    """Require an integer tensor with `dims` dimensions on the device of `like`."""
     if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
         check_tensor(operation, name, value, like)
     whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
@@ -72,14 +67,14 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
-#: Says which numbers are chosen experts; `most`: the greatest.
+#: Message for invalid expert ids; `most`: the largest valid id.
 CHOICE = "chosen experts must be numbers from 0 to {most}, or -1 for an empty pair; these hold others"
 
 
 def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
-    """Refuse anything but chosen experts: [S, K] integers in [0, experts), -1 for an empty pair.
+    """Require expert ids: [S, K] integers in [0, experts), or -1 for an empty pair.
 
-    On tensors of Triton kernels the kernel of `order` checks the numbers.
+    CUDA tensors are checked by the kernel of `order`.
     """
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
@@ -89,14 +84,14 @@ def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
     if torch.compiler.is_compiling() or expert_SK.is_meta:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():
-        # One pass on the host: a few tokens of a decoder take little longer than a check.
+        # One pass over the values: in a decoding step with few tokens, a layer takes little longer than a check.
         least, most = (extreme.item() for extreme in expert_SK.aminmax())
         if least < -1 or most >= experts:
             refuse(operation, text)
 
 
 def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
-    """Refuse anything but [N] floating-point numbers, one for each row of the layout."""
+    """Require [N] floating-point weights, one per row of the layout."""
     check_tensor(operation, "weight_N", weight_N, layout.row_SK)
     if weight_N.shape != (layout.rows,) or not weight_N.is_floating_point():
         cure = "take_pairs(weight_SK, layout) gives them"
@@ -105,17 +100,17 @@ def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
 
 
 def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:
-    """Refuses results that are not as many rows, as wide, as what they were made of."""
+    """Require results with the shape of the rows that they were computed from."""
     if not isinstance(out_SM, Tensor) or out_SM.shape != rows_SM.shape:
         got = list(out_SM.shape) if isinstance(out_SM, Tensor) else repr(out_SM)
         raise ConfigError(f"{name} was given rows of shape {list(rows_SM.shape)} and returned {got}")
 
 
 def check_layout(operation: str, layout: Any) -> None:
-    """Refuses a layout whose parts do not fit each other, as those of one that `order` made do."""
+    """Require a layout whose fields are consistent with each other."""
     if not isinstance(layout, Layout):
         refuse(operation, f"layout must be a Layout, as `order` makes it, got {type(layout).__name__}")
-    # What `order` and the exchanges make fits by how it is made; to look again would cost each operation a pass.
+    # Layouts of `order` and of exchanges are consistent by construction; checking them again would take a pass.
     if layout.verified:
         return
     dims = {"counts_E": 1, "offsets_E1": 1, "source_N": 1, "pair_N": 1, "row_SK": 2}
@@ -131,35 +126,34 @@ def check_layout(operation: str, layout: Any) -> None:
         sizes = sizes and layout.k == 1 and layout.tokens == layout.rows
     else:
         sizes = sizes and len(layout.source_N) == layout.rows
-    cure = "let `order` make it, or see fusedmoe.kernels.Layout for what each part says"
+    cure = "build it with `order`, or see fusedmoe.kernels.Layout for the meaning of each field"
     if not sizes:
         refuse(operation, f"the parts of this layout have sizes that do not fit each other; {cure}")
-    require_values(operation, _fits(layout), f"the numbers in this layout do not fit each other; {cure}")
+    require_values(operation, _is_consistent(layout), f"the numbers in this layout do not fit each other; {cure}")
 
 
-def _fits(layout: Layout) -> Tensor:
-    """Returns whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
-    # One conjunction, so that on CUDA there is one assertion and nothing waits.
+def _is_consistent(layout: Layout) -> Tensor:
+    """Return a scalar tensor: whether all fields describe the same rows. Never synchronizes with the device."""
+    # One conjunction makes a single device assertion on CUDA.
     offsets_E1, source_N, pair_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.pair_N, layout.row_SK
     pairs, kept = max(row_SK.numel(), 1), offsets_E1[-1]
     row_N = torch.arange(layout.rows, device=row_SK.device)
     padding_N = row_N >= kept
-    # Counts and offsets, and how many rows the pairs claim.
+    # Counts and offsets agree, and the pairs refer to as many rows.
     fits = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
     fits &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
-    # Each row's pair is one that there is, and its row is this one.
     fits &= ((pair_N >= 0) & (pair_N < pairs)).all()
     if row_SK.numel():
         fits &= ((row_SK.reshape(-1)[pair_N.clamp(0, pairs - 1)] == row_N) | padding_N).all()
     if source_N is None:
         return fits & (kept == layout.rows)
-    # A row's token is its pair's; of padding it need only exist, for kernels read through it.
+    # A row's token is its pair's token. Kernels read a padding row's token, so it must be valid.
     of_pair_N = pair_N.div(max(layout.k, 1), rounding_mode="floor")
     return fits & ((source_N == of_pair_N) | padding_N & (source_N >= 0) & (source_N < max(layout.tokens, 1))).all()
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
-    """Refuses parameters not of so many experts, for rows like x_SM, in the shapes that the activation reads."""
+    """Require parameters of `experts` experts, in the shapes of the activation, for rows like x_SM."""
     if not isinstance(weights, Weights):
         refuse(operation, f"weights must be fusedmoe.kernels.Weights, got {type(weights).__name__}")
     if activation not in ACTIVATIONS:

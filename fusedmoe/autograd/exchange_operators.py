@@ -1,25 +1,24 @@
-"""Tokens between ranks as PyTorch operators, `torch.ops.fusedmoe.*`: eager, compiled and checkpointed layers take them.
+"""PyTorch operators (`torch.ops.fusedmoe.*`) that exchange tokens between ranks, eager, compiled or checkpointed.
 
     *tokens, row_N, code_N = deduplicate(layout, peers)               which tokens go to which rank
-    send_PC, come_QPC = exchange_metadata(counts_E, tokens_W, bad, *form, way)
-    x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, come_QPC, way)
+    send_PC, recv_QPC = exchange_metadata(counts_E, tokens_W, bad, *form, route)
+    x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, recv_QPC, route)
     …                                                                 experts
-    y_TM = combine(y_RM, send_PC, come_QPC, len(x_TM), way)
+    y_TM = combine(y_RM, send_PC, recv_QPC, len(x_TM), route)
 
-Operators take tensors and plain values, so process groups stand behind a name, `way`: in graphs that of a `Way`, which
-layers share; in eager mode that of a `Crossing`, one batch's way, whose ranks have met already. How many rows come is
-known when a graph runs, not when it is made: sizes without a value (`new_dynamic_size`), one of tokens and one of pairs
-for all results of a dispatch. Each operator needs the one before, forward and backward, so that no compiler can change
-the order of what ranks do together; and none is computed twice in a backward pass, since compilers recompute only
-operators that they know.
+Operators take tensors and plain values, so `route` names the process groups: a `CollectiveRoute`, shared between
+layers, in a compiled graph, and a `BatchRoute`, one batch after its metadata exchange, in eager mode. The number of
+received rows is known only at run time; fake tensors have unbacked sizes (`new_dynamic_size`), one for tokens and one
+for pairs. Each operator depends on the previous one, forward and backward, so no compiler can reorder collectives.
+Compilers recompute only operators that they know, hence none of these in backward.
 
-Dispatch and combine are linear, so their derivatives are right as often as autograd asks:
+Dispatch and combine are linear and differentiable any number of times:
 
     operator    gradient             gradient of that
     dispatch    dispatch_backward    dispatch
     combine     combine_backward     combine
 
-Rows that are sent may end with padding (`Layout`), which does not travel; rows that come have none.
+Sent rows may end with padding (`Layout`), which is not sent; received rows have none.
 """
 
 from __future__ import annotations
@@ -27,178 +26,171 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from fusedmoe import handles
 from fusedmoe.comm import exchange
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.exchange import Agreed, Exchange, ExchangeSizes
+from fusedmoe.comm.exchange import AgreedMetadata, Exchange, ExchangeSizes
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
-from fusedmoe.hooks import Direction, HookContext, Hooks, carry
-from fusedmoe.kernels.deduplicate import sending
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
+from fusedmoe.kernels.deduplicate import deduplicate_tokens
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.recorder import Recorder, span
 
-# A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
-# several ways may have a name, and whichever of them is open stands for it. Each holds the set that it is in: a name
-# goes with its last way.
-_ways: WeakValueDictionary[str, WeakSet[Way]] = WeakValueDictionary()
-_crossings: WeakValueDictionary[str, Crossing] = WeakValueDictionary()
+# Equal names let one graph serve all layers over the same process groups.
 _new_number = count()
 
-#: Why a rank of a graph refuses.
-BAD_NUMBERS = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
+NONFINITE_INPUT = "the input or router logits are NaN or infinite. Check the layer's input and the gate's weights"
 
 
-class Way:
-    """The ranks and the algorithm by which rows of a layer travel, under a name for as long as it is held.
+class CollectiveRoute:
+    """The process groups and the all-to-all algorithm of a layer, registered under a name for compiled graphs.
 
-    Ways over the same process groups, by the same algorithm, have the same name, whichever layers and topologies they
-    are of. It has no ranks in it, so that ranks that do the same compile the same graphs.
-
-    Attributes:
-        name: which graphs know it by.
+    Layers with the same process groups and algorithm share the name, which contains no rank, so all ranks compile the
+    same graph.
     """
 
-    recorder: Recorder | None = None  # none in graphs
+    recorder: Recorder | None = None  # graphs record no spans
 
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
         self.name = f"{all_to_all.identity}, {topology.esp.identity}"
-        self._alike = _ways.setdefault(self.name, WeakSet())
-        self._alike.add(self)
+        self._handle = handles.register(self.name, self)
 
     @property
     def is_open(self) -> bool:
-        """Tells whether rows can travel: a topology that was closed has no process groups, others still may."""
         return self.topology.ep.is_open and self.topology.esp.is_open
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Way:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveRoute:
         return self  # as its topology
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Way, (self.topology, self.all_to_all)
+        return CollectiveRoute, (self.topology, self.all_to_all)
 
 
-class Crossing:
-    """One batch's way to the experts' ranks and back, once its ranks have met.
+class BatchRoute:
+    """Process groups and row counts of one batch, registered under a name by which eager operators find them.
 
-    In eager mode operators know it by its name. The graph of its batch keeps it, so that the layer may be gone by the
-    backward pass.
+    The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass.
 
     Attributes:
-        part: the collectives that rows go by.
-        sharded: experts are split over esp.   travels: there are other ranks.
-        hooks: see rows on the wire, forward and backward.   recorder: takes spans of both passes.
-        turned: the ranks have compared that they have a backward pass.
+        part: the collectives of the batch.
+        is_sharded: experts are split over esp.
+        hooks, recorder: receive the rows of dispatch and combine, and their spans, in both passes.
+        has_compared_backward: the ranks have compared their backward calls.
     """
 
     def __init__(
         self, topology: Topology, part: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
     ) -> None:
         self.topology, self.part, self.hooks, self.recorder = topology, part, hooks, recorder
-        self.sharded = topology.esp.size > 1
-        self.travels = self.sharded or topology.ep.size > 1
-        self.turned = False
-        self.name = f"crossing {next(_new_number)}"
-        _crossings[self.name] = self
+        self.is_sharded = topology.esp.size > 1
+        self.has_peers = self.is_sharded or topology.ep.size > 1
+        self.has_compared_backward = False
+        self.name = f"batch {next(_new_number)}"
+        self._handle = handles.register(self.name, self)
 
 
-def _way(name: str, operation: str) -> Way:
-    ways = list(_ways.get(name, ()))
-    if not ways:
-        raise ConfigError(f"{operation}: the layer of {name} is gone; keep it until the backward pass has ended")
-    return next((way for way in ways if way.is_open), ways[0])  # a closed one says so itself
+def _batch_route(name: str) -> BatchRoute | None:
+    """Return the batch registered under this name; None for a `CollectiveRoute`."""
+    found = handles.find(name)
+    return found if isinstance(found, BatchRoute) else None
 
 
-def exchange_of_sizes(
+def rebuild_exchange(
     topology: Topology,
     all_to_all: AllToAll,
     send_PC: Tensor,
-    come_QPC: Tensor,
+    recv_QPC: Tensor,
     device: torch.device,
     by_pairs: bool,
     call: str,
-    agreed: Agreed | None = None,
+    agreed: AgreedMetadata | None = None,
 ) -> Exchange:
-    """Makes an exchange again of the sizes (`ExchangeSizes`), and what else its ranks agreed on, that a graph holds."""
+    """Rebuild an exchange from the sizes (`ExchangeSizes`) that a graph stores and the values its ranks agreed on."""
     grid = topology.expert_grid
     ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
-    sizes = ExchangeSizes(send_PC.numpy(), come_QPC.numpy())
+    sizes = ExchangeSizes(send_PC.numpy(), recv_QPC.numpy())
     return Exchange(all_to_all, topology.esp, sizes, device, by_pairs, call, ranks_QP, agreed=agreed)
 
 
-class _Traffic:
-    """The collectives of one operator, as a context: errors inside are told to the other ranks.
+class _OperatorExchange:
+    """Context of one operator's collectives; an exception inside is reported to the other ranks.
 
-    `send` takes rows to all shards of their experts, `bring_back` takes their results to the ranks of the tokens.
+    `send` sends rows to all shards of their experts; `return_results` returns the results to the tokens' ranks.
     """
 
     def __init__(
-        self, way: str, operation: str, send_PC: Tensor, come_QPC: Tensor, device: torch.device, by_pairs: bool = False
+        self,
+        route: str,
+        operation: str,
+        send_PC: Tensor,
+        recv_QPC: Tensor,
+        device: torch.device,
+        by_pairs: bool = False,
     ) -> None:
-        crossing = _crossings.get(way)
-        if crossing is None:  # in a graph
-            layers = _way(way, operation)
+        batch = _batch_route(route)
+        if batch is None:  # in a graph
+            layers = handles.require(route, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
-                # A graph has carried sizes alone: collectives for them are made again, here and in the backward.
-                given = layers.all_to_all, send_PC, come_QPC, device, by_pairs
-                part = exchange_of_sizes(layers.topology, *given, "a layer's graph")
-            crossing = Crossing(layers.topology, part)
+                # A graph carries sizes only; the collectives are rebuilt here, in both passes.
+                given = layers.all_to_all, send_PC, recv_QPC, device, by_pairs
+                part = rebuild_exchange(layers.topology, *given, "a layer's graph")
+            batch = BatchRoute(layers.topology, part)
         backward = operation.endswith("_backward")
-        # A backward pass begins with that of combine; where a graph has none, with that of dispatch.
-        if operation == "combine_backward" or (backward and not crossing.turned):
-            crossing.part.turn()
-        crossing.turned = operation == "combine_backward"
-        self.operation, self.crossing, self.part = operation, crossing, crossing.part
+        # The backward pass starts with combine's gradient, or with dispatch's if the graph has no gradient of combine.
+        if operation == "combine_backward" or (backward and not batch.has_compared_backward):
+            batch.part.begin_backward()
+        batch.has_compared_backward = operation == "combine_backward"
+        self.operation, self.batch, self.part = operation, batch, batch.part
         self.phase: Direction = "backward" if backward else "forward"
 
-    def __enter__(self) -> _Traffic:
+    def __enter__(self) -> _OperatorExchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            # Other ranks may wait in the same collective: they end with this error, not with a time-out.
-            self.crossing.topology.stop(f"fusedmoe::{self.operation}", error)
+            # Other ranks that wait in the same collective raise this error instead of timing out.
+            self.batch.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, x_TM: Tensor) -> Tensor:
-        part, crossing = self.part, self.crossing
+        part, batch = self.part, self.batch
         if len(x_TM) > part.sent:
-            x_TM = x_TM[: part.sent]  # padding does not travel
-        if crossing.hooks or crossing.recorder is not None:
-            with span(crossing.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
-                rows = carry(crossing.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
+            x_TM = x_TM[: part.sent]  # padding is not sent
+        if batch.hooks or batch.recorder is not None:
+            with span(batch.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
+                rows = transfer_rows(batch.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
         else:
             rows = part.dispatch(x_TM)
-        if crossing.sharded:
-            with span(crossing.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
+        if batch.is_sharded:
+            with span(batch.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
                 rows = part.all_gather(rows)
         # An operator returns memory of its own.
-        return rows if crossing.travels else rows.clone()
+        return rows if batch.has_peers else rows.clone()
 
-    def bring_back(self, rows_RM: Tensor, rows: int) -> Tensor:
-        """Returns what became of the rows that were sent, and zeros for padding: `rows` in all."""
-        part, crossing = self.part, self.crossing
-        if crossing.sharded:
-            with span(crossing.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
+    def return_results(self, rows_RM: Tensor, rows: int) -> Tensor:
+        """Return the results of the rows that were sent, zero-padded to `rows` rows."""
+        part, batch = self.part, self.batch
+        if batch.is_sharded:
+            with span(batch.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
                 rows_RM = part.reduce_scatter(rows_RM)
-        if crossing.hooks or crossing.recorder is not None:
-            with span(crossing.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
-                back = carry(crossing.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
+        if batch.hooks or batch.recorder is not None:
+            with span(batch.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
+                back = transfer_rows(batch.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
         else:
             back = part.combine(rows_RM)
         if len(back) < rows:
             return _padded(back, rows)
-        return back if crossing.travels else back.clone()
+        return back if batch.has_peers else back.clone()
 
 
 def _padded(back: Tensor, rows: int) -> Tensor:
-    # Rows of padding did not travel, and their sum must not be what memory held before.
+    # Padding rows have no result and must not expose uninitialized memory.
     padded = back.new_zeros((rows, *back.shape[1:]))
     padded[: len(back)] = back
     return padded
@@ -206,8 +198,13 @@ def _padded(back: Tensor, rows: int) -> Tensor:
 
 @operator("deduplicate")
 def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the tokens that go to each rank: the five tensors of `Sending.tokens`, `row_N` and `code_N`."""
-    tokens, row_N, code_N, _ = sending(Layout.of(layout), peers)
+    """Keep each token once per destination rank.
+
+    Returns the layout of the tokens to send (counts, offsets, source, pair, and row per token and k). Then, for each
+    sent (token, k) pair: its row in the layout sorted by expert, and 2·(local expert) + (1 for the token's first pair
+    on the rank).
+    """
+    tokens, row_N, code_N, _ = deduplicate_tokens(Layout.of(layout), peers)
     assert tokens.source_N is not None and row_N is not None and code_N is not None
     return tokens.counts_E, tokens.offsets_E1, tokens.source_N, tokens.pair_N, tokens.row_SK, row_N, code_N
 
@@ -215,7 +212,7 @@ def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tens
 @register_fake(deduplicate)
 def _(layout: LayoutTensors, peers: int) -> tuple[Tensor, ...]:
     of = Layout.of(layout)
-    # No token goes to a rank twice, and none without a pair: bounds that need no numbers.
+    # An upper bound: each token is sent to a rank at most once, and only with a pair.
     rows = torch.sym_min(of.rows, of.tokens * peers)
     like, small = of.row_SK, torch.int16 if of.experts < 2**14 else torch.int32
     counts_W, offsets_W1 = like.new_empty(peers), like.new_empty(peers + 1, dtype=torch.int32)
@@ -233,22 +230,22 @@ def exchange_metadata(
     width: int,
     k: int,
     weights: torch.dtype | None,
-    way: str,
+    route: str,
 ) -> tuple[Tensor, Tensor]:
-    """Exchange the numbers of tokens and pairs between the ranks, as `fusedmoe.comm.exchange.exchange_metadata`.
+    """Exchange the counts of tokens and pairs between ranks, by `fusedmoe.comm.exchange.exchange_metadata`.
 
     Args:
-        counts_E: pairs of this rank for each expert.   tokens_W: its tokens for each rank; None: a row for each pair.
-        bad: more than 0 where router logits, or what they are made of, are not finite, a scalar; then no rank goes on.
+        tokens_W: tokens of this rank per destination rank; None: one row per pair.
+        bad: scalar, > 0 if the router logits or their inputs are not finite; all ranks then raise.
         dtype, width, k, weights: as in `RowForm`.
     Returns:
-        `ExchangeSizes.send_PC` and `ExchangeSizes.come_QPC`, on the host.
+        `ExchangeSizes.send_PC` and `ExchangeSizes.recv_QPC`, on the host.
     Raises:
-        RankError: of what an exchange refuses.
+        RankError: on all ranks, if one rank refuses.
     """
-    found = _way(way, "exchange_metadata")
+    found = handles.require(route, "exchange_metadata")
     with found.topology.guard("fusedmoe::exchange_metadata"):
-        refusal = None if bad is None else NonFinite(bad, BAD_NUMBERS)
+        refusal = None if bad is None else NonFinite(bad, NONFINITE_INPUT)
         made = exchange.exchange_metadata(
             found.all_to_all,
             found.topology.esp,
@@ -256,15 +253,15 @@ def exchange_metadata(
             RowForm(dtype, width, k, weights),
             refusal,
             tokens=None if tokens_W is None else TokenCounts(tokens_W),
-            expert_calls=ExpertCalls.MODULE,  # operators follow, without a plan
+            expert_calls=ExpertCalls.MODULE,  # no plan follows
         )
-    return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.come_QPC, device="cpu")
+    return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.recv_QPC, device="cpu")
 
 
 @register_fake(exchange_metadata)
 def _(counts_E: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, way = others
-    topology = next(iter(_ways[way])).topology
+    *_, route = others
+    topology = handles.require(route, "exchange_metadata").topology
     peers, shards = topology.ep.size, topology.esp.size
     send_PC = counts_E.new_empty((peers, counts_E.shape[0] // peers + 1), device="cpu")
     return send_PC, send_PC.new_empty((shards, *send_PC.shape))
@@ -278,18 +275,21 @@ def dispatch(
     code_N: Tensor | None,
     k: int,
     send_PC: Tensor,
-    come_QPC: Tensor,
-    way: str,
+    recv_QPC: Tensor,
+    route: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sends tokens, and returns those for this rank's experts, the weight of each of their sorted rows (none of None),
-    the pair of each, numbered as received, and their layout.
+    """Send tokens to the ranks of their experts.
 
     Args:
-        x_TM: [T, M] tokens by destination.   weight_N: [N] weight of each row of the experts' layout.
-        row_N, code_N: as `deduplicate` gives them; None: a row travels for each pair.
-        k: the most pairs of a token.
+        x_TM: [T, M] tokens by destination rank.
+        weight_N: [N] router weight of each row of the experts' layout, or None.
+        row_N, code_N: from `deduplicate`; None: one row is sent per pair.
+        k: maximum number of pairs per token.
+    Returns:
+        Received tokens [R, M]; the weight of each sorted row (empty without weights); the received pair of each sorted
+        row; the five tensors of their `Layout`.
     """
-    with _Traffic(way, "dispatch", send_PC, come_QPC, x_TM.device, code_N is None) as traffic:
+    with _OperatorExchange(route, "dispatch", send_PC, recv_QPC, x_TM.device, code_N is None) as traffic:
         part = traffic.part
         x_RM = traffic.send(x_TM)
         received, weight_P = part.exchange_pairs(code_N, weight_N, row_N, k)
@@ -302,9 +302,8 @@ def dispatch(
 
 @register_fake(dispatch)
 def _(x_TM: Tensor, weight_N: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    _, code_N, k, _, come_QPC, _ = others
-    # How many come is known when the graph runs.
-    tokens, experts = torch.library.get_ctx().new_dynamic_size(), come_QPC.shape[2] - 1
+    _, code_N, k, _, recv_QPC, _ = others
+    tokens, experts = torch.library.get_ctx().new_dynamic_size(), recv_QPC.shape[2] - 1
     pairs = tokens if code_N is None else torch.library.get_ctx().new_dynamic_size()
     like = x_TM.new_empty(0, dtype=torch.long)
     return (
@@ -328,14 +327,14 @@ def dispatch_backward(
     code_N: Tensor | None,
     k: int,
     send_PC: Tensor,
-    come_QPC: Tensor,
+    recv_QPC: Tensor,
     tokens: int,
     rows: int,
-    way: str,
+    route: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns gradients of `tokens` tokens, and of the weights of `rows` rows (none of None, of either)."""
-    with _Traffic(way, "dispatch_backward", send_PC, come_QPC, order_N.device, row_N is None) as traffic:
-        dx_TM = order_N.new_empty(0) if dx_RM is None else traffic.bring_back(dx_RM.contiguous(), tokens)
+    """Return gradients of `tokens` tokens and of `rows` router weights; empty where the incoming gradient is None."""
+    with _OperatorExchange(route, "dispatch_backward", send_PC, recv_QPC, order_N.device, row_N is None) as traffic:
+        dx_TM = order_N.new_empty(0) if dx_RM is None else traffic.return_results(dx_RM.contiguous(), tokens)
         if dweight_N is None:
             return dx_TM, dx_TM.new_empty(0)
         dweight_P = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N.contiguous())
@@ -350,87 +349,86 @@ def _(dx_RM: Tensor | None, dweight_N: Tensor | None, order_N: Tensor, *others: 
 
 
 @operator("combine")
-def combine(y_RM: Tensor, send_PC: Tensor, come_QPC: Tensor, tokens: int, way: str) -> Tensor:
-    """Returns the results of the tokens that were sent, and zeros for padding: `tokens` in all."""
-    with _Traffic(way, "combine", send_PC, come_QPC, y_RM.device) as traffic:
-        return traffic.bring_back(y_RM.contiguous(), tokens)
+def combine(y_RM: Tensor, send_PC: Tensor, recv_QPC: Tensor, tokens: int, route: str) -> Tensor:
+    """Return the results of the sent tokens, zero-padded to `tokens` rows."""
+    with _OperatorExchange(route, "combine", send_PC, recv_QPC, y_RM.device) as traffic:
+        return traffic.return_results(y_RM.contiguous(), tokens)
 
 
 @register_fake(combine)
-def _(y_RM: Tensor, send_PC: Tensor, come_QPC: Tensor, tokens: int, way: str) -> Tensor:
+def _(y_RM: Tensor, send_PC: Tensor, recv_QPC: Tensor, tokens: int, route: str) -> Tensor:
     return y_RM.new_empty((tokens, y_RM.shape[1]))
 
 
 @operator("combine_backward")
-def combine_backward(dy_TM: Tensor, send_PC: Tensor, come_QPC: Tensor, received: int, way: str) -> Tensor:
-    """Returns gradients of the `received` results."""
-    with _Traffic(way, "combine_backward", send_PC, come_QPC, dy_TM.device) as traffic:
+def combine_backward(dy_TM: Tensor, send_PC: Tensor, recv_QPC: Tensor, received: int, route: str) -> Tensor:
+    """Backward of `combine`: send dy_TM to the ranks that computed the results, [T, M] -> [received, M]."""
+    with _OperatorExchange(route, "combine_backward", send_PC, recv_QPC, dy_TM.device) as traffic:
         return traffic.send(dy_TM.contiguous())
 
 
 @register_fake(combine_backward)
-def _(dy_TM: Tensor, send_PC: Tensor, come_QPC: Tensor, received: int, way: str) -> Tensor:
+def _(dy_TM: Tensor, send_PC: Tensor, recv_QPC: Tensor, received: int, route: str) -> Tensor:
     return dy_TM.new_empty((received, dy_TM.shape[1]))
 
 
-def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_TM, weight_N, row_N, code_N, ctx.k, send_PC, come_QPC, ctx.way = inputs
-    ctx.crossing = _crossings.get(ctx.way)
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_TM, weight_N, row_N, code_N, ctx.k, send_PC, recv_QPC, ctx.route = inputs
+    ctx.batch = _batch_route(ctx.route)
     ctx.tokens, ctx.rows = x_TM.shape[0], None if weight_N is None else weight_N.shape[0]
-    part = None if ctx.crossing is None else ctx.crossing.part
-    # A graph does not hold which gradients no rank needs.
-    ctx.learn = (True, True) if part is None else (part.tokens_require_grad, part.weights_require_grad)
-    if not all(ctx.learn):
-        ctx.mark_non_differentiable(*(rows for rows, learns in zip(output, ctx.learn, strict=False) if not learns))
-        ctx.set_materialize_grads(False)  # or there would be zeros for these
+    part = None if ctx.batch is None else ctx.batch.part
+    # Graphs do not store which gradients are unused on all ranks.
+    ctx.needed = (True, True) if part is None else (part.tokens_require_grad, part.weights_require_grad)
+    if not all(ctx.needed):
+        ctx.mark_non_differentiable(*(rows for rows, needed in zip(output, ctx.needed, strict=False) if not needed))
+        ctx.set_materialize_grads(False)  # no zeros for unused outputs
         ctx.shapes = x_TM.new_empty(()).expand(output[0].shape), output[1].new_empty(()).expand(output[1].shape)
-    ctx.save_for_backward(output[2], row_N, code_N, send_PC, come_QPC)
+    ctx.save_for_backward(output[2], row_N, code_N, send_PC, recv_QPC)
 
 
 def _dispatch_gradient(ctx: Any, dx_RM: Tensor | None, dweight_N: Tensor | None, *_: Any) -> tuple[Any, ...]:
     order_N, row_N, code_N, *sizes = ctx.saved_tensors
-    tokens_learn, weights_learn = ctx.learn[0], ctx.learn[1] and ctx.rows is not None
-    if tokens_learn and dx_RM is None:
+    needs_x, needs_weight = ctx.needed[0], ctx.needed[1] and ctx.rows is not None
+    if needs_x and dx_RM is None:
         dx_RM = torch.zeros_like(ctx.shapes[0])
-    if weights_learn and dweight_N is None:
+    if needs_weight and dweight_N is None:
         dweight_N = torch.zeros_like(ctx.shapes[1])
-    given = dx_RM if tokens_learn else None, dweight_N if weights_learn else None
-    rows = ctx.rows if weights_learn else 0
-    dx_TM, dweight = dispatch_backward(*given, order_N, row_N, code_N, ctx.k, *sizes, ctx.tokens, rows, ctx.way)
-    return dx_TM if tokens_learn else None, dweight if weights_learn else None, None, None, None, None, None, None
+    given = dx_RM if needs_x else None, dweight_N if needs_weight else None
+    rows = ctx.rows if needs_weight else 0
+    dx_TM, dweight = dispatch_backward(*given, order_N, row_N, code_N, ctx.k, *sizes, ctx.tokens, rows, ctx.route)
+    return dx_TM if needs_x else None, dweight if needs_weight else None, None, None, None, None, None, None
 
 
-def _keep_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    dx_RM, dweight_N, _, row_N, code_N, ctx.k, send_PC, come_QPC, ctx.tokens, _, ctx.way = inputs
-    ctx.crossing, ctx.given = _crossings.get(ctx.way), (dx_RM is not None, dweight_N is not None)
-    ctx.save_for_backward(row_N, code_N, send_PC, come_QPC)
+def _save_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    dx_RM, dweight_N, _, row_N, code_N, ctx.k, send_PC, recv_QPC, ctx.tokens, _, ctx.route = inputs
+    ctx.batch, ctx.given = _batch_route(ctx.route), (dx_RM is not None, dweight_N is not None)
+    ctx.save_for_backward(row_N, code_N, send_PC, recv_QPC)
 
 
 def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
     row_N, code_N, *sizes = ctx.saved_tensors
     tokens, weights = ctx.given
-    if not tokens:  # weights travel beside tokens, as narrow as can be
+    if not tokens:  # only weights have a gradient: send the narrowest tokens
         g_TM = g_N.new_zeros((ctx.tokens, 1))
-    g_RM, g_weight, *_ = dispatch(g_TM, g_N if weights else None, row_N, code_N, ctx.k, *sizes, ctx.way)
+    g_RM, g_weight, *_ = dispatch(g_TM, g_N if weights else None, row_N, code_N, ctx.k, *sizes, ctx.route)
     return g_RM if tokens else None, g_weight if weights else None, *(None,) * 9
 
 
-def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keeps what the way back needs, of `combine` and of its backward alike."""
-    rows, send_PC, come_QPC, _, ctx.way = inputs
-    ctx.crossing, ctx.rows = _crossings.get(ctx.way), rows.shape[0]
-    ctx.save_for_backward(send_PC, come_QPC)
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, send_PC, recv_QPC, _, ctx.route = inputs
+    ctx.batch, ctx.rows = _batch_route(ctx.route), rows.shape[0]
+    ctx.save_for_backward(send_PC, recv_QPC)
 
 
 def _combine_gradient(ctx: Any, dy_TM: Tensor) -> tuple[Any, ...]:
-    return combine_backward(dy_TM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
+    return combine_backward(dy_TM, *ctx.saved_tensors, ctx.rows, ctx.route), None, None, None, None
 
 
 def _combine_backward_gradient(ctx: Any, g_RM: Tensor) -> tuple[Any, ...]:
-    return combine(g_RM, *ctx.saved_tensors, ctx.rows, ctx.way), None, None, None, None
+    return combine(g_RM, *ctx.saved_tensors, ctx.rows, ctx.route), None, None, None, None
 
 
-register_gradient(dispatch, _dispatch_gradient, _keep_dispatch)
-register_gradient(dispatch_backward, _dispatch_backward_gradient, _keep_dispatch_backward)
-register_gradient(combine, _combine_gradient, _keep_combine)
-register_gradient(combine_backward, _combine_backward_gradient, _keep_combine)
+register_gradient(dispatch, _dispatch_gradient, _save_dispatch)
+register_gradient(dispatch_backward, _dispatch_backward_gradient, _save_dispatch_backward)
+register_gradient(combine, _combine_gradient, _save_combine)
+register_gradient(combine_backward, _combine_backward_gradient, _save_combine)

@@ -1,6 +1,7 @@
-"""The router: logits, choice of experts, weights and sums for the auxiliary losses, as functions with gradients.
+"""The router as differentiable functions: logits, expert choice, router weights, sums for auxiliary losses.
 
-Below them are the operators, which only Triton serves; elsewhere the definition in plain torch does.
+Operators exist for Triton kernels only; without Triton the plain-torch definition runs. Inconsistent sizes, dtypes or
+devices raise ConfigError.
 """
 
 from __future__ import annotations
@@ -15,27 +16,22 @@ from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, ref
 from fusedmoe.kernels.derivatives import first_order, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels, summands_shape
 
-__all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
-
 
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """Routes tokens by the logits x·Wᵀ (see `GateRule` for what follows from them).
+    """Route tokens by the logits x·Wᵀ and the rule (`GateRule`). Never synchronizes with the device.
 
-    On CUDA by kernels, for up to 512 experts, 16 of them chosen, in float32 or half precision; differentiable once. The
-    rest, and CPU tensors, plain torch. Neither waits for the device.
+    On CUDA, kernels compute up to 512 experts with k up to 16, in float32 or half precision, once differentiable. Other
+    cases and CPU tensors use plain torch.
 
     Args:
         x_SM: [S, M] tokens, S ≥ 0, any float dtype, any strides.
         weight_EM: [E, M] router matrix, any float dtype.
-        rule: choice and weights.
         bias_E: [E] added to the scores for the choice only; gets no gradient.
     Returns:
-        A `GateChoice`, in float32 (float64 if an operand is). Gradients flow through weights, score sums and logsumexp.
+        A `GateChoice` in float32 (float64 if an operand is). Weights, score sums and logsumexp are differentiable.
     Saves for backward:
-        x and W as they are, logits (S·E float32) and choices (S·K int64). Plain torch saves a few times S·E instead,
-        and copies of x and W where these are in half precision.
-    Raises:
-        ConfigError: sizes, dtypes or devices that do not fit each other.
+        x and W without cast copies, logits (S·E float32) and choices (S·K int64). Plain torch saves a few times S·E
+        instead, and copies of x and W in half precision.
     """
     check_rows("gate", "x_SM", x_SM, None)
     check_floats("gate", "x_SM", x_SM)
@@ -46,25 +42,22 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
         refuse("gate", f"{shapes} do not fit; they must be [S, M] and [E, M]")
     _check(weight_EM.shape[0], x_SM, rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
-        return _asked_for(gate_operator(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
-    # Logits in half precision would choose other experts: at least float32.
+        return _as_choice(gate_operator(x_SM, weight_EM, _bias_operand(bias_E), *_fields(rule)), rule)
+    # Half-precision logits would select different experts.
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
     with torch.autocast(x_SM.device.type, enabled=False):
         return define_choice(x_SM.to(dtype) @ weight_EM.to(dtype).t(), rule, bias_E)
 
 
 def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """Routes tokens as `gate` does, by logits that are made elsewhere: noisy ones, or cosines.
+    """Route tokens by given logits, such as noisy or cosine logits; otherwise like `gate`.
 
     Args:
-        logits_SE: [S, E] any float dtype; half precision becomes float32 first.
-        rule, bias_E: see `gate`.
+        logits_SE: [S, E], any float dtype; half precision is converted to float32.
     Returns:
-        A `GateChoice`; its logits are the given ones.
+        A `GateChoice` with the given logits.
     Saves for backward:
-        the logits and the choices (S·K int64).
-    Raises:
-        ConfigError: sizes, dtypes or devices that do not fit each other.
+        The logits and the choices (S·K int64).
     """
     check_tensor("gate", "logits_SE", logits_SE)
     check_floats("gate", "logits_SE", logits_SE)
@@ -73,13 +66,13 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
     _check(logits_SE.shape[1], logits_SE, rule, bias_E)
     logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
     if fits_kernels(logits_SE.shape[1], rule.k) and has_kernels(logits_SE):
-        choice = _asked_for(gate_from_logits_operator(logits_SE, _single(bias_E), *_fields(rule)), rule)
+        choice = _as_choice(gate_from_logits_operator(logits_SE, _bias_operand(bias_E), *_fields(rule)), rule)
         return choice._replace(logits_SE=logits_SE.detach())
     return define_choice(logits_SE, rule, bias_E)
 
 
-def _single(bias_E: Tensor | None) -> Tensor | None:
-    # Detached: a bias enters the choice alone, so it has no gradient.
+def _bias_operand(bias_E: Tensor | None) -> Tensor | None:
+    # The bias affects the choice only, so it is detached.
     return None if bias_E is None else bias_E.detach().float().contiguous()
 
 
@@ -97,29 +90,28 @@ def _check(experts: int, of_tokens: Tensor, rule: GateRule, bias_E: Tensor | Non
 
 
 def _fields(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bool]:
-    """Returns the rule as the operators take it; `GateRule(*fields)` is the inverse."""
+    """Return the rule as operator arguments; `GateRule(*fields)` is the inverse."""
     return rule.k, rule.score, rule.normalize, rule.scale, rule.statistics, rule.sequence, rule.logsumexp
 
 
-def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
+def _as_choice(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad = tensors
     asked_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
     asked_S = logsumexp_S if rule.logsumexp else None
     return GateChoice(expert_SK, weight_SK, logits_SE, asked_BE, counts_BE, asked_S, bad)
 
 
-# A schema knows no dataclasses and no optional results: operators take a rule's fields (`_fields`), and give an empty
-# tensor for each result that the rule does not ask for.
+# Operator schemas have neither dataclasses nor optional results: pass the fields, return empty unused tensors.
 _RULE = "SymInt k, str score, bool normalize, float scale, bool statistics, SymInt? sequence, bool logsumexp"
 _CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 @operator("gate", f"(Tensor x_SM, Tensor weight_EM, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_operator(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Returns the seven tensors of a `GateChoice`."""
+    """Return the seven tensors of a `GateChoice`."""
     from fusedmoe.kernels.triton.gate import choose
 
-    return _filled(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
+    return _replace_none(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
 
 
 @register_fake(gate_operator)
@@ -129,11 +121,11 @@ def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tup
 
 @operator("gate_from_logits", f"(Tensor logits_SE, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_from_logits_operator(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Returns what `gate` does, from float32 logits, in whose place there is an empty tensor."""
+    """Like `gate_operator`, from float32 logits; the third tensor, the logits, is empty."""
     from fusedmoe.kernels.triton.gate import choose
 
     choice = choose.choose(logits_SE, GateRule(*rule), bias_E)
-    return _filled((*choice[:2], None, *choice[3:]))  # an operator returns no argument
+    return _replace_none((*choice[:2], None, *choice[3:]))  # operators must not return an argument
 
 
 @register_fake(gate_from_logits_operator)
@@ -142,7 +134,7 @@ def _(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...
     return expert_SK, weight_SK, logits_SE.new_empty(0), *sums
 
 
-def _filled(choice: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _replace_none(choice: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     weight_SK = choice[1]
     assert weight_SK is not None
     return tuple(weight_SK.new_empty(0) if tensor is None else tensor for tensor in choice)
@@ -169,8 +161,11 @@ def gate_backward(
     dlogsumexp_S: Tensor | None,
     *rule_and_apart: Any,
 ) -> Tensor:
-    """Returns the gradient of the logits, [S, E] float32; `apart`: as two summands [2, S, E rounded up to 16] bfloat16,
-    as the router's products in bfloat16 take it."""
+    """Return the gradient of the logits, [S, E] float32.
+
+    With `apart`, return two bfloat16 summands [2, S, E rounded up to 16], the input format of the bfloat16 router
+    products.
+    """
     from fusedmoe.kernels.triton.gate import choose
 
     *rule, apart = rule_and_apart
@@ -185,10 +180,10 @@ def _(logits_SE: Tensor, *others: Any) -> Tensor:
     return logits_SE.new_empty((S, E))
 
 
-def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+def _save_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     x_SM, weight_EM, _, *ctx.rule = inputs
     expert_SK, _, logits_SE, _, count_BE, _, bad = output
-    # Where a result has no gradient, the kernel leaves out the pass that needs it: no zeros in its place.
+    # The kernel skips results without a gradient.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)
@@ -196,19 +191,18 @@ def _keep_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
 
 def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
-    apart = x_SM.dtype == weight_EM.dtype == torch.bfloat16  # else one of the products takes them as they are
+    apart = x_SM.dtype == weight_EM.dtype == torch.bfloat16  # otherwise a product reads float32
     dlogits = _dlogits(logits_SE, expert_SK, grads, ctx.rule, apart)
     found = (*_product_gradients(dlogits, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The logits are an output: autograd does not know that they were made of x and W.
+        # Autograd does not track that the logits, an output, depend on x and W.
         return first_order("fusedmoe::gate", found, (x_SM, weight_EM, *grads))
     return found
 
 
-def _keep_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+def _save_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     logits_SE, _, *ctx.rule = inputs
     expert_SK, _, nothing, _, count_BE, _, bad = output
-    # As for the gate in one kernel: results without a gradient cost no pass.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(expert_SK, nothing, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK)
@@ -226,15 +220,15 @@ def _dlogits(
     return gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule, apart)
 
 
-register_gradient(gate_operator, _gate_gradients, _keep_choice)
-register_gradient(gate_from_logits_operator, _from_logits_gradients, _keep_choice_from_logits)
+register_gradient(gate_operator, _gate_gradients, _save_choice)
+register_gradient(gate_from_logits_operator, _from_logits_gradients, _save_choice_from_logits)
 
 
 @operator("router_product")
 def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """Returns x·Wᵀ [S, E] in float32, as exact as float32, of any mix of float32 and half precision; Triton only.
+    """Return x·Wᵀ [S, E] with float32 accuracy, for any mix of float32 and half precision. Triton only.
 
-    Saves x and W as they are, no cast copies. Differentiable once; gradients come in the operands' dtypes.
+    Saves x and W without cast copies. Once differentiable; gradients have the operands' dtypes.
     """
     from fusedmoe.kernels.triton.gate import router
 
@@ -248,7 +242,6 @@ def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
 @operator("router_dx")
 def router_dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns dlogits·W, [S, M]; dlogits are what `gate_backward` gives."""
     from fusedmoe.kernels.triton.gate import router
 
     return router.dx(dlogits, weight_EM, dtype)
@@ -261,7 +254,6 @@ def _(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator("router_dw")
 def router_dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
-    """Returns dlogitsᵀ·x, [E, M]; dlogits are what `gate_backward` gives."""
     from fusedmoe.kernels.triton.gate import router
 
     return router.dw(dlogits, x_SM, dtype, experts)
@@ -288,7 +280,7 @@ def _(dlogits: Any, x_SM: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     return 2 * int(x_SM[0] * out_shape[0] * out_shape[1])
 
 
-def _keep_operands(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _save_operands(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -304,4 +296,4 @@ def _product_gradients(
     return dx_SM, router_dw(dlogits, x_SM, weight_EM.dtype, len(weight_EM)) if needs[1] else None
 
 
-register_gradient(router_product, _router_gradients, _keep_operands)
+register_gradient(router_product, _router_gradients, _save_operands)

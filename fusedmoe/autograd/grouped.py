@@ -1,4 +1,4 @@
-"""Differentiable functions of sorted rows for networks that `experts` does not know: linear maps, clamped SwiGLU."""
+"""Differentiable functions of sorted rows for custom expert networks: grouped linear maps and clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from fusedmoe.kernels.layout import Layout, LayoutTensors
 def grouped_linear(
     rows_NK: Tensor, layout: Layout, weight: Tensor, bias_EO: Tensor | None = None, *, transposed: bool = True
 ) -> Tensor:
-    """[N, K] -> [N, O]: each row times its expert's matrix, plus its expert's bias; zeros in padding rows.
+    """Multiply each row by its expert's matrix and add its expert's bias: [N, K] -> [N, O]; zeros in padding rows.
 
-    Between `permute` and `unpermute` it is what a linear layer is to dense networks.
+    Used between `permute` and `unpermute`, like `torch.nn.functional.linear` in a dense network.
 
     Args:
         rows_NK: rows sorted by expert, floating point, any strides.
-        layout: which rows are whose.
-        weight: [E, O, K], as `torch.nn.Linear` has it, in the rows' dtype; [E, K, O] if not `transposed`. Any strides,
-            but on a GPU one that is not contiguous is copied.
+        weight: [E, O, K] as in `torch.nn.Linear`, or [E, K, O] if not `transposed`, in the rows' dtype. GPUs copy a
+            non-contiguous weight.
         bias_EO: [E, O], or None.
     Saves for backward:
-        rows_NK, where the weight has a gradient (and the weight, which exists anyway). The backward computes what needs
-        a gradient alone.
+        rows_NK if the weight requires grad; the weight is referenced. Backward computes only the gradients that are
+        needed.
     Raises:
-        ConfigError: shapes, dtypes or devices that do not fit each other.
+        ConfigError: inconsistent shapes, dtypes or devices.
     """
     check_layout("grouped_linear", layout)
     check_rows("grouped_linear", "rows_NK", rows_NK, layout.rows, layout.row_SK)
@@ -79,20 +78,19 @@ def grouped_linear_backward(
     transposed: bool,
     layout: LayoutTensors,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of the rows, the weights and the bias; an empty tensor where there is none.
+    """Return the gradients of the rows, the weights and the bias; empty tensors for those not computed.
 
-    None is made of the rows without `weight`, of the weights without `rows_NK`, and of a bias unless it is `biased`.
+    The rows' gradient needs `weight`, the weights' gradient `rows_NK`, and the bias' gradient `biased`.
     """
     of_rows = Layout.of(layout)
     drows_NK, dweight, dbias_EO = (dout_NO.new_empty(0) for _ in range(3))
     if weight is not None:
-        # The same product, with the matrices read the other way round.
         drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
     if rows_NK is not None:
         left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
         dweight = grouped_dweight(left, right, of_rows)
     if biased:
-        # Σ over an expert's rows is the product of a column of ones with them.
+        # The sum over an expert's rows is a product with a column of ones.
         dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)[:, 0].contiguous()
     return drows_NK, dweight, dbias_EO
 
@@ -118,7 +116,7 @@ def _(dout_NO: Any, rows_NK: Any, weight: Any, *_: Any, out_shape: Any, **__: An
     return 2 * int(dout_NO[0] * dout_NO[1] * columns)
 
 
-def _keep_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _save_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
     rows_NK, weight, _, ctx.transposed, layout = inputs
     of_rows, of_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(rows_NK if of_weight else None, weight if of_rows else None, *layout)
@@ -131,23 +129,23 @@ def _linear_gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     return *[grad if asked else None for grad, asked in zip(grads, wanted, strict=True)], None, None
 
 
-register_gradient(grouped_linear_operator, _linear_gradients, _keep_rows)
+register_gradient(grouped_linear_operator, _linear_gradients, _save_rows)
 
 
 def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """[N, 2·I] -> [N, I]: g·σ(alpha·g)·(u + 1), of g and u the even and the odd columns (the activation of gpt-oss).
+    """Clamped SwiGLU of gpt-oss, [N, 2·I] -> [N, I]: g·σ(alpha·g)·(u + 1), with g the even and u the odd columns.
 
-    g is at most `limit`, and u between −`limit` and `limit`. Between two `grouped_linear` it makes gpt-oss's experts.
+    g is clamped to at most `limit`, u to [−limit, limit]. Computes in at least float32.
 
     Args:
-        h_NH: rows, floating point, any strides; computed in at least float32.
+        h_NH: rows, floating point, any strides.
         limit: a positive number.
     Returns:
-        In the dtype of h_NH.
+        [N, I] in the dtype of h_NH.
     Saves for backward:
         h_NH.
     Raises:
-        ConfigError: rows that cannot be halved, other dtypes, a limit that is no bound.
+        ConfigError: an odd number of columns, a non-floating dtype, or a limit <= 0.
     """
     check_floats("clamped_swiglu", "h_NH", h_NH)
     if h_NH.dim() != 2 or h_NH.shape[1] % 2:
@@ -178,7 +176,7 @@ def _(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     return h_NH.new_empty(h_NH.shape)
 
 
-def _keep_pre_activation(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _save_pre_activation(ctx: Any, inputs: Any, output: Tensor) -> None:
     h_NH, ctx.alpha, ctx.limit = inputs
     ctx.save_for_backward(h_NH)
 
@@ -188,4 +186,4 @@ def _clamped_swiglu_gradients(ctx: Any, da_NI: Tensor) -> tuple[Tensor, None, No
     return clamped_swiglu_backward(da_NI, h_NH, ctx.alpha, ctx.limit), None, None
 
 
-register_gradient(clamped_swiglu_operator, _clamped_swiglu_gradients, _keep_pre_activation)
+register_gradient(clamped_swiglu_operator, _clamped_swiglu_gradients, _save_pre_activation)

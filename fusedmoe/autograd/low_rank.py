@@ -1,6 +1,6 @@
-"""The experts with low-rank adapters, and a grouped linear map with one: functions with a gradient, their operators.
+"""Experts and grouped linear maps with low-rank (LoRA) adapters, as differentiable functions and operators.
 
-The frozen matrices get no gradient, and no tensor of their size is made, forward or backward.
+The frozen matrices get no gradient, and no pass allocates a tensor of their size.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ def low_rank_experts(
 
     Args:
         x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
-        weights: the frozen parameters, in x's dtype; those that are not contiguous are copied first. Or weights that
-            are stored otherwise, of which one expert's at a time are made; they do not go into compiled graphs.
-        adapters: of W1 and of W2, either, both or none, with factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not
-            gated: H) of W1, both halves in one as in w1.flatten(1, -2); A [e, r, H] and B [e, M, r] of W2.
-    Returns:
-        [S, M] in x's dtype.
+        weights: the frozen parameters, in x's dtype; non-contiguous ones are copied first. `StoredWeights` (quantized)
+            are materialized one expert at a time and do not enter compiled graphs.
+        adapters: adapters of W1 and W2; each may be None. Factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not
+            gated: H) of W1, both halves stacked as in w1.flatten(1, -2); A [e, r, H] and B [e, M, r] of W2.
     Saves for backward:
-        x_SM, weight_N and the pre-activation, as `experts`; beside them N·r elements for each adapter.
+        x_SM, weight_N and the pre-activation, as `experts`, and N·r elements per adapter.
     Raises:
-        ConfigError: as `experts`; factors that do not fit; weights that are not frozen.
+        ConfigError: as `experts`; factors of wrong shape or dtype; weights that require grad.
     """
     name = "low_rank_experts"
     check_layout(name, layout)
@@ -174,7 +172,6 @@ def low_rank_experts_operator(
     layout: LayoutTensors,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y_SM and hidden_NL."""
     weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
     return low_rank_forward(x_SM, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
 
@@ -211,15 +208,14 @@ def low_rank_experts_backward(
     layout: LayoutTensors,
     activation: str,
     trained: bool,
-    wants_x: bool,
+    needs_dx: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns gradients of x_SM, weight_N and the four factors; an empty tensor for what has none."""
+    """Return the gradients of x_SM, weight_N and the four factors; empty tensors for those not computed."""
     weights, adapters = Weights(w1, w2, b1, b2, b2_start), _adapters((up_a, up_b, down_a, down_b), scales)
     given = (dy_SM, x_SM, hidden_NL, Layout.of(layout), weight_N, weights, adapters, ACTIVATIONS[activation])
-    dx_SM, dweight_N, grads = low_rank_backward(*given, trained, wants_x)
+    dx_SM, dweight_N, grads = low_rank_backward(*given, trained, needs_dx)
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
-    # A schema knows no optional results.
     factors = (grads.up_a, grads.up_b, grads.down_a, grads.down_b)
     rest = (x_SM.new_empty(0) if grad is None else grad for grad in (dx_SM, dweight_N, *factors))
     dx, dweight, *dfactors = rest
@@ -228,18 +224,18 @@ def low_rank_experts_backward(
 
 @register_fake(low_rank_experts_backward)
 def _(dy_SM: Tensor, hidden_NL: Any, x_SM: Tensor, weight_N: Any, *others: Any) -> tuple[Tensor, ...]:
-    trained, wants_x = others[-2:]
-    given = [x_SM if wants_x else None, weight_N, *(factor if trained else None for factor in others[5:9])]
+    trained, needs_dx = others[-2:]
+    given = [x_SM if needs_dx else None, weight_N, *(factor if trained else None for factor in others[5:9])]
     return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
 
 
 @register_flops(low_rank_experts_backward)
 def _(dy_SM: Any, hidden_NL: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others: Any, **__: Any) -> int:
-    *_, trained, wants_x = others
+    *_, trained, needs_dx = others
     up, down = others[3:5], others[5:7]
-    # dA' goes through W2 and the lower adapter; dx through W1 and A of the upper one, whose B dA needs, too.
+    # dA' reads W2 and the down adapter; dA also reads the up adapter's B; dx reads W1 and the up adapter's A.
     flops = row_flops(w2, *down, up[1])
-    if wants_x:
+    if needs_dx:
         flops += row_flops(w1, up[0])
     return int(hidden_NL[0] * (flops + (row_flops(*up, *down) if trained else 0)))
 
@@ -259,11 +255,11 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     tensors, layout = saved[:10], saved[10:]
     given = (*tensors[:6], ctx.b2_start, *tensors[6:], ctx.scales, layout, ctx.activation)
     trained = any(ctx.needs_input_grad[7:11])
-    wants_x = ctx.needs_input_grad[0]
-    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained, wants_x)
+    needs_dx = ctx.needs_input_grad[0]
+    dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained, needs_dx)
     grads = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
     frozen = (None,) * 5
-    dx = dx_SM if wants_x else None
+    dx = dx_SM if needs_dx else None
     return dx, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None
 
 
@@ -279,17 +275,15 @@ def low_rank_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Computes `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without making the sum.
+    """Compute `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
 
     Args:
         rows_NK, layout, weight, bias_EO, transposed: as for `grouped_linear`.
-        adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, whichever way round the weight is.
-    Returns:
-        [N, O].
+        adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, independent of `transposed`.
     Saves for backward:
         rows_NK, and N·r elements.
     Raises:
-        ConfigError: as `grouped_linear`; factors that do not fit; a weight or bias that is not frozen.
+        ConfigError: as `grouped_linear`; factors of wrong shape or dtype; a weight or bias that requires grad.
     """
     name = "low_rank_linear"
     check_layout(name, layout)
@@ -325,7 +319,7 @@ def low_rank_linear_operator(
     transposed: bool,
     layout: LayoutTensors,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results, and the rows times A."""
+    """Return rows·Wᵀ + bias + scale·(rows·Aᵀ)·Bᵀ, [N, O], and rows·Aᵀ, [N, r], to save for backward."""
     return low_rank_product(rows_NK, weight, bias_EO, LowRank(a, b, scale), Layout.of(layout), transposed)
 
 
@@ -352,7 +346,7 @@ def low_rank_linear_backward(
     layout: LayoutTensors,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of the rows and of the factors, empty tensors for these unless they are trained."""
+    """Return the gradients of the rows and of both factors; empty tensors for the factors unless `trained`."""
     of_rows = Layout.of(layout)
     drows_NK, t_Nr = low_rank_input_gradient(dout_NO, weight, LowRank(a, b, scale), of_rows, transposed)
     if not trained:
@@ -371,7 +365,7 @@ def _(dout_NO: Any, rows_NK: Any, low_Nr: Any, weight: Any, a: Any, b: Any, *oth
     return int(dout_NO[0] * (row_flops(weight, a, b) + (row_flops(a, b) if others[-1] else 0)))
 
 
-def _keep_linear(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save_linear(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     rows_NK, weight, _, a, b, ctx.scale, ctx.transposed, layout = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -388,4 +382,4 @@ def _linear_gradients(ctx: Any, dout_NO: Tensor | None, _: None) -> tuple[Tensor
     return drows_NK, None, None, da, db, None, None, None
 
 
-register_gradient(low_rank_linear_operator, _linear_gradients, _keep_linear)
+register_gradient(low_rank_linear_operator, _linear_gradients, _save_linear)

@@ -1,6 +1,6 @@
-"""Order and moves of rows: each operation as a function with a gradient, then as an operator.
+"""Sorting, gathering and summing of rows as differentiable functions and operators.
 
-None saves a tensor for backward but the layout's integers.
+The layout's integers are the only tensors saved for backward. Inconsistent shapes, dtypes or devices raise ConfigError.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from fusedmoe.kernels.layout import Layout, LayoutTensors, build_layout, row_bou
 
 
 def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
-    """Sorts the (token, k) pairs by expert and drops what exceeds the capacity; deterministic.
+    """Sort the (token, k) pairs by expert and drop those that exceed the capacity. Deterministic.
 
-    Within an expert, choice k of all tokens comes before choice k + 1 (GShard: a second choice never displaces a first
-    one), tokens in order, or by descending `priority_S` (V-MoE's batch-prioritised routing, ties in token order).
+    Within an expert, choice k of all tokens precedes choice k + 1 (GShard: a second choice never displaces a first
+    one). Tokens keep their order, or are ordered by descending `priority_S` (V-MoE's batch-prioritised routing, ties in
+    token order).
 
     Args:
         expert_SK: [S, K] chosen experts, integers; -1 marks an empty pair.
-        experts: E.
-        capacity: rows that an expert takes from these tokens; None takes all.
-        priority_S: [S] higher goes first.
+        capacity: maximum rows per expert from these tokens; None: unlimited.
+        priority_S: [S], higher values are kept first.
     Returns:
-        A `Layout`. On CUDA and in a graph of `torch.compile` with padding rows, so that nothing waits for the device.
+        A `Layout`; on CUDA and under `torch.compile` with padding rows, which avoids a device synchronization.
     Raises:
-        ConfigError: sizes or dtypes that do not fit; a number that is neither -1 nor in [0, E). On CUDA and in compiled
-            graphs such a number fails an assertion on the device.
+        ConfigError: an expert id that is neither -1 nor in [0, E). On CUDA and in compiled graphs an invalid id fails a
+            device assertion.
     """
     check_choice("order", expert_SK, experts)
     if capacity is not None:
@@ -50,8 +50,8 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
         if priority_S.shape != expert_SK.shape[:1]:
             shapes = f"{list(priority_S.shape)} for {list(expert_SK.shape)} choices"
             refuse("order", f"priority_S must have one number for each token, got {shapes}")
-        priority_S = priority_S.detach()  # only which is higher counts, and that has no gradient
-    # No size in a graph may depend on numbers, so there are rows up to the bound.
+        priority_S = priority_S.detach()  # only the order matters, which has no gradient
+    # Sizes in a graph must not depend on values: pad to the bound.
     tensors = order_operator(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
     return Layout.of(tensors)
 
@@ -60,10 +60,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
 def order_operator(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too.
-
-    On CUDA a number that is no expert's fails an assertion on the device.
-    """
+    """Sort pairs by expert; return the five tensors of the `Layout`. `padded`: pad to `row_bound` on CPUs as well."""
     layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {CHOICE.format(most=experts - 1)}")
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
@@ -74,7 +71,7 @@ def order_operator(
 @register_fake(order_operator)
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
     tokens, K = expert_SK.shape
-    # Shapes in a graph never depend on values where the caller asked for padding; CUDA's kernels pad anyway.
+    # With padding, shapes do not depend on values.
     rows: Any = row_bound(tokens, K, experts, capacity)
     if not padded and not expert_SK.is_cuda:
         rows = torch.library.get_ctx().new_dynamic_size()
@@ -84,28 +81,21 @@ def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor 
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """[S, M] -> [N, M]: a copy of each token's row for every pair that was kept, sorted by expert; zeros in padding.
+    """Copy each token's row for every kept pair, sorted by expert: [S, M] -> [N, M]; zeros in padding rows.
 
-    Any dtype, any strides. The backward, `unpermute`, needs the layout only.
-
-    Raises:
-        ConfigError: shapes or devices that do not fit.
+    Any dtype, any strides. The backward is `unpermute`.
     """
     check_layout("permute", layout)
     check_rows("permute", "x_SM", x_SM, layout.tokens, layout.row_SK)
-    # Without sources row n is token n already.
+    # Without sources, row n is token n.
     rows_NM: Tensor = x_SM if layout.source_N is None else permute_operator(x_SM, layout.tensors)
     return rows_NM
 
 
 def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
-    """[N, M] -> [S, M]: the sum of each token's rows, k by k; zeros for a token whose pairs were all dropped.
+    """Sum each token's rows in the order of k: [N, M] -> [S, M]; zeros for a token whose pairs were all dropped.
 
-    Any dtype, any strides; padding rows are not read, and their gradient is zero. The backward, `permute`, needs the
-    layout only.
-
-    Raises:
-        ConfigError: shapes or devices that do not fit.
+    Any dtype, any strides. Padding rows are not read and have zero gradient. The backward is `permute`.
     """
     check_layout("unpermute", layout)
     check_rows("unpermute", "rows_NM", rows_NM, layout.rows, layout.row_SK)
@@ -114,12 +104,9 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
-    """[S, K] -> [N]: the value of the pair that each sorted row serves, such as its router weight; zeros in padding.
+    """Gather the value of each sorted row's pair, such as its router weight: [S, K] -> [N]; zeros in padding rows.
 
-    The backward gives each pair its row's gradient, 0 to pairs without a row; it needs the layout only.
-
-    Raises:
-        ConfigError: shapes or devices that do not fit.
+    The backward scatters each row's gradient to its pair, with 0 for pairs without a row.
     """
     check_layout("take_pairs", layout)
     check_tensor("take_pairs", "value_SK", value_SK, layout.row_SK)
@@ -130,9 +117,12 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     return value_N
 
 
-def _linear_operator(name: str, kernel: Callable[..., Tensor], shape: Callable[[Tensor, Layout], Any]) -> Any:
-    """Makes the operator of a kernel that moves values by a layout. `shape`: of its results."""
+def row_weights(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
+    """Return the router weight of each sorted row, [N], as `take_pairs`; None (all weights are 1) for None."""
+    return None if weight_SK is None else take_pairs(weight_SK, layout)
 
+
+def _linear_operator(name: str, kernel: Callable[..., Tensor], shape: Callable[[Tensor, Layout], Any]) -> Any:
     def move(value: Tensor, layout: LayoutTensors) -> Tensor:
         return kernel(value, Layout.of(layout))
 
@@ -142,8 +132,6 @@ def _linear_operator(name: str, kernel: Callable[..., Tensor], shape: Callable[[
 
 
 def _register_adjoints(there: Any, back: Any) -> None:
-    """Registers two linear operators as each other's backward."""
-
     def keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1])
 

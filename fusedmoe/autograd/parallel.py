@@ -1,9 +1,4 @@
-"""Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
-
-`counts[i]` is how many rows the i-th rank of the group owns when rows are split, the same list on every rank; a split
-tensor is [counts[group.index], M], any other [sum(counts), M], or the move is refused (ConfigError, RankError) before
-anything is sent. None saves a tensor for backward. A replicated tensor
-holds the same rows on every rank, and so does its gradient; a partial tensor is a summand.
+"""Row collectives over a model-parallel (MP) group: conversions between split, replicated and partial tensors.
 
 | function | from -> to | forward | backward |
 |---|---|---|---|
@@ -11,6 +6,11 @@ holds the same rows on every rank, and so does its gradient; a partial tensor is
 | reduce_scatter_rows | partial -> split | reduce-scatter | all-gather |
 | split_rows | replicated -> split | slice | all-gather |
 | join_rows | split -> replicated | all-gather | slice |
+
+A split tensor is [counts[group.index], M]; every other tensor is [sum(counts), M]. `counts[i]` is the number of rows of
+the group's i-th rank, the same on every rank. A replicated tensor has the same rows and gradient on every rank; a
+partial tensor is a summand. Shapes are validated before anything is sent (ConfigError, RankError). None saves a tensor
+for backward.
 """
 
 from __future__ import annotations
@@ -18,74 +18,66 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from fusedmoe import handles
 from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import Move, linear, operator, register_fake, register_gradient
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.kernels.derivatives import LinearMap, linear, operator, register_fake, register_gradient
+from fusedmoe.runtime.recorder import Recorder, active_recorder, span
 
 
 def split_counts(rows: int, group: Group) -> list[int]:
-    """Splits `rows` rows over a group as evenly as can be, like `torch.chunk`.
+    """Split `rows` rows over a group as evenly as possible, like `torch.chunk`.
 
     Raises:
-        ConfigError: `rows` is not an integer of at least 0.
+        ConfigError: `rows` is not an integer >= 0.
     """
     check_count("split_counts", "rows", rows, 0)
-    # The first ranks have more, the last ones may have none: what `torch.chunk` does.
     size = -(-rows // group.size)
     return [min(size, max(0, rows - i * size)) for i in range(group.size)]
 
 
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """[counts[group.index], M] -> [sum(counts), M]: all rows, for computations that differ between ranks
-    (column-parallel products). Collective; the backward, which saves nothing, is a reduce-scatter."""
+    """All-gather split rows that each rank uses differently."""
     return _linear("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """[sum(counts), M] -> [counts[group.index], M]: partial sums of all rows to this rank's rows of the sum (after
-    row-parallel products). Collective; the backward, which saves nothing, is an all-gather."""
+    """Reduce-scatter partial rows to split rows."""
     return _linear("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """[sum(counts), M] -> [counts[group.index], M]: of rows that all ranks have, this rank's. Nothing travels; the
-    backward, which saves nothing, is an all-gather."""
+    """Slice replicated rows, without communication."""
     if torch.compiler.is_compiling() and group.graph_name:
         return split_operator(x_SM, counts, group.index, group.graph_name)
     return _linear("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """[counts[group.index], M] -> [sum(counts), M]: all rows, from which every rank goes on to compute the same.
-    Collective; the backward, which saves nothing, is a slice."""
+    """All-gather split rows that all ranks use in the same way."""
     if torch.compiler.is_compiling() and group.graph_name:
         return join_operator(x_SM, counts, group.index, group.graph_name)
     return _linear("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
 
 
-# By the name that graphs know them by.
-_groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
-
-
 def name_for_graphs(group: Group) -> None:
-    """Has `split_rows` and `join_rows` over this group go into graphs of `torch.compile`, as operators. Groups over the
-    same process groups have the same name, so that one graph does for all. Ranks call it in the same order."""
+    """Register a group for `split_rows` and `join_rows` in compiled graphs, where they are operators.
+
+    Groups over the same process groups share a name, and so a graph. Ranks call it in the same order.
+    """
     if group.size > 1:
         group.graph_name = group.identity
-        _groups.setdefault(group.graph_name, group)
+        group.graph_handle = handles.register(group.graph_name, group)
 
 
 @operator("split_rows")
 def split_operator(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
-    """`split_rows` in a graph."""
     return x_SM.split(counts)[index].clone()
 
 
@@ -96,11 +88,7 @@ def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
 
 @operator("join_rows")
 def join_operator(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
-    """`join_rows` in a graph."""
-    ranks = _groups.get(group)
-    if ranks is None:
-        raise ConfigError(f"join_rows: nobody holds {group} any more; keep the model until the backward pass has ended")
-    return collectives.all_gather_rows(ranks, x_SM, counts)
+    return collectives.all_gather_rows(handles.require(group, "join_rows"), x_SM, counts)
 
 
 @register_fake(join_operator)
@@ -108,22 +96,21 @@ def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
     return x_SM.new_empty((sum(counts), *x_SM.shape[1:]))
 
 
-def _keep_move(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _save_move(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.given = inputs[1:]
 
 
-# Each is linear, and the other one's derivative.
 for _there, _back in ((split_operator, join_operator), (join_operator, split_operator)):
-    register_gradient(_there, lambda ctx, grad, back=_back: (back(grad, *ctx.given), None, None, None), _keep_move)
+    register_gradient(_there, lambda ctx, grad, back=_back: (back(grad, *ctx.given), None, None, None), _save_move)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:
-    """The mean of a scalar over the group, the same on every rank; each rank's gradient is its share of it."""
+    """Return the mean of a scalar over the group. Each rank's gradient is 1/size of the mean's."""
     if group.size == 1:
         return value
     return linear(
         value,
-        # The sum is made in place, and v is the caller's.
+        # The all-reduce is in place, and v belongs to the caller.
         lambda v: collectives.all_reduce(group, v.clone()) / group.size,
         lambda grad: grad / group.size,
         "mean_over",
@@ -131,7 +118,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
 
 
 def sum_gradient(value: Tensor, group: Group) -> Tensor:
-    """Returns the value; its gradient is summed over the group: for parameters that each rank applies to other rows."""
+    """Return the value and all-reduce its gradient, for parameters that each rank applies to different rows."""
     if group.size == 1:
         return value
     return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()), "sum_gradient")
@@ -146,9 +133,9 @@ def _linear(
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
-    # Refused before anything is sent: ranks that disagree on rows would wait for each other.
+    # Checked before sending, because ranks with different row counts would deadlock.
     if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
-        group.refuse(name, f"counts must say how many rows each of {group.size} ranks has, got {list(counts)}")
+        group.refuse(name, f"counts must have a number of rows for each of {group.size} ranks, got {list(counts)}")
     rows = counts[group.index] if forward is _all_gather else sum(counts)
     if not isinstance(x_SM, Tensor) or x_SM.dim() < 1 or x_SM.shape[0] != rows:
         got = list(x_SM.shape) if isinstance(x_SM, Tensor) else type(x_SM).__name__
@@ -160,17 +147,17 @@ def _linear(
     )
 
 
-def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
     return partial(_recorded, collectives.all_gather_rows, "all-gather", group, counts, recorder, phase)
 
 
-def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
     return partial(_recorded, collectives.reduce_scatter_rows, "reduce-scatter", group, counts, recorder, phase)
 
 
-def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
     start = sum(counts[: group.index])
-    # A copy: a view would hold the memory of all ranks' rows.
+    # A view would keep the rows of all ranks in memory.
     return lambda rows: rows[start : start + counts[group.index]].clone()
 
 
@@ -187,7 +174,7 @@ def _recorded(
         return move(group, rows, counts)
 
 
-_Kind = Callable[[Group, Sequence[int], "Recorder | None", str], Move]
+_Kind = Callable[[Group, Sequence[int], "Recorder | None", str], LinearMap]
 _Collective = Callable[[Group, Tensor, Sequence[int]], Tensor]
 
 
@@ -195,13 +182,13 @@ MpInput = Literal["replicated", "split", "partial"]
 
 
 class MpTokens:
-    """The tokens of an MP group.
+    """Split a layer's tokens over an MP group and join the results.
 
     Attributes:
-        joint: the ranks pass in the same tokens, or summands of them; each routes a slice, and all get all results.
+        joint: each rank routes a slice of the group's tokens and gets all results. False: each rank has its own tokens.
 
     Raises:
-        ConfigError: an unknown `mp_input`.
+        ConfigError: unknown `mp_input`.
     """
 
     def __init__(self, group: Group, mp_input: MpInput) -> None:
@@ -211,31 +198,32 @@ class MpTokens:
         self.joint = group.size > 1 and mp_input != "split"
 
     def counts(self, tokens: int) -> list[int]:
-        """Counts the tokens, of those that this rank is given, that each rank routes: those of the first, and so on."""
+        """Return the number of tokens that each rank routes."""
         return split_counts(tokens, self.group) if self.joint else [tokens]
 
-    def take(self, x_SM: Tensor, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-        """The tokens that this rank routes. Collective, where tokens are partial; else its backward is."""
-        if not self.joint:
-            return x_SM
-        return (reduce_scatter_rows if self.mp_input == "partial" else split_rows)(x_SM, self.group, counts, recorder)
+    def take(self, x_SM: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's tokens. Collective if tokens are partial; otherwise the backward is collective."""
+        move = reduce_scatter_rows if self.mp_input == "partial" else split_rows
+        return move(x_SM, self.group, counts, active_recorder()) if self.joint else x_SM
 
-    def join(self, y_SM: Tensor, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-        """The results of all ranks' tokens. Collective; its backward is not."""
-        return join_rows(y_SM, self.group, counts, recorder) if self.joint else y_SM
+    def join(self, y_SM: Tensor, counts: Sequence[int]) -> Tensor:
+        """All-gather the results of all ranks' tokens. Collective in forward only."""
+        return join_rows(y_SM, self.group, counts, active_recorder()) if self.joint else y_SM
 
     def call(self, module: nn.Module, *inputs: Any) -> Any:
-        """Calls a module whose parameters all ranks have on the tokens that this rank routes."""
+        """Call a replicated module on this rank's tokens and sum its parameters' gradients over the group."""
         if not self.joint:
             return module(*inputs)
-        # Each rank sees a slice of the tokens: its gradient is a summand, and all need the sum.
         parameters = {name: self.whole_gradient(parameter) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
     def whole_gradient(self, parameter: Tensor) -> Tensor:
-        """Gives each rank the whole gradient, as of all that is replicated over MP."""
+        """Return the parameter; its gradient is all-reduced over the MP group."""
         return sum_gradient(parameter, self.group) if self.joint else parameter
 
     def aux(self, aux: Tensor) -> Tensor:
-        """The group's mean of an auxiliary loss, as each rank has to add it to its loss."""
+        """Return the auxiliary loss that this rank adds to its own loss: the mean over the group.
+
+        With mp_input="split": this rank's summand of the mean.
+        """
         return aux / self.group.size if self.mp_input == "split" else mean_over(aux, self.group)

@@ -1,18 +1,18 @@
-"""Whole blocks, attention and its MoE layer, in micro-batches that overlap (`fusedmoe.pipeline`).
+"""Blocks of attention and a MoE layer, run in micro-batches that overlap (`fusedmoe.pipeline`).
 
-A batch's way through the blocks, by the tasks of two plans:
+A batch passes through the tasks of two plans:
 
-1. `PipelinedBlocks.forward` (`pipeline.py`) checks the batch; `MoEBlock.begin` makes each block's state, and `cut`
-   (`cuts.py`) says where its micro-batches are.
+1. `read_batch` (`batch.py`) checks the batch. `MoEBlock.begin` creates each block's state; `cut` (`cuts.py`) splits the
+   batch into micro-batches.
 2. attention: `BlocksForward.attention` (`forward.py`) runs dense part and gate of each dense micro-batch
-   (`MoEBlock.dense`, in `moe_block.py`), and gives rows their places; with a capacity and k > 1 the task permute does.
-3. dispatch: `BlocksForward.start` joins the rows of a chunk (`Sent`, in `cuts.py`), tells the ranks how many come
-   (`MoEBlock.exchange`), and `Pass.dispatch` (`engine/run.py`) sends them.
-4. all-gather, expert, reduce-scatter: `engine/run.py`, as in a layer by itself.
-5. combine: `Pass.combine` brings results back, and `BlocksForward.finish` adds them to the block's output.
-6. The auxiliary loss is that of the whole batch (`BlocksForward._whole_gate`).
-7. `BlocksBackward` (`backward.py`) has the same tasks for gradients: `start` and `finish` of a chunk, and attention
-   goes back through each dense micro-batch's graph. `state.py` has what the passes hand each other.
+   (`DenseRunner.run` in `dense_part.py`), and sorts the rows. With a capacity and k > 1, the permute task sorts them.
+3. dispatch: `BlocksForward.start` joins the rows of a chunk (`SendOrder` in `cuts.py`) and exchanges metadata
+   (`MoEBlock.exchange`); `PassRun.dispatch` (`engine/run.py`) sends the rows.
+4. all-gather, expert, reduce-scatter: `engine/run.py`, as in a single layer.
+5. combine: `PassRun.combine` sends the results back; `BlocksForward.finish` adds them to the block's output.
+6. The auxiliary loss is computed for the whole batch (`BatchRouting.aux_loss`).
+7. `BlocksBackward` (`backward.py`) runs the same tasks for gradients: `start` and `finish` of a chunk, and attention,
+   which differentiates the graph of each dense micro-batch. `state.py` has the state that forward passes to backward.
 
-Decoder blocks of other libraries take the same way; `external_blocks.py` has them call it.
+`external_blocks.py` runs decoder blocks of other libraries the same way.
 """

@@ -1,8 +1,4 @@
-"""The backward pass of blocks, task by task, from what the forward pass stored.
-
-`start` brings the gradient of a chunk's results to the experts' ranks, `finish` takes the gradients of its rows, and
-`attention` goes back through gate and dense part with both.
-"""
+"""The backward pass of pipelined blocks, task by task, from the state saved by forward."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, Regrouped, Sent
+from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, RegroupedIndices, SendOrder
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
-from fusedmoe.engine.chunks import Kept
+from fusedmoe.engine.chunks import SavedRows
 from fusedmoe.engine.run import BackwardPass, Chunk, Run
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import Task, TaskKind
@@ -26,7 +22,7 @@ class BlocksBackward(BlockPass, BackwardPass):
     """One backward pass.
 
     Attributes:
-        dense: for each block the gradients of its dense part's parameters, by place.
+        dense: per block, gradients of its parameters (dense part and gate), by index.
     """
 
     def __init__(
@@ -34,94 +30,94 @@ class BlocksBackward(BlockPass, BackwardPass):
     ) -> None:
         super().__init__(run, split, blocks, dz.shape)
         self._daux = daux
-        # Gradients of each block's output; the last is also block -1's, the gradient of the input.
+        # Gradients of each block's output; index -1 is the gradient of the input.
         self._dz: list[Tensor | None] = [None] * (len(blocks) + 1)
         self._dz[len(blocks) - 1] = dz
-        self._done = [0] * len(blocks)  # dense micro-batches that are done
-        self._left = [block.degrees.dense_tasks for block in blocks]
+        self._done = [0] * len(blocks)  # finished dense micro-batches
+        self._num_tasks_left = [block.degrees.dense_tasks for block in blocks]
         self.dense: list[dict[int, Tensor]] = [{} for _ in blocks]
-        self._same = []
+        self._has_same_chunks = []
         for number, block in enumerate(blocks):
-            # This rank may be the only one with a backward pass: ranks compare before the first rows of each chunk.
+            # Ranks compare their calls before the first rows: this rank may be the only one with a backward pass.
             for chunk in block.chunks.values():
-                chunk.part.turn()
+                chunk.part.begin_backward()
             count = len(block.chunks)
-            self._same.append(block.degrees.rows[1] == count)
-            if self._same[-1]:  # the first chunk here is the last one there
+            self._has_same_chunks.append(block.degrees.rows[1] == count)
+            if self._has_same_chunks[-1]:
                 self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
             else:
                 self.block_chunks[number] = self._regrouped_chunks(block, dz.device)
 
-    def bodies(self) -> dict[str, Callable[[Task], None]]:
+    def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {
-            **super().bodies(),
+            **super().task_methods(),
             TaskKind.ATTENTION: self.attention,
             TaskKind.ATTENTION_WEIGHT_GRADIENT: self.attention_weight_gradient,
             TaskKind.SPARSE_REDUCE_SCATTER: self.sparse_reduce_scatter,
         }
 
     def run(self) -> Tensor:
-        """Runs the plan; returns the gradient of the input."""
         self.execute()
         dx = self._dz[-1]
         assert dx is not None
         return dx
 
     def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
-        """Makes other chunks of the same micro-batches, as yet without rows."""
+        """Return a block's backward chunks by index, without rows; they group micro-batches unlike the forward's."""
         assert block.exchange is not None
         chunks, forward = {}, block.chunks[0].received
         for number, places in enumerate(block.cuts.row_chunks["backward"]):
             sizes = [block.sizes[p] for p in places]
             whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
-            part = block.exchange.part(whole.send_P, whole.come_QP)
-            pairs = part if block.exchange.by_pairs else block.exchange.part(whole.send_pairs_P, whole.come_pairs_QP)
+            part = block.exchange.part(whole.send_P, whole.recv_QP)
+            pairs = part if block.exchange.by_pairs else block.exchange.part(whole.send_pairs_P, whole.recv_pairs_QP)
             sent, sent_pairs = (
-                Sent(torch.from_numpy(np.stack(each)).to(device))
+                SendOrder(torch.from_numpy(np.stack(each)).to(device))
                 for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])
             )
             received = ReceivedChunk(sizes, device, forward.experts, forward.k)
-            chunks[number] = BlockChunk(part, pairs=pairs, sent=sent, sent_pairs=sent_pairs, received=received)
+            chunks[number] = BlockChunk(part, pair_exchange=pairs, sent=sent, sent_pairs=sent_pairs, received=received)
         return chunks
 
-    def recall(self, task: Task) -> None:
+    def regroup_saved(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
-        if self._same[number] or not block.chunks:
+        if self._has_same_chunks[number] or not block.chunks:
             return
-        # With the first chunk all that the forward's chunks kept of a block goes to the backward's, copied once.
+        # The first chunk regroups all saved tensors of the block, with one copy.
         chunks = [block.chunks[i] for i in range(len(block.chunks))]
         block.chunks = {}
-        regrouped = Regrouped([chunk.received for chunk in chunks])
+        regrouped = RegroupedIndices([chunk.received for chunk in chunks])
         rows = [c.x_RM for c in chunks if c.x_RM is not None]
-        x_RM, kept_NH = Kept(rows) if rows else None, Kept([c.kept for c in chunks])
+        x_RM, kept_NH = SavedRows(rows) if rows else None, SavedRows([c.activations for c in chunks])
         weight_P = torch.cat([c.weight_P for c in chunks if c.weight_P is not None])
-        del chunks, rows  # so that the forward's rows can go as soon as they are copied
+        del chunks, rows  # frees the forward's rows as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
-            tokens, pairs, in_order = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
+            tokens, pairs, sorted_rows = regrouped.indices_of(
+                chunk.received, block.cuts.row_chunks["backward"][i].start
+            )
             chunk.layout = chunk.received.layout
             chunk.x_RM = None if x_RM is None else x_RM.rows(tokens)
-            chunk.kept, chunk.weight_P = kept_NH.rows(in_order), weight_P[pairs]
+            chunk.activations, chunk.weight_P = kept_NH.rows(sorted_rows), weight_P[pairs]
 
     def start(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         block, dz, rows = self.blocks[number], self._dz[number], []
         assert dz is not None
         for p in block.cuts.row_chunks["backward"][chunk]:
-            dy, state = self.use(dz[block.cuts.rows_at[p]]), block.rows[p]
+            dy, state = self.keep_alive(dz[block.cuts.rows_at[p]]), block.rows[p]
             if state.ended is not None:
-                dy = self._through_end(state, dy)
+                dy = self._backward_end(state, dy)
             dtype = block.dense[block.cuts.dense_of[p]].u_to.dtype
             assert state.sent is not None
             rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent.tokens))
         into = self.block_chunks[number][chunk]
         into.rows = into.sent.join(rows)
 
-    def _through_end(self, rows: RowState, dz: Tensor) -> Tensor:
-        """Returns the gradient of experts' results, from that of the block's output which was made of them."""
+    def _backward_end(self, rows: RowState, dz: Tensor) -> Tensor:
         assert rows.ended is not None
         (to_z, y, rows_SM), rows.ended = rows.ended, None
-        if to_z.edge is None:  # hooks cut the graph
+        if to_z.edge is None:  # a hook detached the graph
             rows.dy = torch.zeros_like(y)
             return torch.zeros_like(rows_SM)
         wanted, matrix = [rows_SM, y], None if rows.ordered is None else rows.ordered.combine_SN
@@ -131,26 +127,25 @@ class BlocksBackward(BlockPass, BackwardPass):
         rows.dcombine = rest[0] if rest else None
         return drows_SM
 
-    def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
+    def store_weight_grads(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
         assert isinstance(chunk, BlockChunk) and chunk.weight_P is not None
         if dweight_R is None:
             dweight_R = torch.zeros_like(chunk.weight_P)
-        # Their way home is that of the pairs, in the order in which these came.
         dweight_P = torch.empty_like(chunk.weight_P).index_copy_(
             0, chunk.received.order_N, dweight_R.to(chunk.weight_P.dtype)
         )
-        chunk.beside, chunk.weight_P = dweight_P[:, None], None
+        chunk.pair_values, chunk.weight_P = dweight_P[:, None], None
 
     def sparse_reduce_scatter(self, task: Task) -> None:
-        number = task.layer or 0
-        if (returns := self.blocks[number].returns) is not None:
-            returns(self.totals[number])
+        number, replicas = task.layer or 0, self.replicas(task)
+        assert replicas is not None
+        replicas.send_gradients(self.blocks[number].experts.parameters, self.totals[number], wait=True)
 
     def finish(self, task: Task, rows: Tensor) -> None:
         number, i = task.layer or 0, task.chunk or 0
         block, chunk = self.blocks[number], self.block_chunks[number][i]
-        assert chunk.beside is not None
-        dweights, chunk.beside = chunk.beside[:, 0], None
+        assert chunk.pair_values is not None
+        dweights, chunk.pair_values = chunk.pair_values[:, 0], None
         places = block.cuts.row_chunks["backward"][i]
         for p, dx, dweight in zip(places, chunk.sent.split(rows), chunk.sent_pairs.split(dweights), strict=True):
             state = block.rows[p]
@@ -164,75 +159,68 @@ class BlocksBackward(BlockPass, BackwardPass):
         block = self.blocks[number]
         for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
             dense = block.dense[place]
-            dx = self._through(number, place, dense)
+            dx = self._backward_dense(number, place, dense)
             before = self._dz[number - 1]
             if before is None:
                 before = self._dz[number - 1] = dx.new_empty(self.shape)
             before[block.cuts.dense_at[place]].copy_(dx)
-            # The graph has been used, and its memory goes, unless weight gradients are still to come.
-            if dense.later is None:
+            if dense.deferred is None:
                 del block.dense[place]
             for p in block.cuts.rows_of[place]:
                 del block.rows[p]
             self._done[number] += 1
         if self._done[number] == len(block.cuts.dense_at):
             self._dz[number] = None
-        self._end_part(number)
+        self._finish_dense(number)
 
     def attention_weight_gradient(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
         for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
-            later = block.dense.pop(place).later
-            assert later is not None
-            later.run(partial(self._add, number))
-        self._end_part(number)
+            deferred = block.dense.pop(place).deferred
+            assert deferred is not None
+            deferred.run(partial(self._add, number))
+        self._finish_dense(number)
 
-    def _through(self, number: int, place: int, dense: DenseState) -> Tensor:
-        """Returns the gradient of a dense micro-batch's input, and adds up what its parameters get."""
+    def _backward_dense(self, number: int, place: int, dense: DenseState) -> Tensor:
         block, at, dz = self.blocks[number], self.blocks[number].cuts.dense_at[place], self._dz[number]
         assert dz is not None
-        # All that a gradient reaches this graph by: each output, or place in the graph, with its gradient.
         pairs: list[tuple[Any, Tensor]] = []
 
-        def give(to: Output, gradient: Tensor) -> None:
+        def add_output_gradient(to: Output, gradient: Tensor) -> None:
             if to.edge is not None:
                 pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
 
-        # The residual stream.
-        give(dense.y_to, dz[at])
-        # The experts' input: a token's gradient is the sum of its rows', or goes to the rows that an order made.
+        add_output_gradient(dense.y_to, dz[at])
+        # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
         micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
-            # A token has no row where it was dropped: `gather_sum` adds up the others.
+            # Dropped pairs have no row: `gather_sum` skips them.
             assert rows.sent is not None
-            drows.append(gather_sum(self.use(rows.drows), rows.sent.tokens))
+            drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent.tokens))
         if micro_batches[0].ordered is None:
-            give(dense.u_to, _together(block, place, dense.u_to.shape, drows))
+            add_output_gradient(dense.u_to, _join(block, place, dense.u_to.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):
             if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
                 pairs.append((rows.ordered.x_SM, dx_SM))
             if rows.ordered is not None and rows.dcombine is not None:
-                pairs.append((rows.ordered.combine_SN, self.use(rows.dcombine)))
-        # The shared expert's result, where it went through the end of the block.
+                pairs.append((rows.ordered.combine_SN, self.keep_alive(rows.dcombine)))
         if dense.shared_to is not None:
-            dy = [self.use(rows.dy) for rows in micro_batches if rows.dy is not None]
-            give(dense.shared_to, _together(block, place, dense.shared_to.shape, dy))
-        # Router weights.
+            dy = [self.keep_alive(rows.dy) for rows in micro_batches if rows.dy is not None]
+            add_output_gradient(dense.shared_to, _join(block, place, dense.shared_to.shape, dy))
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None
-                pairs.append((rows.weight_N, self.use(rows.dweight)))
-        # The auxiliary loss, whose gradient with respect to the scores the forward pass has worked out.
+                pairs.append((rows.weight_N, self.keep_alive(rows.dweight)))
         daux = self._daux[number]
         if daux is not None and block.dscores is not None:
             for score, dscore in zip(dense.scores, block.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
                     own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
                     pairs.append((score, daux * own))
-        # Keys and values that later positions have used: these come first in the backward pass.
+        # Keys and values used by later positions, whose backward has already run.
         for own, grad in zip(dense.own, dense.own_grads, strict=True):
             if grad is not None and own.requires_grad:
                 pairs.append((own, grad))
@@ -256,30 +244,28 @@ class BlocksBackward(BlockPass, BackwardPass):
 
     def _add(self, number: int, place: int, gradient: Tensor) -> None:
         totals = self.dense[number]
-        # Under autocast what comes later is in half precision; micro-batches are not rounded one after the other.
+        # Deferred gradients are in half precision under autocast: sum micro-batches in the parameter's dtype.
         gradient = gradient.to(self.blocks[number].parameters[place].dtype)
         totals[place] = gradient if place not in totals else totals[place] + gradient
 
-    def _end_part(self, number: int) -> None:
-        """After the last task of a block's dense part its gradients are whole, and may be reduced."""
-        self._left[number] -= 1
+    def _finish_dense(self, number: int) -> None:
+        self._num_tasks_left[number] -= 1
         gradients = self.settings.gradients
-        if self._left[number] or gradients is None or not gradients.opened:
+        if self._num_tasks_left[number] or gradients is None or not gradients.is_open:
             return
         own = self.blocks[number].own
         for place, gradient in self.dense[number].items():
-            # In memory of its own, since it is reduced in place; and with what passes before this one have added up.
+            # Copy, because the reducer works in place. Add gradients accumulated by earlier passes.
             parameter = own[place]
             if parameter.grad is None:
                 whole = gradient.clone(memory_format=torch.contiguous_format)
             else:
                 whole, parameter.grad = gradient + parameter.grad, None
             self.dense[number][place] = whole
-            gradients.give(parameter, whole)
+            gradients.add_gradient(parameter, whole)
 
 
-def _together(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
-    """Puts values of a dense micro-batch's row micro-batches together."""
+def _join(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(shape)

@@ -1,9 +1,7 @@
-"""Linear maps whose weight gradients are computed later: the backward pass first gives the gradients of inputs.
+"""Deferred weight gradients of linear layers, computed after the input gradients.
 
-What waits for a layer's backward pass waits for the gradient of its input; those of its weights can be computed beside
-communication (Lancet §4). Inside `with later:` every `torch.nn.functional.linear` by one of the given parameters keeps
-its input and, in the backward pass, its output's gradient; `later.run(add)` then makes their product. What else uses
-parameters has its gradients at once.
+Earlier layers wait only for input gradients; weight gradients can overlap with communication (Lancet §4). Other uses of
+the parameters compute their gradients immediately.
 """
 
 from __future__ import annotations
@@ -19,15 +17,16 @@ from fusedmoe.kernels.derivatives import Function
 
 
 class DeferredGradients(TorchFunctionMode):
-    """Context whose linear maps by some parameters have their weight gradients computed later.
+    """Context in which `torch.nn.functional.linear` saves its inputs and output gradients, for `run`.
 
-    `parameters`: leaves; `run` tells a gradient by its parameter's place among them. A frozen one has none.
+    Args:
+        parameters: leaves; `run` identifies each by its index. Frozen parameters get no gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
         self._places = {id(one): place for place, one in enumerate(parameters) if one.requires_grad}
-        self._waiting: list[tuple[int, int | None, Tensor, Tensor]] = []
+        self._deferred: list[tuple[int, int | None, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,30 +36,30 @@ class DeferredGradients(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         places = self._places.get(id(weight)), self._places.get(id(bias))
-        # A weight that is none of ours, or an input that needs no gradient: nothing would wait for its gradient.
+        # The weight is not deferred, or no earlier layer waits for the input's gradient.
         if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
-        # The graph must not lead to the leaves: their gradients come by `run`.
+        # Detached: `run` computes the parameters' gradients.
         weight = weight.detach()
         if bias is not None and places[1] is not None:
             bias = bias.detach()
         device = input.device.type
-        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:  # which autocast leaves as it is
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return _DeferredLinear.apply(input, weight, bias, self, *places)
 
     def keep(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
-        self._waiting.append((weight, bias, x, dy))
+        self._deferred.append((weight, bias, x, dy))
 
     def run(self, add: Callable[[int, Tensor], None]) -> None:
-        """Calls `add(place, gradient)` for every linear map whose backward has been; once.
+        """Call `add(index, gradient)` for the weight and bias of every linear call whose backward has run.
 
-        Under autocast gradients are in the lower precision.
+        Under autocast the gradients have the lower precision.
         """
-        waiting, self._waiting = self._waiting, []
-        for weight, bias, x, dy in waiting:
+        deferred, self._deferred = self._deferred, []
+        for weight, bias, x, dy in deferred:
             rows = dy.reshape(-1, dy.shape[-1])
             add(weight, rows.t() @ x.reshape(-1, x.shape[-1]))
             if bias is not None:
@@ -72,17 +71,17 @@ class _DeferredLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredGradients, *places: int | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients, *places: int | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later, ctx.places = later, places
-        # Casts have been made outside, where autograd sees them.
+        ctx.deferred, ctx.places = deferred, places
+        # `_linear` has already cast the input, where autograd records the cast.
         with torch.autocast(x.device.type, enabled=False):
             return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.later.keep(*ctx.places, x, dy)
+        ctx.deferred.keep(*ctx.places, x, dy)
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, dbias, None, None, None

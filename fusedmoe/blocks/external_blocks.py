@@ -1,8 +1,7 @@
-"""Decoder blocks of another library's model in micro-batches: attention of some samples beside the experts of others.
+"""Micro-batches of another library's decoder blocks: attention of one overlaps with the experts of another.
 
-The library's own code computes a block's dense part: the block's `forward` runs with a stand-in for its experts, which
-notes what they are called with and returns zeros. What the block gives is then y, and y + experts(u) its output; so it
-must add what the experts give to what it returns, and do nothing else with it.
+A block's own `forward` computes its dense part, y, with a stand-in for the experts that records its arguments and
+returns zeros. The block's output is then y + experts(u), so it must use the experts' result nowhere else.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fusedmoe.blocks.cuts import ExternalCall, passes_of
-from fusedmoe.blocks.moe_block import RoutingDense
+from fusedmoe.blocks.dense_part import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.compat.torch import is_compiled, version_of
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.module_hooks import first_hook
+from fusedmoe.engine.module_hooks import find_hook
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.gates.base import Gate, Routing, router_dtype
@@ -31,7 +30,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.measure import measure_layer
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.schedule import undisturbed
+from fusedmoe.layers.schedule import measurement_context
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import cached_plans
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -43,13 +42,13 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
 
-#: The attribute by which a block has its `ExternalPipeline`.
+#: Attribute of a block that holds its `ExternalPipeline`.
 PIPELINE = "fusedmoe_pipeline"
-#: The policy that takes the plan that is the fastest by prediction.
+#: Policy that chooses the fastest plan by prediction.
 AUTO = "auto"
-# Packages whose hooks on blocks serve micro-batches as whole batches, or do nothing while blocks go in these.
+# Packages whose hooks on blocks also work with micro-batches, or do nothing there.
 _INFRASTRUCTURE = ("fusedmoe", "torch.distributed", "transformers.utils.output_capturing")
-# What the experts of a block are called with: tokens [S, M], numbers of all experts [S, K], weights [S, K].
+# Arguments of a block's experts: tokens [S, M], expert ids [S, K], weights [S, K].
 ExpertsInput = tuple[Tensor, Tensor, Tensor]
 
 
@@ -57,9 +56,7 @@ class ExternalBlock(NamedTuple):
     """A decoder block of another library.
 
     Attributes:
-        name, module: the block.
-        owner, attribute: the module that calls the experts, and the name by which it has them.
-        exchange: of the experts.
+        owner, attribute: the module that calls the experts, and its attribute that holds them.
     """
 
     name: str
@@ -69,19 +66,19 @@ class ExternalBlock(NamedTuple):
     exchange: ScheduledExchange
 
 
-class RouterOutside(Gate):
-    """Stand-in for another library's router: takes the experts and the weights that it has chosen."""
+class ExternalRouter(Gate):
+    """Stand-in for the gate of a `MoELayer`: returns the experts and weights that another library's router chose."""
 
     splits = True
 
     def choose(self, *scores: Tensor) -> Routing:
         expert_SK, weight_SK = scores
-        # Weights stand for the logits, which nobody has: tokens that are not finite make weights that are not.
+        # Weights replace the unknown logits in the check: non-finite tokens give non-finite weights.
         return self.routing(expert_SK, weight_SK, weight_SK)
 
 
-class ExpertsOutside(Experts):
-    """Another library's experts as those of a `MoELayer`: their parameters stay in their module."""
+class ExternalBlockExperts(Experts):
+    """Makes another library's experts usable by a `MoELayer`. The parameters stay in that library's module."""
 
     def __init__(self, external: ExternalExperts) -> None:
         super().__init__()
@@ -104,81 +101,80 @@ class ExpertsOutside(Experts):
         return self.external(x_SM, layout, weight_N)
 
 
-class DecoderDoor(Protocol):
-    """Knowledge of a library's decoder blocks, which its door has.
+class DecoderLibrary(Protocol):
+    """Interface by which an integration describes the decoder blocks of its library.
 
     Attributes:
-        who: asks, for messages.
-        families: names of classes of blocks that add what experts give to what they return, and do nothing else with
-            it.
+        families: class names of blocks that add the experts' result to their return value, and use it nowhere else.
     """
 
     who: str
     families: tuple[str, ...]
 
     def read(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsInput:
-        """Names what the experts of a block are called with."""
+        """Return the arguments of a block's experts in the form of `ExpertsInput`."""
         ...
 
     def k(self, block: ExternalBlock) -> int:
-        """Returns the number of experts of a token."""
+        """Return the number of experts per token."""
         ...
 
     def plain_tensors(self, block: ExternalBlock) -> AbstractContextManager[None]:
-        """Returns a context in which the parameters of a block's experts are plain tensors."""
+        """Return a context in which the parameters of a block's experts are plain tensors."""
         ...
 
-    def refuses(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
-        """Says why a block cannot be split as it is called now, and the cure; None: it can."""
+    def why_not_split(self, block: ExternalBlock, kwargs: dict[str, Any]) -> str | None:
+        """Return why a block cannot be split in this call, and the fix; None: it can."""
         ...
 
 
-class _StandIn(nn.Module):
-    """Notes what experts are called with, and returns zeros."""
+class _ArgumentRecorder(nn.Module):
+    """Records the arguments of experts, and returns zeros."""
 
-    def __init__(self, experts: nn.Module, door: DecoderDoor) -> None:
+    def __init__(self, experts: nn.Module, library: DecoderLibrary) -> None:
         super().__init__()
-        self._experts, self._door = (experts,), door  # in a tuple, so as not to be a part of this module
+        self._experts, self._library = (experts,), library  # in a tuple, so that it is no submodule
         self.calls: list[ExpertsInput] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = self._door.read(self._experts[0], args, kwargs)
+        given = self._library.read(self._experts[0], args, kwargs)
         self.calls.append(given)
         return torch.zeros_like(args[0] if args else given[0])
 
 
 class BlockDense(RoutingDense):
-    """A decoder block up to its experts."""
+    """Dense part of a decoder block: everything before its experts."""
 
-    def __init__(self, external: ExternalBlock, door: DecoderDoor) -> None:
+    def __init__(self, external: ExternalBlock, library: DecoderLibrary) -> None:
         super().__init__()
         self.block = external.module
-        # The block's own forward: its object is given another one.
-        self._forward, self._external, self._door, self._k = external.module.forward, external, door, door.k(external)
+        self._forward, self._external, self._library = external.module.forward, external, library
+        self._k = library.k(external)
 
-    def forward(self, x: Tensor, beside: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Returns y and u, like x, and numbers and weights of each token's experts, [S, K]."""
+    def forward(self, x: Tensor, arguments: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Return y and u (the experts' input), both like x, and the ids and weights of each token's experts, [S, K]."""
         dtype = router_dtype(x)
-        if x.numel() == 0:  # reshape(…, -1) in other libraries refuses to guess a size of no numbers
+        if x.numel() == 0:  # `reshape(…, -1)` fails for empty tensors
             none_SK = x.new_zeros(0, self._k, dtype=dtype)
             return x, x, (none_SK.long(), none_SK)
-        args, kwargs = beside
+        args, kwargs = arguments
         name, _, owner, attribute, _ = self._external
         experts = owner.get_submodule(attribute)
-        stand_in = _StandIn(experts, self._door)
+        stand_in = _ArgumentRecorder(experts, self._library)
         owner.register_module(attribute, stand_in)
         try:
             y = self._forward(x, *args, **kwargs)
         finally:
             owner.register_module(attribute, experts)
         if len(stand_in.calls) != 1:
-            raise ConfigError(f"{self._door.who}: {name} calls its experts {len(stand_in.calls)} times: use schedule=…")
+            times = len(stand_in.calls)
+            raise ConfigError(f"{self._library.who}: {name} calls its experts {times} times: use schedule=…")
         u_SM, number_SK, weight_SK = stand_in.calls[0]
         return y, u_SM.reshape(x.shape), (number_SK.long(), weight_SK.to(dtype))
 
 
-class _Passed(Function):
-    """Gives on what came, as a tensor of its own: FSDP wants no view of what it gave a block."""
+class _NewTensor(Function):
+    """Returns its input as a new tensor: FSDP does not allow views of a block's input."""
 
     operation = "a block whose pipeline begins with it"
 
@@ -192,7 +188,7 @@ class _Passed(Function):
 
 
 class BlocksSource(PlanSource):
-    """Plans of blocks in micro-batches, by prediction. Without a plan that the blocks can run they keep theirs."""
+    """Provides a pipeline's plans, by one policy or all. If the pipeline can run none, it keeps its current plans."""
 
     def __init__(self, blocks: PipelinedBlocks, policy: str, costs: StepCosts, samples: int) -> None:
         self.blocks, self.policy, self.costs, self.samples = blocks, policy, costs, samples
@@ -204,12 +200,12 @@ class BlocksSource(PlanSource):
         else:
             plans = cached_plans([self.policy], topology, costs, limit=MAX_DEGREE, samples=samples)
             every = [PlanCandidate(name, plan, True, makespan(plan, costs)) for name, plan in plans.items()]
-        return [each for each in every if each.whole and self._runs(each.plan)] or super().candidates()
+        return [each for each in every if each.whole and self._can_run(each.plan)] or super().candidates()
 
     def follow(self, candidate: PlanCandidate) -> None:
         self.blocks.set_plan(passes_of(candidate.plan) if len(candidate.plan) else self.blocks.plans)
 
-    def _runs(self, plan: Plan) -> bool:
+    def _can_run(self, plan: Plan) -> bool:
         with suppress(ConfigError):
             self.blocks.require_runnable(passes_of(plan))
             return True
@@ -217,58 +213,54 @@ class BlocksSource(PlanSource):
 
 
 class ExternalPipeline:
-    """Decoder blocks of another library's model, one after the other, that run as one `PipelinedBlocks`.
+    """Consecutive decoder blocks of another library's model that run as one `PipelinedBlocks`.
 
-    Their model calls them one by one. All but the last note what they are called with, and give x on as it came; the
-    last one runs all. FSDP reduces a block's gradients where the backward pass has come through its input, so that all
-    blocks' are there by then.
+    All blocks but the last record their arguments and return x unchanged; the last runs all of them. FSDP reduces a
+    block's gradients once backward has passed its input, when all blocks' gradients are complete.
 
     Args:
-        external: blocks that follow each other, each with its experts over the same ranks.
-        degrees, recompute: as of `fusedmoe.pipeline`.
-        policy: chooses the plan in the first forward pass; None: it is that of the degrees.
-    Attributes:
-        blocks: that run.
+        degrees, recompute: as in `fusedmoe.pipeline`.
+        policy: chooses the plan in the first forward; None: the plan follows from `degrees`.
     Raises:
-        ConfigError: blocks that `fusedmoe.pipeline` does not take.
-        RankError: ranks with different ones. Making one is collective.
+        ConfigError: blocks that `fusedmoe.pipeline` does not support.
+        RankError: the ranks have different blocks. Construction is collective.
     """
 
     def __init__(
         self,
         external: Sequence[ExternalBlock],
-        door: DecoderDoor,
+        library: DecoderLibrary,
         degrees: tuple[int, int],
         policy: str | None,
         recompute: bool,
     ) -> None:
-        self._external, self._door, self._policy = external, door, policy
+        self._external, self._library, self._policy = external, library, policy
         self._calls: list[ExternalCall] = []
         self._x: Tensor | None = None
-        self._hooked = False
-        with self._at_hand():
+        self._has_hooks = False
+        with self._gathered_parameters():
             parts = []
             for block in external:
                 experts = block.exchange.experts
-                gate = RouterOutside(experts.num_experts, door.k(block))
+                gate = ExternalRouter(experts.num_experts, library.k(block))
                 layer = MoELayer(
-                    experts.widths[0], gate, ExpertsOutside(experts), topology=external[0].exchange.topology
+                    experts.widths[0], gate, ExternalBlockExperts(experts), topology=external[0].exchange.topology
                 )
-                layer.checks = InputChecks(layer.topology, door.who, carried=True)
-                layer.require_wrapper = None  # the model's own framework has wrapped them, and knows which are whose
-                parts.append((BlockDense(block, door), layer))
+                layer.checks = InputChecks(layer.topology, library.who, carried=True)
+                layer.check_wrapper = None  # the model's own framework wraps them correctly
+                parts.append((BlockDense(block, library), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
         self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
         for number, block in enumerate(external):
-            block.module.forward = self._forward_of(number)
+            block.module.forward = self._make_forward(number)
             setattr(block.module, PIPELINE, self)
 
     def __reduce__(self) -> Any:
-        # The forward of a copied block would run the blocks that it is a copy of.
-        raise ConfigError(f"{self._door.who}: blocks in micro-batches cannot be copied; give degrees=None before that")
+        # A copied block's forward would run the original blocks.
+        raise ConfigError(f"{self._library.who}: blocks in micro-batches cannot be copied; first give degrees=None")
 
-    def end(self) -> None:
-        """Has the blocks go one after the other again, by themselves."""
+    def restore_forward(self) -> None:
+        """Restore the blocks' own forward, without micro-batches."""
         for block, (replaced, _) in zip(self._external, self._own, strict=True):
             delattr(block.module, PIPELINE)
             if replaced is None:
@@ -276,82 +268,80 @@ class ExternalPipeline:
             else:
                 block.module.forward = replaced
 
-    def _forward_of(self, number: int) -> Callable[..., Any]:
+    def _make_forward(self, number: int) -> Callable[..., Any]:
         @torch.compiler.disable
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if number == 0:  # once for all blocks
+            if number == 0:  # once per pass
                 modules = [block.module for block in self._external]
-                self._hooked = any(first_hook(module, _INFRASTRUCTURE) is not None for module in modules)
-            if self._hooked or self._goes_plainly(self._external[number], x, kwargs):
+                self._has_hooks = any(find_hook(module, _INFRASTRUCTURE) is not None for module in modules)
+            if self._has_hooks or self._is_called_unpipelined(self._external[number], x, kwargs):
                 return self._own[number][1](x, *args, **kwargs)
-            return self._take(number, x, args, kwargs)
+            return self._record_call(number, x, args, kwargs)
 
         return forward
 
-    def _goes_plainly(self, block: ExternalBlock, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Tells whether the blocks go one after the other in this call, as where a model generates.
+    def _is_called_unpipelined(self, block: ExternalBlock, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Return whether the blocks run without micro-batches in this call, as when a model generates.
 
         Raises:
-            ConfigError: in training, where nobody would see that nothing overlaps.
+            ConfigError: in training, where the missing overlap would go unnoticed.
         """
-        # Tensors of inference mode do not count their changes, which tell whether blocks follow each other.
+        # Inference tensors have no version counter, which detects operations between blocks.
         if self.blocks.plans is None or torch.is_inference_mode_enabled():
             return True
-        why = self._door.refuses(block, kwargs)
+        why = self._library.why_not_split(block, kwargs)
         if is_compiled(block.module):
             why = "it is compiled; leave compile() of it out"
         elif isinstance(x, DTensor):
             why = "tensor parallelism splits its tokens; leave that out"
         if why is not None and block.module.training:
-            raise ConfigError(f"{self._door.who}: {block.name} in micro-batches: {why}, or use schedule=… instead")
+            raise ConfigError(f"{self._library.who}: {block.name} in micro-batches: {why}, or use schedule=… instead")
         return why is not None
 
-    def _take(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Takes what a block is called with; the last one runs all."""
+    def _record_call(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Record a block's arguments; the last block runs all."""
         block = self._external[number]
-        call = ExternalCall(f"{self._door.who}: {block.name}", len(x), args, kwargs)
-        call.samples(slice(0, 0))  # what cannot be split is refused before anything travels
+        call = ExternalCall(f"{self._library.who}: {block.name}", len(x), args, kwargs)
+        call.samples(slice(0, 0))  # fails before anything is sent
         if number == 0:
             self._calls, self._x = [], x
         self._require_unchanged(number, x)
         self._calls.append(call)
         if number + 1 < len(self._external):
-            passed: Tensor = _Passed.apply(x)
+            passed: Tensor = _NewTensor.apply(x)
             return passed
         calls, self._calls, self._x = self._calls, [], None
-        with self._at_hand():
+        with self._gathered_parameters():
             if (policy := self._policy) is not None:
                 self._policy = None
                 self._plan(policy, x)
             z: Tensor = self.blocks(x, calls=calls)
         if z.requires_grad:
-            # What the passes share is the parameters' own memory, which FSDP frees and fills again.
-            z.register_hook(self._gather)
+            # The passes share the parameters' memory, which FSDP frees and refills.
+            z.register_hook(self._gather_parameters)
         return z
 
     def _plan(self, policy: str, x: Tensor) -> None:
-        """Has the blocks follow the plan of a policy, by what this machine costs, for batches like x of the rank that
-        has most. Collective over all ranks."""
+        """Choose a plan by a policy and measured costs, for batches of the largest size of any rank. Collective."""
         exchange, topology = self._external[0].exchange, self.blocks.topology
         M = x.shape[-1]
-        exchange.plans.parts.gate.k = self._door.k(self._external[0])
-        # In the midst of a forward pass, since elsewhere FSDP's parameters are not whole.
-        with undisturbed():
+        exchange.plans.parts.gate.k = self._library.k(self._external[0])
+        # Inside a forward pass, where FSDP has gathered the parameters.
+        with measurement_context():
             sizes = all_gather_object(topology.world, tuple(x.shape[:2]), "planning blocks")
             samples, length = (max(1, *each) for each in zip(*sizes, strict=True))
-            experts = next(module for module in self.blocks.modules() if isinstance(module, ExpertsOutside))
+            experts = next(module for module in self.blocks.modules() if isinstance(module, ExternalBlockExperts))
             like = x.new_empty(samples * length, M, dtype=experts.row_dtype(x))
             workload = self.blocks.workload(like.view(samples, length, M))
             costs = costs_of_tokens(measure_layer(exchange.plans, like), workload)
             kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "blocks")
-            # Gradients over data parallelism are the other library's to reduce.
+            # The other library reduces gradients over data parallelism.
             step = workload.step_costs(costs, [0] * len(self._external), kinds, whole=True)
             PlanChooser(BlocksSource(self.blocks, policy, step, samples), steps=None)
 
     def _require_unchanged(self, number: int, x: Tensor) -> None:
-        """Refuses models that do something between one block and the next."""
-        first, name, who = self._x, self._external[number].name, self._door.who
-        # The same memory, in the same number of changes: FSDP's hooks make new objects of it.
+        first, name, who = self._x, self._external[number].name, self._library.who
+        # Compare memory and version: FSDP's hooks create new tensor objects.
         if (
             first is None
             or len(self._calls) != number
@@ -363,62 +353,60 @@ class ExternalPipeline:
             )
 
     @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """A context in which all blocks' parameters are whole, and experts' plain tensors."""
-        self._gather()
+    def _gathered_parameters(self) -> Iterator[None]:
+        """Context in which all blocks' parameters are gathered and experts' parameters are plain tensors."""
+        self._gather_parameters()
         try:
             with ExitStack() as stack:
                 for block in self._external:
-                    stack.enter_context(self._door.plain_tensors(block))
+                    stack.enter_context(self._library.plain_tensors(block))
                 yield
         finally:
-            for module in self._sharded():
+            for module in self._fsdp_modules():
                 module.reshard()
 
-    def _gather(self, _: Tensor | None = None) -> None:
-        """Has FSDP gather the blocks' parameters."""
-        for module in self._sharded():
+    def _gather_parameters(self, _: Tensor | None = None) -> None:
+        for module in self._fsdp_modules():
             module.unshard()
 
-    def _sharded(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         modules = (module for block in self._external for module in block.module.modules())
         return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def pipeline_external(
-    model: nn.Module, door: DecoderDoor, degrees: tuple[int, int] | None, policy: str | None, recompute: bool
+    model: nn.Module, library: DecoderLibrary, degrees: tuple[int, int] | None, policy: str | None, recompute: bool
 ) -> list[PipelinedBlocks]:
-    """Has the decoder blocks of another library's model go in micro-batches, whose experts' tokens this library sends.
+    """Run the decoder blocks of another library's model in micro-batches.
 
     Args:
-        degrees: micro-batches forward and backward; None: blocks go one after the other again.
-        policy: "auto", the best by prediction, or the name of a policy for whole layers, chooses the plan in the first
-            forward pass, which then measures the machine, and keeps that on disk. Without a plan that these blocks can
-            follow it is that of the degrees.
-        recompute: as of `fusedmoe.pipeline`.
+        degrees: micro-batches, forward and backward; None: restore the blocks' own forward.
+        policy: "auto" (the fastest by prediction) or the name of a policy for whole layers; chooses the plan in the
+            first forward, which measures the machine. Otherwise the plan follows from `degrees`.
+        recompute: as in `fusedmoe.pipeline`.
     Returns:
-        The blocks that follow each other, which `set_plan` gives other plans; none where nothing travels.
+        One `PipelinedBlocks` per run of consecutive blocks, for `set_plan`; none on a single rank.
     Raises:
-        ConfigError: blocks of another class, or that the door or `fusedmoe.pipeline` refuses; an unknown policy.
-        RankError: ranks with different blocks or degrees. Collective.
+        ConfigError: blocks of an unknown class, or that the integration or `fusedmoe.pipeline` refuses; an unknown
+            policy.
+        RankError: the ranks have different blocks or degrees. Collective.
     """
     if policy is not None and policy not in (AUTO, *whole_policies()):
         known = ", ".join((AUTO, *whole_policies()))
-        raise ConfigError(f"{door.who}: unknown policy {policy!r} for whole layers; choose {known}")
-    runs = _runs(model, door)
+        raise ConfigError(f"{library.who}: unknown policy {policy!r} for whole layers; choose {known}")
+    runs = _find_runs(model, library)
     for module in model.modules():
         if isinstance(before := vars(module).get(PIPELINE), ExternalPipeline):
-            before.end()
+            before.restore_forward()
     if degrees is None:
         return []
-    return [ExternalPipeline(run, door, degrees, policy, recompute).blocks for run in runs]
+    return [ExternalPipeline(run, library, degrees, policy, recompute).blocks for run in runs]
 
 
-def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
-    """Finds the blocks that follow each other in a list of a model, and have experts over ranks."""
+def _find_runs(model: nn.Module, library: DecoderLibrary) -> list[list[ExternalBlock]]:
     modules, runs, before = dict(model.named_modules()), list[list[ExternalBlock]](), ("", 0)
     for name, module in modules.items():
-        # In the object, or a property of its class: wrappers answer for what they wrap, and are not meant.
+        # Not `hasattr(module)`: wrappers forward attributes of the wrapped module.
         has_one = EXCHANGE in vars(module) or hasattr(type(module), EXCHANGE)
         exchange = getattr(module, EXCHANGE) if has_one else None
         if not isinstance(exchange, ScheduledExchange) or exchange.topology.size == 1:
@@ -427,16 +415,16 @@ def _runs(model: nn.Module, door: DecoderDoor) -> list[list[ExternalBlock]]:
         starts = [".".join(steps[:length]) for length in range(1, len(steps))]
         blocks = next((path for path in starts if isinstance(modules[path], nn.ModuleList | nn.ModuleDict)), None)
         if blocks is None:
-            raise ConfigError(f"{door.who}: {name} ({type(module).__name__}) is in no list of decoder blocks")
+            raise ConfigError(f"{library.who}: {name} ({type(module).__name__}) is in no list of decoder blocks")
         key = steps[blocks.count(".") + 1]
         owner, _, attribute = name.rpartition(".")
         block = ExternalBlock(f"{blocks}.{key}", modules[f"{blocks}.{key}"], modules[owner], attribute, exchange)
-        # FSDP derives classes from a model's.
-        if not any(kind.__name__ in door.families for kind in type(block.module).__mro__):
+        # FSDP subclasses a model's classes.
+        if not any(kind.__name__ in library.families for kind in type(block.module).__mro__):
             raise ConfigError(
-                f"{door.who}: {block.name} is a {type(block.module).__name__}; known are {', '.join(door.families)}. "
-                "Leave what wraps blocks out (in place of activation checkpoints give recompute=True), or use "
-                "schedule=… for this model"
+                f"{library.who}: {block.name} is a {type(block.module).__name__}; supported: "
+                f"{', '.join(library.families)}. Leave out wrappers of blocks (recompute=True replaces activation "
+                "checkpoints), or use schedule=… for this model"
             )
         place = blocks, [name for name, _ in modules[blocks].named_children()].index(key)
         if runs and place == (before[0], before[1] + 1):

@@ -1,7 +1,7 @@
-"""Load traces: how many tokens each rank had for each expert, step by step; the file loads.json and its picture.
+"""Load traces: tokens per rank and expert in each step, the file loads.json and its figure.
 
-The file is JSON with a line for each step, and ends with a digest. The digest is chained from line to line, so that a
-job adds steps to a file of any length without reading it.
+The file is JSON with one line per step and, at the end, a digest chained over the lines: steps are appended without
+reading the file.
 """
 
 from __future__ import annotations
@@ -30,41 +30,44 @@ _VERSION = 1
 _END = re.compile(r'\n\], "digest": "([0-9a-f]{64})"\}\n\Z')
 _END_BYTES = 82
 
-#: Panels in a picture: of more layers, some that are evenly spread.
-MOST_PANELS = 12
-#: Columns of a panel: of more steps, means of neighbours.
-MOST_COLUMNS = 400
+#: Maximum number of panels; with more layers, evenly spaced layers are drawn.
+MAX_PANELS = 12
+#: Maximum number of columns per panel; with more steps, each column is a mean of neighbouring steps.
+MAX_COLUMNS = 400
 
 _INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
-_ACROSS, _DPI = 4, 130
+_PANELS_PER_ROW, _DPI = 4, 130
+# Lines of layers, in this order; beyond ten layers the colours repeat with the next style.
+_LAYERS = ("#0a2f66", "#f79a1c", "#1f7350", "#bd559b", "#0490b3", "#ad380c", "#8f1fe8", "#87871e", "#5e4c47", "#98b8f8")
+_STYLES = ("-", "--", ":")
 
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """Counts of tokens by iteration, layer, rank and expert; `source` says where they are from."""
+    """Token counts by iteration, layer, rank and expert. `source` describes their origin."""
 
-    # [I, L, W, E], the tokens that rank W had for expert E.
+    # [I, L, W, E] int64: tokens that rank W routed to expert E.
     tokens_ILWE: NDArray[np.int64]
     source: str = ""
-    # The number of the first iteration, which counts from 1.
+    # Number of the first iteration, counting from 1.
     first: int = 1
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens_ILWE)
-        # Counts are so small that their sum has room in int64.
+        # The sum must fit into int64.
         are_counts = tokens.dtype.kind in "iu" and tokens.size and tokens.min() >= 0
         if tokens.ndim != 4 or not are_counts or tokens.sum(dtype=np.float64) >= 2**62:
             raise ConfigError(
-                f"load trace: {tokens.dtype} numbers of shape {tokens.shape} are not counts by iteration, layer, rank "
-                "and expert"
+                f"load trace: expected non-negative integer counts [iteration, layer, rank, expert], got "
+                f"{tokens.dtype} of shape {tokens.shape}"
             )
         if type(self.first) is not int or self.first < 1:
-            raise ConfigError(f"load trace: the first iteration is a number from 1, not {self.first!r}")
+            raise ConfigError(f"load trace: the first iteration must be an integer >= 1, got {self.first!r}")
         object.__setattr__(self, "tokens_ILWE", tokens.astype(np.int64))
 
     @property
     def load_ILE(self) -> NDArray[np.int64]:
-        """[I, L, E]: the tokens of all ranks."""
+        """Loads [I, L, E] summed over ranks."""
         load_ILE: NDArray[np.int64] = self.tokens_ILWE.sum(axis=2)
         return load_ILE
 
@@ -81,57 +84,55 @@ class LoadTrace:
         return self.tokens_ILWE.shape[3]
 
     def __len__(self) -> int:
-        """The number of iterations."""
         return len(self.tokens_ILWE)
 
     def to_json(self) -> str:
-        """Returns JSON with a line for each iteration; `from_json` gives the same trace back."""
+        """Return JSON with one line per iteration."""
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source, "first": self.first})
         head, lines = f'{head[:-1]}, "tokens": [', self._lines()
-        return head + "\n" + ",\n".join(lines) + _end(_chained("", [head, *lines]))
+        return head + "\n" + ",\n".join(lines) + _end(_chain_digest("", [head, *lines]))
 
     def append_to(self, path: Path) -> None:
-        """Adds these iterations to a file of `to_json`, of the same layers, ranks and experts, without reading it."""
+        """Append these iterations to a file written by `to_json`, without reading it. Sizes must match."""
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END_BYTES))
             end = _END.fullmatch(file.read().decode(errors="replace"))
             if end is None:
-                raise ConfigError(f"load trace: {path} was not written by to_json, or was cut; begin a new one")
+                raise ConfigError(f"load trace: {path} is truncated or was not written by to_json; start a new file")
             lines = self._lines()
             file.seek(size - _END_BYTES)
-            file.write("".join([",\n" + line for line in lines] + [_end(_chained(end[1], lines))]).encode())
+            file.write("".join([",\n" + line for line in lines] + [_end(_chain_digest(end[1], lines))]).encode())
 
     def _lines(self) -> list[str]:
         return [json.dumps(tokens, separators=(",", ":")) for tokens in self.tokens_ILWE.tolist()]
 
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:
-        """Returns the trace written by `to_json`. A text without a digest, of an earlier version, is taken as it is."""
+        """Parse the text written by `to_json`. A text without a digest (an earlier version) is not verified."""
         data = parse_json(text, "load trace")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
-            raise ConfigError(f'load trace: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
+            raise ConfigError(f'load trace: the JSON lacks "format": "{_FORMAT}", "version": {_VERSION}')
         if "digest" in data:
             end = _END.search(text)
             lines = [] if end is None else [line.removesuffix(",") for line in text[: end.start()].split("\n")]
-            if end is None or end[1] != _chained("", lines):
-                raise ConfigError("load trace: the file is damaged: it is not as it was written")
+            if end is None or end[1] != _chain_digest("", lines):
+                raise ConfigError("load trace: the file is damaged (digest mismatch)")
         try:
             tokens, source = np.array(data["tokens"]), str(data["source"])
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"load trace: a field is missing, or lists differ in length: {error}") from error
+            raise ConfigError(f"load trace: missing field or lists of different lengths: {error}") from error
         return cls(tokens, source, data.get("first", 1))
 
     @classmethod
-    def from_cut_json(cls, text: str) -> LoadTrace:
-        """Returns the trace as `from_json` does; of a text whose writer was killed, the iterations that are whole."""
+    def from_truncated_json(cls, text: str) -> LoadTrace:
+        """Parse the complete iterations of a file whose writer was killed."""
         if not text.endswith("}\n"):
             text = text[: text.rfind("]]]") + 3] + "\n]}\n"
         return cls.from_json(text)
 
 
-def _chained(digest: str, lines: Iterable[str]) -> str:
-    """The digest of lines that come after others of this digest."""
+def _chain_digest(digest: str, lines: Iterable[str]) -> str:
     for line in lines:
         digest = hashlib.sha256((digest + line).encode()).hexdigest()
     return digest
@@ -141,26 +142,26 @@ def _end(digest: str) -> str:
     return f'\n], "digest": "{digest}"}}\n'
 
 
-def draw_loads(trace: LoadTrace, path: str | Path, *, title: str) -> None:
-    """Writes a picture of the loads; the ending of `path` chooses the format (.png, .svg, .pdf).
+def plot_loads(trace: LoadTrace, path: str | Path, *, title: str) -> None:
+    """Write a figure of the loads. The suffix of `path` (.png, .svg, .pdf) selects the format.
 
-    A panel is a layer: each expert's load over the mean, step by step, 1 where loads are even. The last panel has every
-    layer's max_vio, how much more than the mean its busiest expert has.
+    One panel per layer shows each expert's load relative to the mean over experts (1: balanced). The last panel shows
+    max_vio of every layer: the largest relative load minus 1.
     """
     figure(trace, title=title).savefig(path, dpi=_DPI)
 
 
 def figure(trace: LoadTrace, *, title: str) -> Figure:
-    """Makes the picture as a matplotlib figure, bound to no window."""
-    # Imported where it draws: a job that draws nothing does not wait for matplotlib.
+    """Return the figure of `plot_loads`, without a window."""
+    # Importing matplotlib is slow.
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    over_ILE = over_mean(trace)
+    over_ILE = relative_load(trace)
     vio_IL = _columns(over_ILE.max(axis=2) - 1)
-    shown = np.unique(np.linspace(0, trace.layers - 1, min(trace.layers, MOST_PANELS)).round().astype(int))
-    across = min(len(shown), _ACROSS)
+    shown = np.unique(np.linspace(0, trace.layers - 1, min(trace.layers, MAX_PANELS)).round().astype(int))
+    across = min(len(shown), _PANELS_PER_ROW)
     rows = math.ceil(len(shown) / across)
     drawn = Figure(figsize=(14, 2.4 * rows + 3), layout="constrained", facecolor="white")
     drawn.suptitle(title, color=_INK, parse_math=False)
@@ -169,7 +170,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     begins, ends = trace.first - 0.5, trace.first + len(trace) - 0.5
     options: dict[str, Any] = {
         "extent": (begins, ends, trace.experts - 0.5, -0.5),
-        # A few loads above this one share its colour: a single peak would leave all the rest white.
+        # A single peak would otherwise leave the rest white.
         "vmax": max(2.0, float(np.quantile(over_ILE, 0.995))),
     }
     options |= {"aspect": "auto", "interpolation": "nearest", "cmap": colours, "vmin": 0}
@@ -181,17 +182,21 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
         axes.set_title(f"layer {layer}", size=9, color=_INK)
     for axes in panels[::across]:
         axes.set_ylabel("expert", color=_FAINT)
-    drawn.colorbar(picture, ax=panels, label="load over the mean", fraction=0.03)
+    for axes in panels[-across:]:  # the lowest panel of each column
+        axes.set_xlabel("step", color=_FAINT)
+    drawn.colorbar(picture, ax=panels, label="load / mean load", fraction=0.03)
     uneven = drawn.add_subplot(grid[rows, :])
     middle_I = np.linspace(begins + 0.5, ends - 0.5, len(vio_IL))
     for layer in range(trace.layers):
-        colour = colours(0.95 - 0.7 * layer / max(1, trace.layers - 1))
+        repeated, number = divmod(layer, len(_LAYERS))
+        look: dict[str, Any] = {"color": _LAYERS[number], "linestyle": _STYLES[repeated % len(_STYLES)]}
         label = f"layer {layer}" if layer in shown else None
-        uneven.plot(middle_I, vio_IL[:, layer], label=label, color=colour, linewidth=1.0)
+        uneven.plot(middle_I, vio_IL[:, layer], label=label, linewidth=1.0, **look)
     uneven.axhline(0, color=_RULE, zorder=0)
-    uneven.set(title="max_vio: the busiest expert's load over the mean, less 1")
+    uneven.set(title="max_vio: largest expert load / mean load − 1")
     uneven.xaxis.set_major_locator(MaxNLocator(integer=True))
-    uneven.set(xlabel="step", xlim=(begins, ends), ylim=(0, None))
+    uneven.set(xlim=(begins, ends), ylim=(0, None))
+    uneven.set_xlabel("step", color=_FAINT)
     uneven.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
     for axes in (*panels, uneven):
         axes.tick_params(colors=_FAINT, length=0, labelsize=8)
@@ -199,14 +204,14 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     return drawn
 
 
-def over_mean(trace: LoadTrace) -> NDArray[np.float64]:
-    """[I, L, E]: each expert's load over the mean of its layer's in that step; 1 where a layer had none."""
+def relative_load(trace: LoadTrace) -> NDArray[np.float64]:
+    """Each expert's load [I, L, E] divided by its layer's mean load in that step; 1 if the layer has no load."""
     load_ILE = trace.load_ILE.astype(np.float64)
     mean_IL1 = load_ILE.mean(axis=2, keepdims=True)
     return np.where(mean_IL1 > 0, load_ILE / np.maximum(mean_IL1, 1e-300), 1.0)
 
 
 def _columns(value_IX: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[at most MOST_COLUMNS, X]: means of neighbouring steps."""
-    parts = np.array_split(value_IX, min(len(value_IX), MOST_COLUMNS))
+    """Means of neighbouring steps, [at most MAX_COLUMNS, X]."""
+    parts = np.array_split(value_IX, min(len(value_IX), MAX_COLUMNS))
     return np.stack([part.mean(axis=0) for part in parts])

@@ -1,4 +1,4 @@
-"""The `fusedmoe` command and its subcommands."""
+"""The `fusedmoe` command: parser of all subcommands, dispatch and exit codes."""
 
 from __future__ import annotations
 
@@ -11,108 +11,134 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
 
 from fusedmoe import __version__
-from fusedmoe.cli import convert, doctor, plan_command, profile, trace, train
-from fusedmoe.comm.failure.board import tell_others
+from fusedmoe.cli.commands import add_commands
 from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError, RankError, printable
 
-# How long other ranks wait for rank 0 to say what is wrong, and for the launcher to end them.
-_RANK_0_SPEAKS_S = 3.0
+# Rank 0 prints the error and the launcher terminates the other ranks within this time.
+_RANK_0_PRINTS_S = 3.0
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of one command, which refuses unknown arguments itself, with its own usage."""
+    """Parser of one subcommand. Rejects unknown arguments with the usage of that subcommand."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flags = re.findall(r"--[\w-]+", self.format_help())
-            # A misspelt flag is the commonest mistake; argparse itself suggests nothing.
+            # argparse does not suggest a flag for a misspelt one.
             near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
-            advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"
+            advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all flags"
             self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
         return parsed, rest
 
 
+class _PrintCompletion(argparse.Action):
+    """Print the completion script of a shell and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        try:
+            shtab: Any = import_module("shtab")
+        except ImportError as error:
+            raise ConfigError("--print-completion needs the package shtab: pip install shtab") from error
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser of all commands. Each sets `run`: a function of the arguments that returns the exit code."""
+    """Return the parser of all subcommands. Each sets `module`, whose `run` maps parsed arguments to an exit code."""
     parser = argparse.ArgumentParser(
         prog="fusedmoe",
-        description="Mixture-of-experts training on PyTorch whose communication hides behind computation.",
-        epilog="fusedmoe COMMAND --help explains a command. Under torchrun: torchrun … -m fusedmoe COMMAND …",
+        description="Train mixture-of-experts models with communication overlapped with computation.",
+        epilog="Run fusedmoe COMMAND --help for its flags. With torchrun: torchrun … -m fusedmoe COMMAND …",
     )
+    parser.set_defaults(module=None)
     parser.add_argument("--version", action="version", version=f"fusedmoe {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh"),
+        action=_PrintCompletion,
+        help="print a completion script for a shell (needs shtab): fusedmoe --print-completion bash > "
+        "~/.local/share/bash-completion/completions/fusedmoe",
+    )
     kind: type[argparse.ArgumentParser] = _Command
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
-    for command in (train, profile, plan_command, trace, doctor, convert):
-        command.add_command(commands)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=kind)
+    add_commands(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 1 for an error of a rank, 2 for arguments that cannot work.
+    """Run one subcommand and return its exit code: 1 for an error on a rank, 2 for invalid arguments.
 
-    Under a launcher all ranks get the same arguments and find the same faults in them: rank 0 reports them, and the
-    launcher ends the other ranks. A fault that only another rank has found is reported by that rank.
+    All ranks receive the same arguments and detect the same `ConfigError`: rank 0 prints it, and the launcher
+    terminates the other ranks. An error that only another rank raises is printed by that rank.
     """
     rank = 0
-    # Names of files may be in no encoding, and printing one must not end a job.
+    # Printing a file name that cannot be encoded must not raise.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         rank = integer("RANK", 0, 0)
         parsed = _parse(arguments, quiet=rank > 0)
-        code = int(parsed.run(parsed))
+        code = 0 if parsed.module is None else int(import_module(parsed.module).run(parsed))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if _is_read():
+        if _has_stdout_reader():
             raise
         return 1
     except ConfigError as error:
         if rank:
-            time.sleep(_RANK_0_SPEAKS_S)
+            time.sleep(_RANK_0_PRINTS_S)
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
-        # Without a file's name it is no mistake of the user's, and the traceback is wanted.
+        # An OSError without a file name is a bug, not a wrong path: keep the traceback.
         if error.filename is None:
             raise
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except RankError as error:
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
-        # The others wait somewhere else for this rank: they end with its reason.
-        tell_others(error)
+        # Other ranks may be waiting for this rank: they raise the same error.
+        import_module("fusedmoe.comm.failure.board").post_fatal_exception(error)
         return 1
 
 
-def _is_read() -> bool:
-    """Returns whether anybody still reads the output; else what is left of it goes nowhere."""
+def _has_stdout_reader() -> bool:
+    """Return whether stdout still has a reader. Without one, redirect stdout to /dev/null."""
     look = select.poll()
     look.register(sys.stdout, 0)
     if not look.poll(0):
         return True
-    # `head`, say, has seen enough. Python flushes once more at its end, and would complain.
+    # The reader (`head`, for example) has exited. Python flushes stdout at exit and would raise again.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     return False
 
 
-def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:
+def _parse_or_help(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.module is None:
+        parser.print_help()
+    return parsed
+
+
+def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:
     if not quiet:
-        return parser.parse_args(arguments)
-    # Rank 0 prints usage and errors; the same from every rank would be unreadable.
+        return _parse_or_help(arguments)
+    # Only rank 0 prints usage and errors.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
-            return parser.parse_args(arguments)
+            return _parse_or_help(arguments)
         except SystemExit as end:
             if end.code:
-                time.sleep(_RANK_0_SPEAKS_S)
+                time.sleep(_RANK_0_PRINTS_S)
             raise

@@ -1,15 +1,4 @@
-"""Measure what links and matrix products take.
-
-Measures what schedules are made by: all-to-all between the ranks that hold experts,
-all-gather and reduce-scatter between the shards of an expert, all-reduce between replicas,
-and matrix products, each in many sizes, on all ranks at once. The time of each is a straight
-line, α + β·n, with n in bytes or FLOP; contention is the share of their speed that products
-and each kind of link keep while another of them works, too.
-
-What is found is kept in $FUSEDMOE_CACHE, or else ~/.cache/fusedmoe, one file for each
-machine, layout of ranks and dtype. Layers with schedule="auto" and fusedmoe train --schedule
-find it there; without it they measure by themselves, once.
-"""
+"""`fusedmoe profile`: measure and cache the costs of links and matrix products."""
 
 from __future__ import annotations
 
@@ -20,65 +9,25 @@ from pathlib import Path
 
 from rich.text import Text
 
-from fusedmoe.cli.job import Launch, ranks_of, settle
-from fusedmoe.cli.settings import Commands, Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
+from fusedmoe.cli.commands import MAX_BUDGET_S
+from fusedmoe.cli.job import Launch, command_group, resolve_sizes
+from fusedmoe.cli.settings import Settings, given_settings
 from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import sealed
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S
 from fusedmoe.runtime.profiler import Profile
 
-EXAMPLES = """\
-examples:
-  4 ranks of this machine as 2 nodes of 2, with a picture of points and lines:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --plot profile.png
-  the same once more, for another network or a quieter machine, and as JSON for fusedmoe plan --costs:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --again --json costs.json
-  the layout that a model gets, and products in 16 bits:
-    torchrun --nnodes 4 --nproc-per-node 8 … -m fusedmoe profile --model Mixtral-7B --dtype bf16
-  matrix products alone:
-    fusedmoe profile --budget 5
-"""
-
-# Flags that a layout follows from, and the dtype of the products.
-_FLAGS = (
-    *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
-    *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),
-)
-
-# What works on each resource, in words.
-_WORKS = {"compute": "products", "intra": "links inside a node", "inter": "links between nodes"}
-
-#: No budget is larger than this, in seconds.
-MOST_S = 100.0
-
-
-def add_command(commands: Commands) -> None:
-    """Adds `profile` to the commands of `fusedmoe`."""
-    parser = add_parser(commands, "profile", __doc__, EXAMPLES, run)
-    group = parser.add_argument_group("profile")
-    group.add_argument(
-        "--budget",
-        type=float,
-        default=PROFILE_BUDGET_S,
-        metavar="S",
-        help=f"seconds that it may take, less than {MOST_S:g} (default: %(default)g)",
-    )
-    group.add_argument("--again", action="store_true", help="measure also where that was done before")
-    group.add_argument("--plot", type=picture_to_write, metavar="FILE", help="points and lines as .png, .svg or .pdf")
-    group.add_argument("--json", type=file_to_write, metavar="FILE", help="lines and points as JSON")
-    add_flags(parser, _FLAGS)
+_RESOURCE_NAMES = {"compute": "matrix products", "intra": "links inside a node", "inter": "links between nodes"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, or reads what was measured before, and shows it; returns the exit code."""
-    if not 0 < arguments.budget < MOST_S:
-        raise ConfigError(f"--budget {arguments.budget:g}: give more than 0 and less than {MOST_S:g} seconds")
+    if not 0 < arguments.budget < MAX_BUDGET_S:
+        raise ConfigError(f"--budget {arguments.budget:g}: must be more than 0 and less than {MAX_BUDGET_S:g} seconds")
     launch = Launch.from_environment()
-    settings = Settings().changed(changes_of(arguments))
-    sizes, settings = settle(settings, launch)
-    with ranks_of(settings, launch, sizes, "fusedmoe profile") as (topology, device):
+    settings = Settings().changed(given_settings(arguments))
+    sizes, settings = resolve_sizes(settings, launch)
+    with command_group(settings, launch, sizes, "fusedmoe profile") as (topology, device):
         measured, path = cached_profile(
             topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
         )
@@ -103,10 +52,12 @@ def _show(measured: Profile, path: Path) -> None:
     console.print(printable(measured.costs.machine), markup=False)
     console.print(table)
     of = measured.costs.contention
-    shares = ((a, b, of.share(a, b)) for a, b in permutations(_WORKS, 2))
-    if lost := ", ".join(f"{_WORKS[a]} beside {_WORKS[b]} {share:.0%}" for a, b, share in shares if share < 1):
-        console.print(f"contention, the speed that each keeps: {lost}", highlight=False)
-    kept = f"; kept in {path}" if path.exists() else ""
+    shares = ((a, b, of.share(a, b)) for a, b in permutations(_RESOURCE_NAMES, 2))
+    if lost := ", ".join(
+        f"{_RESOURCE_NAMES[a]} during {_RESOURCE_NAMES[b]} {share:.0%}" for a, b, share in shares if share < 1
+    ):
+        console.print(f"contention (fraction of speed kept): {lost}", highlight=False)
+    kept = f"; cached in {path}" if path.exists() else ""
     console.print(printable(f"measured in {measured.seconds:.1f} s{kept}"), markup=False, soft_wrap=True)
 
 
@@ -126,7 +77,7 @@ def _scaled(value: float, unit: str) -> str:
 
 
 def plot(measured: Profile, path: Path) -> None:
-    """Draws the points of each line and the line through them, a panel each."""
+    """Draw measured points and fitted line of each cost, one panel per cost."""
     from matplotlib.figure import Figure
 
     lines = measured.costs.lines

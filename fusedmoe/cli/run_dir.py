@@ -1,4 +1,4 @@
-"""The folder of a run, with everything that a job leaves behind, and the log of its experts' loads."""
+"""The run folder of a training job and its log of expert loads."""
 
 from __future__ import annotations
 
@@ -16,44 +16,43 @@ from torch import Tensor
 
 from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes
-from fusedmoe.cli.load_trace import LoadTrace, draw_loads
+from fusedmoe.cli.load_trace import LoadTrace, plot_loads
 from fusedmoe.cli.settings import Settings
-from fusedmoe.comm import all_gather_object
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.metrics import JsonLines
 
-#: Steps between two gatherings of loads: ranks keep so many steps' counts, and a job that is killed loses as many.
-EVERY = 50
-#: Bytes that the file may grow to; the steps after that are left out.
-MOST_BYTES = 32 * 2**20
+#: Steps between gatherings of loads: a killed job loses at most this many steps of the log.
+GATHER_EVERY = 50
+#: Maximum size of loads.json in bytes; later steps are not recorded.
+MAX_LOG_BYTES = 32 * 2**20
 
 
 class RunDir:
-    """A run folder: config.json and what the attributes name. Only rank 0 writes files."""
+    """Paths of a run folder. Only rank 0 writes files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
-        # What gates chose, by step, layer, rank and expert.
-        self.loads, self.loads_picture = path / "loads.json", path / "loads.png"
-        # The timeline of one step, and the step beside its prediction, as a table.
-        self.picture, self.trace, self.parts = path / "timeline.png", path / "trace.json", path / "parts.txt"
-        # A resumed job keeps to the costs of its schedule, and to the plan that was measured to be the fastest.
+        # Gate choices by step, layer, rank and expert.
+        self.loads, self.loads_picture_path = path / "loads.json", path / "loads.png"
+        # Timeline of one step, and its comparison with the prediction as a table.
+        self.picture_path, self.trace, self.parts = path / "timeline.png", path / "trace.json", path / "parts.txt"
+        # Inputs of a resumed job: costs of the schedule, and the plan measured to be fastest.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 
     def note(self, step: int, record: dict[str, Any]) -> None:
-        """Adds a line to the metrics."""
         JsonLines(self.metrics).write(step, record)
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
-        """Makes a new run folder, by default runs/<date-time>. Called on rank 0."""
+        """Create a run folder, by default runs/<date-time>. Call on rank 0 only."""
         if path is not None:
             if (path / "config.json").exists():
-                raise ConfigError(f"{path} holds a run already: go on with --resume {path}, or name another --run-dir")
+                raise ConfigError(f"{path} contains a run: use --resume {path}, or another --run-dir")
             if path.exists() and not path.is_dir():
-                raise ConfigError(f"--run-dir {path} is a file: name a folder, new or empty")
+                raise ConfigError(f"--run-dir {path} is a file: choose a new or empty folder")
             path.mkdir(parents=True, exist_ok=True)
             return cls(path)
         first = path = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S"))
@@ -66,58 +65,58 @@ class RunDir:
         return cls(path)
 
     def write_config(self, settings: Settings, launch: Launch, sizes: Sizes, facts: dict[str, Any]) -> None:
-        """Writes config.json: the settings as `--resume` reads them, and what was chosen when the job started."""
+        """Write config.json: the settings that `--resume` reads, and the values chosen at startup."""
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
         write_text(self.path / "config.json", sealed(config, indent=2) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that will be done again, and of the end that is still to come."""
+    def drop_metrics_after(self, step: int) -> None:
+        """Drop metrics of steps after `step`, which will be repeated, and of the end of the job."""
         if not self.metrics.exists():
             return
         kept, damaged = [], 0
         lines = read_text(self.metrics, errors="replace").split("\n")
-        # The last line is empty, or cut short where its writer was killed.
+        # The last line is empty, or truncated if its writer was killed.
         for line in lines[:-1]:
             try:
                 record = json.loads(line)
-                # Lines of later steps would stand twice once these steps are done again.
+                # Repeated steps and the end of the job write their lines again.
                 if record.get("loss") is not None and record["step"] <= step:
                     kept.append(line + "\n")
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 damaged += 1
         if damaged:
-            warn(f"{self.metrics}: {damaged} lines that cannot be read are left out", stacklevel=2)
+            warn(f"{self.metrics}: dropped {damaged} unreadable lines", stacklevel=2)
         write_text(self.metrics, "".join(kept))
 
 
 class LoadLog:
-    """Writes loads.json into a run folder: counts[step][layer][rank][expert].
+    """Write loads.json into a run folder: counts[step][layer][rank][expert].
 
-    A step costs a small copy on this rank's device; ranks exchange counts every `EVERY` steps, or when asked to.
+    Each step copies its counts on this rank's device. Ranks gather counts every `GATHER_EVERY` steps and in `flush`.
 
     Args:
-        source: what the file says of itself.
-        done: steps that a resumed job has behind it. The file goes on after them; where it is of other layers, ranks or
-            experts, or lacks some of these steps, it begins anew.
+        source: description stored in the file.
+        done: completed steps of a resumed job. The existing file is continued if it has these steps and the same number
+            of layers, ranks and experts; otherwise a new file is started.
     """
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
-        self._path, self._picture, self._topology = folder.loads, folder.loads_picture, topology
+        self._path, self._picture_path, self._topology = folder.loads, folder.loads_picture_path, topology
         self._source, self._next = f"{source}, from step {done + 1}" if done else source, done + 1
         self._earlier = _read(self._path, done) if topology.is_first else None
         self._begun = False
         self._kept: list[Tensor] = []
 
     def note(self, load_LE: Tensor) -> None:
-        """Notes the counts of a step on this rank; all ranks note all steps. Collective every `EVERY` steps."""
+        """Record this rank's counts of a step, on all ranks in every step. Collective every `GATHER_EVERY` steps."""
         self._kept.append(load_LE)
-        if len(self._kept) == EVERY:
+        if len(self._kept) == GATHER_EVERY:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is kept; collective."""
+        """Gather and write the pending counts. Collective."""
         if not self._kept:
             return
         kept_ILE = torch.stack(self._kept).cpu().int().numpy()
@@ -127,9 +126,9 @@ class LoadLog:
             self._write(np.stack(of_ranks, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:
-        """Draws what was written, into the run folder; rank 0 does."""
+        """Draw the recorded loads, on rank 0."""
         if self._begun:
-            draw_loads(LoadTrace.from_json(read_text(self._path)), self._picture, title=title)
+            plot_loads(LoadTrace.from_json(read_text(self._path)), self._picture_path, title=title)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:
@@ -138,22 +137,22 @@ class LoadLog:
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
                 write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next).to_json())
                 return
-            # The file may have steps that a killed job did after its last checkpoint: they are done again.
+            # Drop steps after a killed job's last checkpoint: they are repeated.
             write_text(self._path, earlier.to_json())
-        if self._path.stat().st_size < MOST_BYTES:
+        if self._path.stat().st_size < MAX_LOG_BYTES:
             LoadTrace(tokens_ILWE).append_to(self._path)
 
 
 def _read(path: Path, steps: int) -> LoadTrace | None:
-    """Reads a file up to a step; None where it has none of these steps, or lacks some though it is not full."""
+    """Return the first `steps` steps of a file; None if some are missing and the file is below its size limit."""
     if not steps or not path.exists():
         return None
     try:
-        trace = LoadTrace.from_cut_json(read_text(path))
+        trace = LoadTrace.from_truncated_json(read_text(path))
     except ConfigError as error:
-        warn(f"{path} begins anew: {error}", stacklevel=2)
+        warn(f"starting a new {path}: {error}", stacklevel=2)
         return None
     kept = steps - trace.first + 1
-    if kept < 1 or (len(trace) < kept and path.stat().st_size < MOST_BYTES):
+    if kept < 1 or (len(trace) < kept and path.stat().st_size < MAX_LOG_BYTES):
         return None
     return LoadTrace(trace.tokens_ILWE[:kept], trace.source, trace.first)

@@ -1,7 +1,4 @@
-"""Settings of a training job, each with its default, as one value that can be written and read back.
-
-Each flag of the command sets one of them, and its help says so.
-"""
+"""Settings of a training job: values, defaults, command-line flags and their JSON form."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import math
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -17,47 +15,45 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
-from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import parse_json, read_text
-from fusedmoe.gates import GATES
-from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
-from fusedmoe.orders import ORDERS
+from fusedmoe.names import ACTIVATIONS, ALGORITHMS, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
 from fusedmoe.schedule import POLICIES, CostModel
-from fusedmoe.training.sharded_experts import PLACEMENT_BALANCES, PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 
-#: Values of `--placement`: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
+#: Values of `--placement`: "ep" (static), or a policy of `ShardedExperts` that moves and replicates experts.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
-# The least number of each setting that is one.
-_LEAST = {
+_MINIMUM = {
     **dict.fromkeys(("ranks_per_node", "ep", "esp", "mp", "steps", "eval_batches"), 1),
     **dict.fromkeys(("placement_memory", "placement_overlap", "warmup", "checkpoint_every", "survive"), 0),
     **dict.fromkeys(("timeline_step", "lr", "weight_decay", "clip", "aux_weight"), 0),
 }
-# A year; PyTorch counts it in nanoseconds, which have an end.
-_MOST_S = 3.2e7
+# One year. PyTorch stores time-outs as int64 nanoseconds.
+_MAX_TIMEOUT_S = 3.2e7
 
-# More choices than this are listed in the help instead of beside the flag.
-_SHORT = 3
+# Flags with more choices than this list them in the help text instead of the metavar.
+_MAX_METAVAR_CHOICES = 3
 
 
 def schedules() -> tuple[str, ...]:
-    """Returns the values of `--schedule`: off, the fastest as measured, or a policy, also one of a user's own."""
+    """Return the values of `--schedule`: "off", "auto", or the name of any registered policy."""
     return ("off", "auto", *POLICIES)
+
+
+def gates() -> tuple[str, ...]:
+    """Return the values of `--gate`: the library's, or all of `fusedmoe.gates.GATES` once that is imported."""
+    module = sys.modules.get("fusedmoe.gates")
+    return GATES if module is None else tuple(module.GATES)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `fusedmoe train`. A setting that is None is chosen when the job starts, by model and ranks.
-
-    The help of each setting's flag (`GROUPS`) says what it means.
-    """
+    """Settings of `fusedmoe train`, documented as `GROUPS`. None: chosen at startup from the model and the ranks."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     ranks_per_node: int | None = None
@@ -92,75 +88,75 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, least in _MINIMUM.items():
             value = getattr(self, name)
-            # Written so that NaN, which compares with nothing, is refused as well.
+            # NaN fails this comparison.
             if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{name} = {value} must be a number from {least}")
+                raise ConfigError(f"{name} = {value} must be a finite number >= {least}")
         for flag in (flag for flags in GROUPS.values() for flag in flags if hasattr(self, flag.setting)):
             value, known = getattr(self, flag.setting), flag.known
             if known and value not in known:
-                cure = "; a program registers its own by fusedmoe.register_policy, and calls fusedmoe.cli.main.main()"
+                cure = "; register your own policy with fusedmoe.register_policy, then call fusedmoe.cli.main.main()"
                 cure = cure if flag.setting == "schedule" else ""
                 raise ConfigError(f"{flag.setting} = {value!r} is not one of {', '.join(known)}{cure}")
-        if not 0 < self.timeout_s <= _MOST_S:
-            raise ConfigError(f"timeout_s = {self.timeout_s} must be positive, and {_MOST_S:g} at most")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s = {self.timeout_s} must be positive and at most {_MAX_TIMEOUT_S:g}")
 
     @property
     def peak_lr(self) -> float:
-        """Returns `lr`, or one that suits the width: 0.0025 at M = 128, falling with the square root."""
+        """`lr`, or 0.0025·√(128 / model_dim) by default."""
         return 0.0025 * math.sqrt(128 / self.model.model_dim) if self.lr is None else self.lr
 
     @property
     def warmup_steps(self) -> int:
-        """Returns `warmup`, or a twentieth of all steps."""
+        """`warmup`, or 5% of all steps by default."""
         return max(1, self.steps // 20) if self.warmup is None else self.warmup
 
     def learning_rate(self, step: int) -> float:
-        """Returns the rate of a step (from 0): a straight rise, then a cosine down to a tenth of the peak."""
-        # From step 0 on the rate is positive: a first step of rate 0 would be wasted.
+        """Return the learning rate of a step (from 0): linear warm-up, then cosine decay to 10% of the peak."""
+        # `step + 1`: a first step with learning rate 0 would be wasted.
         rise = min(1.0, (step + 1) / max(1, self.warmup_steps))
         way = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Returns the settings with some values replaced; names of the model's are written "model.layers". Options of
-        the gate are added to those that the same gate has already."""
+        """Return a copy with some settings replaced. Settings of the model have the prefix "model." ("model.layers").
+
+        New gate options are merged into the existing ones unless the gate changes.
+        """
         model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
         before = own.pop("model", self.model)
         if model.keys() & {"gate", "gate_options"}:
-            # Another gate would refuse the options of the one before.
+            # A new gate may not accept the options of the previous gate.
             kept = before.gate_options if model.get("gate", before.gate) == before.gate else {}
             model["gate_options"] = {**kept, **model.get("gate_options", {})}
         return replace(self, model=replace(before, **model), **own)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings in plain types; `from_json` gives equal ones back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Settings:
-        """Makes settings of plain types."""
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-            raise ConfigError("it holds no settings")
+            raise ConfigError("it contains no settings")
         hints = get_type_hints(cls) | {f"model.{name}": hint for name, hint in get_type_hints(ModelConfig).items()}
         values = {name: value for name, value in data.items() if name != "model"}
         values |= {f"model.{name}": value for name, value in data["model"].items()}
-        # A setting that this version ignored would silently train another model.
+        # Ignoring an unknown setting would silently train a different model.
         if unknown := values.keys() - hints:
-            raise ConfigError(f"settings not known to this version: {', '.join(sorted(unknown))}")
+            raise ConfigError(f"unknown settings in this version: {', '.join(sorted(unknown))}")
         for name, value in values.items():
             if not _fits(value, hints[name]):
-                raise ConfigError(f"{name} = {reprlib.repr(value)} cannot be")
+                raise ConfigError(f"{name} = {reprlib.repr(value)} has the wrong type")
         return cls().changed(values)
 
 
 def read_settings(run_dir: Path) -> Settings:
-    """Reads the settings in a run folder's config.json. Raises `ConfigError` where there are none."""
+    """Read the settings in a run folder's config.json. Raises `ConfigError` without a valid file."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{run_dir} is no run folder: it has no config.json. Give --resume the folder of a run.")
+        raise ConfigError(f"{run_dir} is not a run folder: no config.json. Pass a run folder to --resume.")
     data = parse_json(read_text(path), str(path))
     try:
         return Settings.from_json(data.get("settings") if isinstance(data, dict) else None)
@@ -169,27 +165,28 @@ def read_settings(run_dir: Path) -> Settings:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value out of JSON is of the types that an annotation names."""
+    """Return whether a value parsed from JSON matches a type annotation."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
-    # bool is an int for Python; a flag in place of a number is a mistake.
+    # bool is a subclass of int.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, int | float):
-        # JSON knows larger numbers, which no setting can mean.
+        # JSON integers are unbounded.
         return abs(value) < 2**63 and (float in kinds or type(value) in kinds)
     return isinstance(value, tuple(kinds))
 
 
-def capacity(text: str) -> float | None:
-    """Reads a capacity factor; "none" is no capacity."""
+def parse_capacity(text: str) -> float | None:
+    """Parse a capacity factor. "none" is None: no capacity limit."""
     return None if text.lower() == "none" else float(text)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of the setting that it has its name from, with its help. The default is read from the settings.
+    """Command-line flag and the setting it sets. Its default value is read from `Settings`.
 
-    `kind`: makes a value of the text; bool makes a pair --flag, --no-flag.   `chosen`: the words for None.
+    `setting`: "model.NAME" for a field of `ModelConfig`. `kind`: parses the text; bool makes a pair `--flag`,
+    `--no-flag`. `chosen`: description of the default if it is None.
     """
 
     setting: str
@@ -201,117 +198,118 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Returns the flag: "--timeout" of `timeout_s`, "--seq-len" of `model.seq_len`."""
+        """The flag: "--timeout" for `timeout_s`, "--seq-len" for `model.seq_len`."""
         return "--" + self.setting.removeprefix("model.").removesuffix("_s").replace("_", "-")
 
     @property
     def known(self) -> Sequence[str]:
-        """Returns the values that there are; none where any will do."""
-        # Policies are asked for each time: a program may have registered one of its own since.
+        """Valid values; empty if any value is accepted."""
+        # Evaluated on each access: a program may register a policy at any time.
         return self.choices() if callable(self.choices) else self.choices
 
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "training": (
-        Flag("steps", "optimizer steps"),
-        Flag("model.batch", "sequences of a step on each data-parallel replica, B"),
-        Flag("model.seq_len", "bytes of a sequence, L"),
-        Flag("lr", "peak learning rate of AdamW", float, chosen="0.0025·√(128 / model dim)"),
-        Flag("warmup", "steps of rising rate; after them a cosine to a tenth", chosen="5%% of the steps"),
-        Flag("weight_decay", "of matrices, not of biases and norms", float),
-        Flag("clip", "largest gradient norm; 0: as it comes", float),
-        Flag("aux_weight", "weight of the gates' auxiliary losses", float),
-        Flag("dtype", "bf16 is autocast: parameters stay float32", str, DTYPES),
-        Flag("recompute", "keep only the blocks' inputs and compute the rest again backward", bool),
-        Flag("seed", "of parameters, batches and the gates' noise"),
+        Flag("steps", "number of optimizer steps"),
+        Flag("model.batch", "batch size per data-parallel rank, in sequences"),
+        Flag("model.seq_len", "sequence length, in tokens (bytes of text)"),
+        Flag("lr", "peak learning rate (AdamW)", float, chosen="0.0025·√(128 / model dim)"),
+        Flag("warmup", "linear warm-up, in steps; cosine decay to 10%% of the peak follows", chosen="5%% of the steps"),
+        Flag("weight_decay", "weight decay of matrices; biases and norms have none", float),
+        Flag("clip", "maximum gradient norm; 0 disables clipping", float),
+        Flag("aux_weight", "coefficient of the gates' auxiliary losses", float),
+        Flag("dtype", "compute dtype; bf16 uses autocast with float32 parameters", str, DTYPES),
+        Flag("recompute", "activation checkpointing of each block", bool),
+        Flag("seed", "random seed of parameters, batches and gate noise"),
     ),
     "model": (
-        Flag("model.objective", "next byte, or hidden bytes from both sides", str, OBJECTIVES),
-        Flag("model.layers", "blocks"),
-        Flag("model.model_dim", "model dim M"),
-        Flag("model.heads", "attention heads"),
-        Flag("model.kv_heads", "heads of keys and values", chosen="as many as heads"),
-        Flag("model.norm", "LayerNorm or RMSNorm", str, NORMS),
-        Flag("model.positions", "learned, or rotary", str, POSITIONS),
-        Flag("model.bias", "biases in attention and experts", bool),
+        Flag("model.objective", "training objective: next-byte or masked-byte prediction", str, OBJECTIVES),
+        Flag("model.layers", "number of transformer blocks"),
+        Flag("model.model_dim", "model dimension M"),
+        Flag("model.heads", "number of attention heads"),
+        Flag("model.kv_heads", "number of key/value heads", chosen="--heads"),
+        Flag("model.norm", "normalization: LayerNorm or RMSNorm", str, NORMS),
+        Flag("model.positions", "position embedding: learned or rotary", str, POSITIONS),
+        Flag("model.bias", "add biases to attention and experts", bool),
     ),
     "experts and routing": (
-        Flag("model.expert", "an expert's network: two matrices, or three", str, EXPERTS),
-        Flag("model.activation", "of ffn experts", str, tuple(ACTIVATIONS)),
-        Flag("model.hidden", "an expert's hidden dim H"),
-        Flag("model.experts", "number of experts E", chosen="--experts-per-rank times the ranks"),
-        Flag("model.experts_per_rank", "experts of each rank, where --experts is not given"),
-        Flag("model.moe_every", "every n-th block has experts, the others a dense feed-forward"),
-        Flag("model.shared_hidden", "hidden dim of an expert for every token; 0: none"),
-        Flag("model.gate", "what chooses a token's experts", str, tuple(GATES)),
-        Flag("model.k", "experts of a token (switch: always 1; softmoe: all)"),
+        Flag("model.expert", "expert network: ffn (two matrices) or swiglu (three)", str, EXPERTS),
+        Flag("model.activation", "activation of ffn experts", str, ACTIVATIONS),
+        Flag("model.hidden", "expert hidden dimension H"),
+        Flag("model.experts", "number of experts per layer, E", chosen="--experts-per-rank times the ranks"),
+        Flag("model.experts_per_rank", "experts per rank if --experts is not set"),
+        Flag("model.moe_every", "use an MoE layer in every N-th block, a dense feed-forward in the rest"),
+        Flag("model.shared_hidden", "hidden dimension of the shared expert; 0 disables it"),
+        Flag("model.gate", "gate that selects experts", str, gates),
+        Flag("model.k", "experts per token (switch: always 1; softmoe: all)"),
         Flag(
             "model.capacity_factor",
-            "room of an expert over the even share; none: no token is dropped",
-            capacity,
+            "expert capacity relative to a uniform load; none disables token dropping",
+            parse_capacity,
             chosen="none",
         ),
-        Flag("model.order", "how rows are laid out", str, tuple(ORDERS), "sparse, or without room dropless"),
+        Flag("model.order", "layout of dispatched tokens", str, ORDERS, "sparse; dropless without capacity"),
     ),
-    "parallel layout (what is left over is data parallel)": (
-        Flag("ranks_per_node", "ranks that share a node", chosen="the launcher's"),
-        Flag("ep", "expert parallel: ranks that experts are spread over", chosen="nodes"),
-        Flag("esp", "expert sharding: ranks that split each expert", chosen="ranks of a node"),
-        Flag("mp", "model parallel: ranks that split attention heads", chosen="ranks of a node"),
+    "parallelism (remaining ranks are data parallel)": (
+        Flag("ranks_per_node", "ranks per node", chosen="LOCAL_WORLD_SIZE"),
+        Flag("ep", "expert-parallel (EP) size", chosen="number of nodes"),
+        Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", chosen="ranks per node"),
+        Flag("mp", "model-parallel (MP) size of attention", chosen="ranks per node"),
         Flag("dispatch", "all-to-all algorithm", str, ALGORITHMS),
-        Flag("wire_dtype", "what dispatched rows travel in", str, WIRES),
-        Flag("schedule", "how what travels overlaps with what is computed", str, schedules),
-        Flag("placement", "which ranks have which experts, and copies of them", str, PLACEMENTS),
-        Flag("placement_memory", "copies of experts that a rank has room for, a layer"),
+        Flag("wire_dtype", "dtype of tokens during dispatch and combine", str, WIRES),
+        Flag("schedule", "schedule that overlaps communication with computation", str, schedules),
+        Flag("placement", "expert placement: ep is static, others move and replicate experts", str, PLACEMENTS),
+        Flag("placement_memory", "maximum number of expert replicas per rank and layer"),
         Flag(
             "placement_overlap",
-            "experts that may travel for a layer and step",
+            "maximum number of experts sent per layer and step",
             chosen="as many as computation hides, measured in the first 5 steps",
         ),
-        Flag("placement_balance", "loads by which copies compute rows", str, PLACEMENT_BALANCES),
-        Flag("rematerialise", "copies of experts are fetched again for the backward pass", bool),
-        Flag("device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
-        Flag("timeout_s", "seconds a rank waits for another", float, metavar="S"),
+        Flag("placement_balance", "loads used to balance tokens across replicas", str, PLACEMENT_BALANCES),
+        Flag("rematerialise", "send expert replicas again for the backward pass instead of keeping them", bool),
+        Flag("device", "device; auto uses GPUs if every local rank has its own", str, DEVICES),
+        Flag("timeout_s", "seconds a rank waits for another before it raises an error", float, metavar="S"),
     ),
     "data": (
-        Flag("data", "folder of text, or one file", str, chosen="Python's own library", metavar="PATH"),
-        Flag("pattern", "which files of the folder, such as '*.md'", str, metavar="GLOB"),
-        Flag("held_out", "share of the files held out, by a hash of their paths", float),
-        Flag("eval_batches", "held-out batches of each replica at the end"),
+        Flag("data", "folder of text files, or one file", str, chosen="Python's standard library", metavar="PATH"),
+        Flag("pattern", "glob of the files to read, such as '*.md'", str, metavar="GLOB"),
+        Flag("held_out", "fraction of the files held out for evaluation, by a hash of the path", float),
+        Flag("eval_batches", "evaluation batches per data-parallel rank"),
     ),
     "run": (
-        Flag("checkpoint_every", "steps between checkpoints; 0: only at the end"),
+        Flag("checkpoint_every", "steps between checkpoints; 0 saves only at the end"),
         Flag(
             "survive",
-            "steps between copies of the state to two nodes' memory, from which the job goes on when a rank or a node "
-            "is lost; 0: no copies",
+            "steps between in-memory copies of the state on two nodes, from which the job continues after it loses a "
+            "rank or a node; 0 disables copies",
             metavar="N",
         ),
-        Flag("timeline_step", "steps before the one whose timeline is drawn"),
+        Flag("timeline_step", "steps before the step whose timeline is recorded"),
     ),
 }
 
 
 class Commands(Protocol):
-    """Parent of the commands' parsers, as `argparse.ArgumentParser.add_subparsers` returns it."""
+    """Object that `argparse.ArgumentParser.add_subparsers` returns."""
 
     def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        """Make the parser of a command."""
+        """Create the parser of a command."""
 
 
 def add_parser(
     commands: Commands,
     name: str,
-    text: str | None,
+    text: str,
     epilog: str,
-    run: Callable[[argparse.Namespace], int],
+    module: str,
 ) -> argparse.ArgumentParser:
-    """Adds the parser of a command; `run` does the command's work and returns the exit code.
+    """Add the parser of a subcommand.
 
-    `text`: the docstring of the command's module, a line of summary and the description; its user reads both.
+    Args:
+        text: the first line is the summary in `fusedmoe --help`, the rest the description in `fusedmoe COMMAND --help`.
+        module: its function `run` executes the command and returns the exit code.
     """
-    # Without docstrings (python -OO) a command has no description, and works.
-    summary, _, description = (text or "").partition("\n\n")
+    summary, _, description = text.partition("\n\n")
     parser = commands.add_parser(
         name,
         help=summary[:1].lower() + summary[1:].removesuffix("."),
@@ -320,11 +318,11 @@ def add_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(module=module)
     return parser
 
 
-#: Flags that a training step and its plan depend on.
+#: Flags that affect a training step and its plan.
 STEP_FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
     *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
@@ -336,23 +334,25 @@ STEP_FLAGS = (
 def add_flags(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, defaults: Settings | None = None
 ) -> None:
-    """Adds flags of the settings, all of them or those of these names, and --model in any case.
+    """Add the flags named in `names` (None: all flags) and `--model`.
 
-    `defaults`: the values that the help shows as such.
+    `defaults`: settings whose values the help shows as defaults.
     """
     defaults = defaults or Settings()
     for title, all_flags in GROUPS.items():
         flags = [flag for flag in all_flags if names is None or flag.name in names]
         if not flags:
             continue
-        # Only a flag that was given is in the parsed arguments, so that a resumed job keeps its other settings.
+        # Flags that are not given stay out of the namespace: a resumed job keeps its settings.
         group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
         if title == "model":
             group.add_argument(
                 "--model",
+                type=_model_name,
+                choices=tuple(MODELS),
                 metavar="NAME",
-                help=f"one of {', '.join(MODELS)} (default: {defaults.model.name}); it also sets batch, sequence and "
-                "experts. The other flags change it; their defaults are those of bytes-small",
+                help=f"model preset (default: {defaults.model.name}): {', '.join(MODELS)}. Sets batch, sequence length "
+                "and experts too; other flags override it. Defaults shown below are those of bytes-small",
             )
         for flag in flags:
             _add_flag(group.add_argument, flag, reduce(getattr, flag.setting.split("."), defaults))
@@ -361,9 +361,13 @@ def add_flags(
                 "--gate-option",
                 action="append",
                 metavar="NAME=VALUE",
-                help="an argument of the gate, beside those of the model; as JSON or text; may be repeated: "
+                help="gate argument, as JSON or text; repeatable. Added to those of the model preset: "
                 """--gate-option noise=1 --gate-option 'aux={"balance": 1, "z": 0.1}'""",
             )
+
+
+def _model_name(text: str) -> str:
+    return next((name for name in MODELS if name.lower() == text.lower()), text)
 
 
 def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:
@@ -372,8 +376,8 @@ def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> Non
     help, known = flag.help, flag.known
     if flag.kind is bool:
         more = {"action": argparse.BooleanOptionalAction}
-    elif len(known) > _SHORT:
-        # Long lists would make the usage unreadable beside the flag.
+    elif len(known) > _MAX_METAVAR_CHOICES:
+        # A long metavar would make the help unreadable.
         help = f"{help}: {', '.join(known)}"
         more |= {"choices": known, "metavar": "NAME"}
     elif known:
@@ -381,8 +385,8 @@ def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> Non
     add_argument(flag.name, dest=flag.setting, help=f"{help} (default: {shown})", **more)
 
 
-def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that flags gave, by name; "model" is a whole one, if a name was given."""
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings given as flags, by name. A model preset is the entry "model"."""
     known = {flag.setting for flags in GROUPS.values() for flag in flags}
     changes = {name: value for name, value in vars(arguments).items() if name in known}
     if hasattr(arguments, "model"):
@@ -395,7 +399,7 @@ def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ConfigError(f"--gate-option {text!r}: write NAME=VALUE")
+        raise ConfigError(f"--gate-option {text!r}: expected NAME=VALUE")
     try:
         return name.replace("-", "_"), json.loads(value)
     except (ValueError, RecursionError):
@@ -403,31 +407,29 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def describe(model: ModelConfig) -> str:
-    """Describes a model in one line."""
     routing = f"{model.experts} {model.expert} experts of {model.hidden}, gate {model.gate}, k {model.k}"
     layers = f"{model.layers} layer{'s' * (model.layers > 1)}"
-    return printable(f"{model.name}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}")
+    return printable(f"{model.label}: {layers}, model dim {model.model_dim}, {model.heads} heads, {routing}")
 
 
-def file_to_write(text: str) -> Path:
-    """Checks that a path's folder is there."""
+def parse_output_path(text: str) -> Path:
+    """Parse an output path in an existing folder."""
     path = Path(os.path.expanduser(text))
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it first")
+        raise argparse.ArgumentTypeError(f"folder {path.parent} does not exist; create it first")
     return path
 
 
-def picture_to_write(text: str) -> Path:
-    """Checks that a path's folder is there, and that its ending is a kind of picture."""
-    path = file_to_write(text)
+def parse_figure_path(text: str) -> Path:
+    """Parse the output path of a figure (.png, .svg or .pdf) in an existing folder."""
+    path = parse_output_path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{path.name} ends in none of .png, .svg and .pdf")
+        raise argparse.ArgumentTypeError(f"{path.name}: expected the suffix .png, .svg or .pdf")
     return path
 
 
 def read_costs(path: Path) -> CostModel:
-    """Reads the costs in a file of `fusedmoe profile`, or of `CostModel.to_json`."""
     try:
         return CostModel.from_json(read_text(Path(os.path.expanduser(path))))
     except ConfigError as error:
-        raise ConfigError(f"--costs {path}: {error}; fusedmoe profile --json FILE writes such a file") from error
+        raise ConfigError(f"--costs {path}: {error}; create the file with fusedmoe profile --json FILE") from error

@@ -1,18 +1,15 @@
-"""Collectives on rows: ragged, bounded in time, with sums in rank order.
+"""Collectives on rows with variable row counts, bounded waits, and sums in rank order.
 
-Every function takes the group first, works on any dtype that the backend can carry, accepts ranks with no rows, and is
-a no-op for a group of one. A wait never lasts longer than the job's time-out: it ends with a `RankError` that names the
-rank at fault as far as it can be known. Once a verdict stands nothing is sent.
+Every function takes the group first, accepts ranks without rows, and is a no-op for a group of one rank. A wait that
+exceeds the job's timeout raises a `RankError` that names the rank at fault if known. Nothing is sent after a verdict.
 
-On CPUs an envelope goes first: a message of one size that says what the rank calls, and carries its sizes, or all of
-the data where they are small (`begin`). Gloo takes any bytes that arrive for those it waits for: where they are more it
-ends the process, where they are less the rest is uninitialised memory. Only envelopes travel by all-gather, so ranks
-that call different operations find that out in the same collective, each with the names of both:
+On CPUs every operation starts with an all-gather of fixed-size envelopes that name the operation (`compare_calls`) and
+carry the sizes, or all data if small. Without them Gloo would accept the bytes of another operation: too many abort the
+process, too few leave uninitialised memory. Only envelopes are all-gathered, so ranks that call different operations
+join the same collective and receive both names:
 
     rank 0: | all-reduce, 4 bytes inside |            rank 1: | dispatch of layer 2 |      both raise RankError
-    rank 0: | exchange of counts, inside | rows |     rank 1: the same                     rows travel
-
-Rows whose sizes all ranks have exchanged before (`agreed`) need none.
+    rank 0: | exchange of counts, inside | rows |     rank 1: the same                     rows are sent
 """
 
 from __future__ import annotations
@@ -29,96 +26,94 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.failure.blame import different, late, lost, other_operation
+from fusedmoe.comm.failure.blame import connection_lost_error, different_calls_error, foreign_data_error, timeout_error
 from fusedmoe.comm.failure.board import RENEWED_S, Note
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.threads import LOOK_S
+from fusedmoe.threads import POLL_S
 
 T = TypeVar("T")
 
-# PyTorch 2.13 renamed it and warns at the old name.
+# Renamed in PyTorch 2.13, which warns about the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def wait(work: dist.Work | None, group: Group, operation: str) -> None:
-    """Waits for `work`, looking at the failure board between short waits.
+    """Wait for `work` and poll the failure board.
 
     Raises:
-        RankError: a rank posted a failure, a connection broke, or the job's time-out passed.
+        RankError: a rank posted a failure, a connection broke, or the job's timeout passed.
     """
     if work is None:
         return
     if group.on_gpu:
-        # NCCL's wait only orders streams; given a time-out it would block the host and abort the communicator when that
-        # passes. Its own watchdog bounds the operation, by the process group's time-out.
+        # NCCL's wait only orders streams. With a timeout it would block the host and abort the communicator on expiry.
+        # NCCL's watchdog enforces the process group's timeout.
         work.wait()
         return
     board, deadline = group.board, time.monotonic() + group.job.timeout_s
-    noted, earlier = False, None
-    # A rank whose machine is short of time may take seconds to renew its note. A long wait has them.
+    has_recorded_wait, earlier = False, None
+    # Overloaded hosts may renew notes seconds late.
     renewal_s = max(RENEWED_S, min(10 * RENEWED_S, group.job.timeout_s / 10))
     while True:
         try:
-            work.wait(timedelta(seconds=LOOK_S))
+            work.wait(timedelta(seconds=POLL_S))
             break
         except RuntimeError:
             if work.is_completed():
-                # It may have ended well between the time-out and this look.
+                # The work may have succeeded between the timeout and this check.
                 try:
                     work.wait()
                     break
                 except RuntimeError as error:
-                    raise lost(board, group.ranks, operation, f"the {group}", str(error)) from error
+                    raise connection_lost_error(board, group.ranks, operation, f"the {group}", str(error)) from error
         if (verdict := board.read()) is not None:
-            raise group.ended(operation, verdict)
-        board.waits(f"{operation} over the {group}", group.ranks)
-        noted, now = True, time.monotonic()
-        # Two looks at the notes of the others, a renewal apart, tell a stopped rank from one that waits.
+            raise group.verdict_error(operation, verdict)
+        board.record_wait(f"{operation} over the {group}", group.ranks)
+        has_recorded_wait, now = True, time.monotonic()
+        # Only a stopped rank's note is unchanged after one renewal.
         if earlier is None and now > deadline - renewal_s:
-            earlier, deadline = board.waiting(group.ranks), max(deadline, now + renewal_s)
+            earlier, deadline = board.wait_notes(group.ranks), max(deadline, now + renewal_s)
         elif earlier is not None and now > deadline:
-            raise late(board, group.ranks, operation, f"the {group}", group.job.timeout_s, earlier)
-    if noted:
-        board.waits("")
+            raise timeout_error(board, group.ranks, operation, f"the {group}", group.job.timeout_s, earlier)
+    if has_recorded_wait:
+        board.record_wait("")
 
 
-# An envelope is a head (lengths of words and data, how often the rank has called that), words that say what is called,
-# and data: so many bytes.
+# An envelope: header (lengths of name and data, number of calls), name of the operation, data.
 _HEAD = struct.Struct("<HII")
 _ENVELOPE, _WORDS = 1024, 214
 _DATA = _HEAD.size + _WORDS
-#: Bytes of data that an envelope carries.
-ROOM = _ENVELOPE - _DATA
+MAX_DATA_BYTES = _ENVELOPE - _DATA
 
 
-def begin(group: Group, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
-    """Compares what the ranks of a group call, before they do it; returns the data of each, in rank order.
-
-    In a group of one rank, or on GPUs, it compares nothing and returns [].
+def compare_calls(group: Group, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
+    """Compare the operations that the ranks of a group are about to run. Collective.
 
     Args:
-        details: what else must be equal, in words: dtype and width of rows, say.
-        data: what a rank tells the others, at most `ROOM` bytes.
+        details: further text that must be equal on all ranks, such as dtype and width of rows.
+        data: at most `MAX_DATA_BYTES` bytes, sent to all ranks.
+    Returns:
+        Each rank's data; [] on GPUs or for one rank, where nothing is compared.
     Raises:
-        RankError: ranks call different operations; a verdict stands; or as `wait`.
+        RankError: ranks call different operations; a verdict stands; or as for `wait`.
     """
     handle = group.handle
     if handle is None:
         return []
     board = group.board
-    # What other ranks have sent since is of operations that the verdict has ended, and no part of new ones.
+    # After a verdict, pending data from other ranks belongs to aborted operations.
     if board.standing is not None:
-        raise group.ended(operation, board.standing)
+        raise group.verdict_error(operation, board.standing)
     if group.on_gpu:
         return []
     words = f"{operation}\n{details}".encode()
-    # Cut, but different words must stay different.
+    # Truncated with a checksum: different names must stay different.
     if len(words) > _WORDS:
         words = words[: _WORDS - 12] + f"... {zlib.crc32(words):08x}".encode()
-    # How often a rank has called an operation tells who has left the order, where ranks call different ones.
+    # If operations differ, the number of calls identifies the rank that left the common order.
     board.calls[operation] += 1
     envelope = bytearray(_ENVELOPE)
     _HEAD.pack_into(envelope, 0, len(words), len(data), board.calls[operation])
@@ -128,16 +123,16 @@ def begin(group: Group, operation: str, details: str = "", data: bytes = b"") ->
     envelopes = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8, device="cpu")
     wait(_all_gather_tensor(envelopes, own, group=handle, async_op=True), group, operation)
     received = envelopes.numpy().tobytes()
-    words_of_ranks, often_of_ranks, data_of_ranks = [], [], []
+    words_of_ranks, num_calls_of_ranks, data_of_ranks = [], [], []
     for start in range(0, len(received), _ENVELOPE):
-        length, size, often = _HEAD.unpack_from(received, start)
+        length, size, num_calls = _HEAD.unpack_from(received, start)
         words_of_ranks.append(received[start + _HEAD.size : start + _HEAD.size + length])
-        often_of_ranks.append(often)
+        num_calls_of_ranks.append(num_calls)
         data_of_ranks.append(received[start + _DATA : start + _DATA + size])
     if words_of_ranks.count(words) < group.size:
-        calls = [said.decode(errors="replace") for said in words_of_ranks]
-        notes = map(Note, calls, often_of_ranks, often_of_ranks)
-        raise different(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
+        calls = [words.decode(errors="replace") for words in words_of_ranks]
+        notes = map(Note, calls, num_calls_of_ranks, num_calls_of_ranks)
+        raise different_calls_error(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
     return data_of_ranks
 
 
@@ -149,33 +144,34 @@ def all_to_all_rows(
     operation: str = "all-to-all",
     agreed: bool = False,
 ) -> Tensor:
-    """Sends `send[i]` rows to the i-th rank of the group and returns the rows received, in rank order.
+    """Send `send[i]` rows to the group's i-th rank; return the received rows in rank order. Collective.
 
     Args:
-        rows: [sum(send), ...], ordered by destination.   recv: numbers of rows received from each rank.
-        agreed: the ranks have compared what they call, and their sizes.
+        rows: [sum(send), ...], ordered by destination.
+        recv: number of rows received from each rank.
+        agreed: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     Raises:
-        RankError: numbers of rows that do not fit; ranks call different operations; a verdict stands; or as `wait`.
+        RankError: inconsistent row counts; ranks call different operations; a verdict stands; or as for `wait`.
     """
     handle = group.handle
     if handle is None:
         return rows
     if group.board.standing is not None:
-        raise group.ended(operation, group.board.standing)
+        raise group.verdict_error(operation, group.board.standing)
     if not len(send) == len(recv) == group.size or sum(send) != len(rows):
-        group.refuse(operation, f"{len(rows)} rows, of which {list(send)} are to be sent and {list(recv)} received")
-    # A detached copy or view: Gloo lets go of tensors on a thread of its own, which must not free an autograd graph.
+        group.refuse(operation, f"{len(rows)} rows, but {list(send)} are to be sent and {list(recv)} received")
+    # Detached: Gloo releases tensors on its own thread, which must not free an autograd graph.
     rows = rows.detach().contiguous()
     if not agreed:
-        sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= ROOM else b""
-        sizes_of_ranks = begin(group, operation, _described(rows), sizes)
+        sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= MAX_DATA_BYTES else b""
+        sizes_of_ranks = compare_calls(group, operation, _describe_rows(rows), sizes)
         for rank, its_sizes, size in zip(group.ranks, sizes_of_ranks, recv, strict=False):
             if its_sizes and struct.unpack_from("<q", its_sizes, 8 * group.index)[0] != size:
-                raise other_operation(group.board, operation, f"the {group}", rank)
+                raise foreign_data_error(group.board, operation, f"the {group}", rank)
     out = rows.new_empty((sum(recv), *rows.shape[1:]))
-    # Backends that know no 8-bit floats still carry their bytes.
+    # Backends without 8-bit floats still send bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
     if group.downward is not None:
         for work in _start_duplex(group, wire_out, wire, send, recv):
@@ -186,32 +182,34 @@ def all_to_all_rows(
     return out
 
 
-def _described(rows: Tensor) -> str:
+def _describe_rows(rows: Tensor) -> str:
     return f"of {str(rows.dtype).removeprefix('torch.')} {list(rows.shape[1:])}"
 
 
 def all_gather_rows(
     group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather", agreed: bool = False
 ) -> Tensor:
-    """Returns the rows of all ranks, [sum(counts), ...], in rank order; `counts[i]` rows come from the i-th rank.
+    """Return the rows of all ranks, [sum(counts), ...], in rank order. Collective.
 
-    `agreed`: as for `all_to_all_rows`.
+    `counts`: rows of each rank. `agreed`: as for `all_to_all_rows`.
     """
     handle = group.handle
     if handle is None:
         return rows
     if group.board.standing is not None:
-        raise group.ended(operation, group.board.standing)
+        raise group.verdict_error(operation, group.board.standing)
     if len(counts) != group.size or counts[group.index] != len(rows):
-        group.refuse(operation, f"{len(rows)} rows of this rank, but {list(counts)} are to be gathered")
+        group.refuse(operation, f"this rank has {len(rows)} rows, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
     if not (group.on_gpu or agreed):
-        small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= ROOM
-        gathered = begin(group, operation, f"{_described(rows)} by {list(counts)}", _bytes(rows) if small else b"")
+        small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
+        gathered = compare_calls(
+            group, operation, f"{_describe_rows(rows)} by {list(counts)}", _bytes(rows) if small else b""
+        )
         if small:
             return _tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
     if not group.on_gpu or len(set(counts)) > 1:
-        # Backends gather as many rows from each rank, or pad them. So every rank sends its own rows to every other.
+        # Backends all-gather equal or padded row counts only, so each rank sends its rows to every rank by all-to-all.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, agreed=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
@@ -222,10 +220,10 @@ def all_gather_rows(
 def reduce_scatter_rows(
     group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", agreed: bool = False
 ) -> Tensor:
-    """Sums over ranks and returns this rank's part: `counts[index]` of the [sum(counts), ...] rows.
+    """Sum over ranks and return this rank's part: `counts[index]` of the [sum(counts), ...] rows. Collective.
 
-    The sum runs in rank order, in at least float32, whatever the backend: the same inputs give the same bits.
-    `agreed`: as for `all_to_all_rows`.
+    Sums run in rank order, in at least float32, on every backend, so equal inputs give equal bits. `agreed`: as for
+    `all_to_all_rows`.
     """
     if group.handle is None:
         return rows
@@ -235,7 +233,6 @@ def reduce_scatter_rows(
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """Sums along the first axis, in its order, in at least float32."""
     wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
@@ -244,22 +241,22 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "all-reduce") -> Tensor:
-    """Reduces `tensor` over the group in place ("sum", "max" or "min") and returns it."""
+    """Reduce `tensor` over the group in place ("sum", "max" or "min") and return it. Collective."""
     if op not in _REDUCTIONS:
         raise ConfigError(f"{operation}: {op!r} is not one of {', '.join(_REDUCTIONS)}")
     handle = group.handle
     if handle is None:
         return tensor
-    small = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= ROOM
+    small = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= MAX_DATA_BYTES
     details = f"of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}, {op}"
-    gathered = begin(group, operation, details, _bytes(tensor.detach()) if small else b"")
+    gathered = compare_calls(group, operation, details, _bytes(tensor.detach()) if small else b"")
     if gathered and small:
         parts = torch.stack([_tensor(part, tensor.dtype) for part in gathered])
         result = _sum(parts) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0)
         with torch.no_grad():
             tensor.copy_(result.view(tensor.shape))
         return tensor
-    # Backends reduce memory as it lies, which may be in another order on another rank, or have gaps.
+    # Backends reduce raw memory, which may have gaps and an order that differs between ranks.
     flat = tensor.detach().contiguous()
     wait(dist.all_reduce(flat, _REDUCTIONS[op], group=handle, async_op=True), group, operation)
     if not tensor.is_contiguous():
@@ -267,15 +264,15 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
     return tensor
 
 
-def slowest_s(group: Group, seconds: Sequence[float], operation: str) -> list[float]:
-    """Returns of each number of seconds that of the slowest rank: all ranks go on with the same."""
+def max_over_ranks_s(group: Group, seconds: Sequence[float], operation: str) -> list[float]:
+    """Return the maximum over ranks of each of these numbers of seconds. Collective."""
     own_s = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
     slowest: list[float] = all_reduce(group, own_s, "max", operation).tolist()
     return slowest
 
 
 def all_gather_object(group: Group, value: Any, operation: str = "all-gather of objects") -> list[Any]:
-    """Returns every rank's picklable `value`, in rank order."""
+    """Return every rank's picklable `value`, in rank order. Collective."""
     if group.handle is None:
         return [value]
     device, data = device_of(group), pickle.dumps(value)
@@ -284,9 +281,9 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
         own_18 = torch.frombuffer(bytearray(size), dtype=torch.uint8)[None].to(device)
         gathered = [_bytes(row.cpu()) for row in all_gather_rows(group, own_18, [1] * group.size, operation)]
     else:
-        gathered = begin(group, operation, data=size + data[: ROOM - len(size)])
+        gathered = compare_calls(group, operation, data=size + data[: MAX_DATA_BYTES - len(size)])
     sizes = [struct.unpack_from("<q", start)[0] for start in gathered]
-    if not group.on_gpu and max(sizes) <= ROOM - len(size):
+    if not group.on_gpu and max(sizes) <= MAX_DATA_BYTES - len(size):
         return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = all_gather_rows(group, rows, sizes, operation, agreed=True).cpu().split(sizes)
@@ -294,8 +291,7 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    # A copy: an array of NumPy over a tensor's memory forbids for ever to resize that, and FSDP2 frees a parameter that
-    # it has gathered by resizing it to nothing.
+    # A copy: a NumPy view would fix the storage size, but FSDP2 frees gathered parameters by resizing them to zero.
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -304,16 +300,16 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def device_of(group: Group) -> torch.device:
-    """Returns the device on which tensors must lie to travel over this group."""
+    """Return the device on which collectives over this group need their tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if group.on_gpu else torch.device("cpu")
 
 
 def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank and returns all results, in rank order: no rank goes on before all have succeeded.
+    """Run `action` on every rank and return the results of all ranks, in rank order. Collective.
 
     Raises:
         ConfigError: every rank's action raised one; each rank raises its own.
-        RankError: the action failed on some rank; the message, which names it, is the same everywhere.
+        RankError: the action failed on some rank; all ranks raise the same message, which names that rank.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -337,13 +333,11 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
 
 
 def _start_duplex(group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> list[dist.Work]:
-    """Starts an all-to-all whose rows to higher ranks go over `handle`, and those to lower ranks over `downward`."""
-    # A Gloo connection carries one direction at a time. With a process group for each direction every connection has
-    # only one to carry: between two ranks at 200 Mbit/s 2.1 times the link's ideal time falls to 1.07 times. Rows are
-    # ordered by destination and `out` by source, so the rows of one direction are one slice of each.
+    # A Gloo connection sends in one direction at a time. With a process group per direction, an exchange between two
+    # ranks at 200 Mbit/s takes 1.07 times the link's ideal time instead of 2.1 times. Each direction is one slice of
+    # `rows`, by destination, and of `out`, by source.
     me, size = group.index, group.size
     assert group.handle is not None and group.downward is not None
-    # Before and after this rank's own rows.
     below, above = sum(send[:me]), sum(send[: me + 1])
     from_below, from_above = sum(recv[:me]), sum(recv[: me + 1])
     head, tail = [0] * (me + 1), [0] * (size - me)

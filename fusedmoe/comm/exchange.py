@@ -1,11 +1,11 @@
-"""One layer's exchange of tokens, once its ranks have exchanged metadata (`comm/metadata.py`). Padding is not sent.
+"""The token exchange of one layer, created by the metadata exchange (`comm/metadata.py`). Padding is not sent.
 
-Tokens leave a rank sorted by destination: each once for every rank that has experts for it. Dispatch takes them over
-the expert-parallel group; the all-gather over the expert-sharding group then gives every shard of an expert all of its
-tokens. They arrive ordered by (sharding peer, source rank). Combine and reduce-scatter take results the same way back.
-What is said of a token's (token, k) pairs, codes and router weights, travels likewise, a row for each pair.
+Each rank sorts its tokens by destination and dispatches a token once to every rank that hosts its experts. An
+all-gather over the expert-sharding group gives every shard of an expert all of its tokens, ordered by (sharding peer,
+source rank). Reduce-scatter and combine return the results. Expert assignments and router weights are sent alongside,
+one row per (token, k) pair.
 
-Two ranks, two experts each, top-2. Rank 0 has tokens a for experts 0 and 1, b for 1 and 2; rank 1 has c for 0 and 3:
+Two ranks, two experts each, top-2. Rank 0 has token a for experts 0 and 1, b for 1 and 2; rank 1 has c for 0 and 3:
 
     counts_E    rank 0 [1, 2, 1, 0]      rank 1 [1, 0, 0, 1]      pairs for each expert
     tokens_W    rank 0 [2, 1]            rank 1 [1, 1]            tokens to each rank
@@ -15,7 +15,7 @@ Two ranks, two experts each, top-2. Rank 0 has tokens a for experts 0 and 1, b f
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,16 +24,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.all_to_all import AllToAll, LastTokens, Traffic, TwoLevel
-from fusedmoe.comm.collectives import ROOM, all_gather_rows, all_to_all_rows, begin, reduce_scatter_rows
-from fusedmoe.comm.failure.blame import other_operation
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel
+from fusedmoe.comm.collectives import (
+    MAX_DATA_BYTES,
+    all_gather_rows,
+    all_to_all_rows,
+    compare_calls,
+    reduce_scatter_rows,
+)
+from fusedmoe.comm.failure.blame import foreign_data_error
 from fusedmoe.comm.failure.board import BACKWARD, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import (
     CHECK,
     NUM_DTYPES,
-    Agreed,
+    AgreedMetadata,
     ExpertCalls,
     Metadata,
     NonFinite,
@@ -43,31 +49,30 @@ from fusedmoe.comm.metadata import (
     require_callable_experts,
 )
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.deduplicate import Received, decode, pack, rows_of_counts, unpack, wrong_codes
+from fusedmoe.kernels.deduplicate import ReceivedPairs, decode, find_invalid_codes, pack, pairs_from_counts, unpack
 
 _OPERATION = "exchange of counts"
-# Columns of a message for `Metadata`; of these the last, which the device computes, and the first, a `RowForm`.
+# Number of `Metadata` columns, of trailing columns from the device, and of leading columns from a `RowForm`.
 _COLUMNS, _ON_DEVICE, _FORM = len(Metadata._fields), 3, len(RowForm._fields)
-# Exchanges over each process group so far, the same number on all of its ranks: topologies that share a group need not
-# have the same ranks, nor be closed at the same time.
+# Number of exchanges over each process group. Topologies that share one may span different ranks or close at different
+# times.
 _num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-class Part:
-    """The collectives of some rows of an exchange: dispatch and all-gather, reduce-scatter and combine.
+class RowExchange:
+    """The collectives for one set of rows [n, ...] of any dtype: dispatch and all-gather, reduce-scatter and combine.
 
-    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order. The metadata
-    exchange compares the ranks' calls for the forward pass, the first rows of a backward pass those for it (`turn`).
+    All ranks call the same collectives in the same order. They compare calls in the metadata exchange and at the first
+    rows of a backward pass (`begin_backward`).
 
     Args:
-        algorithm: how rows cross the expert-parallel group.   esp: the expert-sharding group.
-        traffic: rows sent and received.   come_QP: rows received by sharding peer and source rank.
+        recv_QP: rows received per shard of the experts (ESP rank) and source rank (EP rank).
         call: the name of the exchange, the same on every rank.
-        compared: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
+        compared: axes ("ep", "esp") over which ranks have compared this exchange's call; one set for all chunks. None:
+            both, by the metadata exchange.
     Attributes:
-        algorithm: as given.
-        rows, sent, received: rows of this rank after dispatch and all-gather; rows that a dispatch sends, and that it
-            receives.
+        rows: rows on this rank after dispatch and all-gather.
+        sent, received: rows that dispatch sends and receives.
     """
 
     def __init__(
@@ -75,64 +80,63 @@ class Part:
         algorithm: AllToAll,
         esp: Group,
         traffic: Traffic,
-        come_QP: np.ndarray,
+        recv_QP: np.ndarray,
         call: str = "an exchange",
         compared: set[str] | None = None,
     ) -> None:
         self.call = call
         self._compared = {algorithm.group.axis, esp.axis} if compared is None else compared
         self.algorithm, self._esp = algorithm, esp
-        self._traffic, self._gathered = traffic, come_QP.sum(1).tolist()
+        self._traffic, self._gathered = traffic, recv_QP.sum(1).tolist()
         self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Sends rows to the experts' ranks: [sent, ...] by destination -> [received, ...] by source."""
+        """Send [sent, ...] rows, by destination, to the ranks of their experts; return [received, ...], by source."""
         if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._compared:
-            self._begin(self.algorithm.group, rows, self.sent, "dispatch")
+            self._check_rows(self.algorithm.group, rows, self.sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Sends rows back to the tokens' ranks: the inverse of `dispatch`."""
+        """Return rows to the ranks of their tokens. Inverse of `dispatch`."""
         if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._compared:
-            self._begin(self.algorithm.group, rows, self.received, "combine")
-        return self.algorithm.bring_back(rows, self._traffic, "combine")
+            self._check_rows(self.algorithm.group, rows, self.received, "combine")
+        return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Gathers the rows for all shards of the experts: [received, ...] -> [rows, ...] by (shard, source)."""
+        """All-gather [received, ...] rows over the shards of the experts; return [rows, ...] by (shard, source)."""
         if rows.shape[:1] != (self.received,) or self._esp.axis not in self._compared:
-            self._begin(self._esp, rows, self.received, "all-gather of expert shards")
+            self._check_rows(self._esp, rows, self.received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
+        """Sum results over the shards and return each peer its own rows. Adjoint of `all_gather`."""
         if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._compared:
-            self._begin(self._esp, rows, self.rows, "reduce-scatter of expert shards")
+            self._check_rows(self._esp, rows, self.rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", agreed=True)
 
-    def turn(self) -> None:
-        """Begins a backward pass: this rank may be the only one that has one."""
-        # So the ranks compare what they call once more, at the first rows over each group.
+    def begin_backward(self) -> None:
+        """Make ranks compare their calls again at the first rows over each group."""
+        # This rank may be the only one that runs a backward pass.
         self._compared.clear()
 
-    def _begin(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
-        """Refuses rows of another number; compares what the ranks call, before the first rows of a backward pass."""
+    def _check_rows(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
         if rows.shape[:1] != (count,):
-            text = f"the exchange is of {count} rows, but these are {list(rows.shape)}"
-            self.algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
+            text = f"the exchange has {count} rows, but the rows have shape {list(rows.shape)}"
+            self.algorithm.group.refuse(operation, f"{text}. Padding is not sent: Layout.exact() removes it")
         self._compared.add(group.axis)
-        begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
+        compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
 class ExchangeSizes(NamedTuple):
-    """Numbers that ranks told each other, on the host; p micro-batches, whose rows do not mix, are mostly one.
+    """Row counts exchanged between ranks, on the host. There is usually one micro-batch (p = 1).
 
     Attributes:
-        send_PC: [peer, p · local expert + p] pairs that this rank sends for each expert, then tokens.
-        come_QPC: pairs and tokens that this rank gets, by sharding peer and source rank.
+        send_PC: [peer, p · local experts + p], pairs that this rank sends for each expert, then tokens.
+        recv_QPC: [sharding peer, source rank, …], pairs and tokens received, in the same columns.
     """
 
     send_PC: np.ndarray
-    come_QPC: np.ndarray
+    recv_QPC: np.ndarray
     micro_batches: int = 1
 
     @property
@@ -144,44 +148,39 @@ class ExchangeSizes(NamedTuple):
         return self.send_PC[:, -self.micro_batches :]
 
     @property
-    def come_QPE(self) -> np.ndarray:
-        return self.come_QPC[..., : -self.micro_batches]
+    def recv_QPE(self) -> np.ndarray:
+        return self.recv_QPC[..., : -self.micro_batches]
 
     @property
-    def come_QPp(self) -> np.ndarray:
-        return self.come_QPC[..., -self.micro_batches :]
+    def recv_QPp(self) -> np.ndarray:
+        return self.recv_QPC[..., -self.micro_batches :]
 
 
-class Cut(NamedTuple):
-    """An exchange in chunks.
+class ChunkedExchange(NamedTuple):
+    """An exchange split into chunks.
 
     Attributes:
         parts: the collectives of each chunk.
-        sent_Gi, come_Gi: rows of each segment, as they lie without chunks, in each chunk: those sent, and received.
+        sent_Gi, recv_Gi: rows of each contiguous segment of the unchunked rows (G) in chunk i. A segment has one
+            destination or source, and one micro-batch or expert.
     """
 
-    parts: list[Part]
+    parts: list[RowExchange]
     sent_Gi: np.ndarray
-    come_Gi: np.ndarray
+    recv_Gi: np.ndarray
 
 
-class Exchange(Part):
-    """The exchange of a batch, whose sizes are known: the collectives of its tokens and, as `pairs`, of its pairs.
-
-    `exchange_metadata` returns one.
+class Exchange(RowExchange):
+    """The exchange of a batch with known sizes, created by `exchange_metadata`.
 
     Args:
-        sizes: numbers of rows, from the metadata exchange.   device: of the rows.
-        by_pairs: a row is sent for each pair, so that both are the same.
-        ranks_QP: the rank that rows of each sharding peer and source began on, for errors; None: not known.
-        forwarding: how tokens go on inside nodes; None: they go to each rank by themselves.
-        agreed: its fields become attributes.
+        by_pairs: True if a row is sent for each pair; `pairs` is then the exchange itself.
+        ranks_QP: global source rank of the rows of each sharding peer and source, for errors; None if unknown.
+        forwarding: two-level forwarding inside nodes; None: tokens are sent directly to each rank.
+        agreed: values that all ranks agreed on; its fields become attributes.
     Attributes:
-        counts_RE: [sharding peer · source rank, p · local expert] pairs of this rank after dispatch and all-gather.
-        last: tokens that are in the last chunks, as `deduplicate.sending` has sorted them; None: tokens go as they lie.
+        counts_RE: [sharding peer · source rank, p · local experts], this rank's pairs after all-gather.
     """
-
-    last: LastTokens | None = None
 
     def __init__(
         self,
@@ -193,78 +192,77 @@ class Exchange(Part):
         call: str = "an exchange",
         ranks_QP: np.ndarray | None = None,
         forwarding: Forwarding | None = None,
-        agreed: Agreed | None = None,
+        agreed: AgreedMetadata | None = None,
     ) -> None:
-        come_QP = sizes.come_QPp.sum(2)
+        recv_QP = sizes.recv_QPp.sum(2)
         if forwarding is None:
-            traffic = algorithm.traffic(sizes.send_Pp.sum(1).tolist(), come_QP[esp.index].tolist())
+            traffic = algorithm.traffic(sizes.send_Pp.sum(1).tolist(), recv_QP[esp.index].tolist())
         else:
             traffic = forwarding.traffic()
-        super().__init__(algorithm, esp, traffic, come_QP, call)
+        super().__init__(algorithm, esp, traffic, recv_QP, call)
         self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
         self._forwarding = forwarding
-        self.form, self.most_pairs, self.share, self.as_module, *grads = agreed or Agreed()
-        self.tokens_require_grad, self.weights_require_grad = grads
+        self.agreed = agreed = agreed or AgreedMetadata()
+        self.form, self.max_pairs, self.tokens_per_pair = agreed.form, agreed.max_pairs, agreed.tokens_per_pair
+        self.needs_module_calls = agreed.needs_module_calls
+        self.tokens_require_grad, self.weights_require_grad = agreed.tokens_require_grad, agreed.weights_require_grad
 
     @cached_property
-    def pairs(self) -> Part:
-        """The collectives of pairs. The first use is collective for two-level algorithms."""
+    def pairs(self) -> RowExchange:
+        """Collectives of pairs. First use is collective for two-level algorithms."""
         sizes = self.sizes
-        return self if self.by_pairs else self.part(sizes.send_PE.sum(1), sizes.come_QPE.sum(2))
+        return self if self.by_pairs else self.part(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
 
     @cached_property
     def counts_RE(self) -> Tensor:
-        come_QPE = self.sizes.come_QPE
-        return torch.from_numpy(np.ascontiguousarray(come_QPE).reshape(-1, come_QPE.shape[2])).to(self._device)
+        recv_QPE = self.sizes.recv_QPE
+        return torch.from_numpy(np.ascontiguousarray(recv_QPE).reshape(-1, recv_QPE.shape[2])).to(self._device)
 
     @cached_property
     def tokens_R(self) -> Tensor:
-        """[sharding peer · source rank · micro-batch] tokens of this rank after dispatch and all-gather."""
-        return torch.from_numpy(np.ascontiguousarray(self.sizes.come_QPp).reshape(-1)).to(self._device)
+        """Number of tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
+        return torch.from_numpy(np.ascontiguousarray(self.sizes.recv_QPp).reshape(-1)).to(self._device)
 
-    def part(self, send_P: np.ndarray, come_QP: np.ndarray) -> Part:
-        """Makes a part of other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
-        traffic = self.algorithm.traffic(send_P.tolist(), come_QP[self._esp.index].tolist())
-        return Part(self.algorithm, self._esp, traffic, come_QP, self.call, self._compared)
+    def part(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
+        """Return a `RowExchange` between the same ranks for other row counts. Collective for two-level algorithms."""
+        traffic = self.algorithm.traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
+        return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._compared)
 
-    def cut(self, degree: int) -> Cut:
-        """Splits the exchange into `degree` parts, each with its share (`all_to_all.share`) of the tokens of every rank
-        for every rank, or for every node that forwards them; of pairs by experts, where a row travels for each.
+    def split_chunks(self, degree: int) -> ChunkedExchange:
+        """Split the exchange into `degree` chunks of equal size (`all_to_all.chunk_size`) per source and destination.
 
-        Collective for two-level algorithms.
+        The destination is a rank or, with forwarding, a node; with `by_pairs` it is an expert. Collective for two-level
+        algorithms.
         """
         if self._forwarding is not None:
-            traffics, come_iQP = self._forwarding.chunks(degree)
-            chunks = zip(traffics, come_iQP, strict=True)
-            parts = [Part(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
+            traffics, recv_iQP = self._forwarding.chunks(degree)
+            chunks = zip(traffics, recv_iQP, strict=True)
+            parts = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
-            return Cut(parts, sent_iG.T, come_iQP.reshape(degree, -1).T)
-        send_Pp, come_QPp = self.sizes.send_Pp, self.sizes.come_QPp
+            return ChunkedExchange(parts, sent_iG.T, recv_iQP.reshape(degree, -1).T)
+        send_Pp, recv_QPp = self.sizes.send_Pp, self.sizes.recv_QPp
         if self.by_pairs:
-            send_Pp, come_QPp = self.sizes.send_PE, self.sizes.come_QPE
-        if self.last is None:
-            # As `share` has it, for all chunks at once.
-            ends = np.arange(degree + 1)
-            sent_PpI, come_QPpI = (np.diff(of[..., None] * ends // degree) for of in (send_Pp, come_QPp))
-        else:
-            sent_PpI = self.last.chunks(send_Pp, self.sizes.send_PE, degree)
-            come_QPpI = self.last.chunks(come_QPp, self.sizes.come_QPE, degree, self.algorithm.group.index)
-        send_PI, come_QPI = sent_PpI.sum(1), come_QPpI.sum(2)
-        parts = [self.part(send_PI[:, i], come_QPI[..., i]) for i in range(degree)]
-        return Cut(parts, sent_PpI.reshape(-1, degree), come_QPpI.reshape(-1, degree))
+            send_Pp, recv_QPp = self.sizes.send_PE, self.sizes.recv_QPE
+        ends = np.arange(degree + 1)
+        sent_PpI, recv_QPpI = (np.diff(counts[..., None] * ends // degree) for counts in (send_Pp, recv_QPp))
+        send_PI, recv_QPI = sent_PpI.sum(1), recv_QPpI.sum(2)
+        parts = [self.part(send_PI[:, i], recv_QPI[..., i]) for i in range(degree)]
+        return ChunkedExchange(parts, sent_PpI.reshape(-1, degree), recv_QPpI.reshape(-1, degree))
 
     def exchange_pairs(
         self, code_N: Tensor | None, weight_N: Tensor | None, row_N: Tensor | None, k: int
-    ) -> tuple[Received, Tensor | None]:
-        """Tells the experts' ranks which experts the tokens are for, and with what weight. Collective.
+    ) -> tuple[ReceivedPairs, Tensor | None]:
+        """Send expert assignments and router weights to the ranks of the experts. Collective.
 
         Args:
-            code_N, row_N: code and row of each pair that travels (`Sending`), and padding; None: a row for each pair.
-            weight_N: router weight of each row; None: weights of 1.   k: the most pairs of a token.
+            code_N, row_N: packed assignment and row of each sent pair (`SentTokens`), with padding; None: one row per
+                pair.
+            weight_N: router weight of each row; None: all 1.
+            k: maximum pairs per token.
         Returns:
             The pairs of this rank's experts, and the weight of each.
         Raises:
-            RankError: a rank sent codes of other pairs than it had said; nothing is read by them.
+            RankError: a rank sent assignments that contradict its announced counts. They are not used.
         """
         pairs = self.pairs
         if weight_N is not None:
@@ -277,23 +275,29 @@ class Exchange(Part):
 
     def read_pairs(
         self, message: Tensor | None, code: torch.dtype | None, weight: torch.dtype | None, k: int
-    ) -> tuple[Received, Tensor | None]:
-        """Reads what `pack` made on other ranks of codes and weights of these dtypes, once it is here."""
+    ) -> tuple[ReceivedPairs, Tensor | None]:
+        """Decode the received message of `pack` for assignments and weights of these dtypes."""
         if code is None:
             weight_P = None if message is None else message[:, 0]
-            return rows_of_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
+            return pairs_from_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
         assert message is not None
         code_P, weight_P = unpack(message, code, weight)
         self._check_codes(code_P, k)
         return decode(code_P), weight_P
 
-    def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
-        """Brings gradients of received pairs' weights back. Collective.
+    def with_grads(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return both tensors, requiring gradients if any rank's do, because the backward pass is collective."""
+        if torch.is_grad_enabled():
+            if self.tokens_require_grad and not x_SM.requires_grad:
+                x_SM = x_SM.detach().requires_grad_()
+            if self.weights_require_grad and weight_N is not None and not weight_N.requires_grad:
+                weight_N = weight_N.detach().requires_grad_()
+        return x_SM, weight_N
 
-        Args:
-            row_N: of each pair that this rank sent (`Sending`); None: a row travels for each pair.
-        Returns:
-            [rows] in the order of the experts' layout; zeros for its padding.
+    def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
+        """Send the gradients of router weights back to the ranks of the tokens; return this rank's, [rows]. Collective.
+
+        `row_N`: as for `exchange_pairs`. Padding rows are zero.
         """
         pairs = self.pairs
         back_N = pairs.combine(pairs.reduce_scatter(dweight_P[:, None]))[:, 0]
@@ -303,23 +307,22 @@ class Exchange(Part):
 
     @property
     def experts(self) -> int:
-        """The number of this rank's experts."""
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
-        """Refuses codes that others could have sent by mistake: they are indices of this rank's memory."""
+        """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
-        wrong_R = wrong_codes(code_P, counts_RE, self.tokens_R, k)
-        if wrong_R.is_cuda:  # the host does not wait to know: the device ends the process
-            torch.ops.aten._assert_async.msg(~wrong_R.any(), "codes of other pairs than the ranks had told each other")
+        wrong_R = find_invalid_codes(code_P, counts_RE, self.tokens_R, k)
+        if wrong_R.is_cuda:  # without a host synchronisation: the device aborts the process
+            torch.ops.aten._assert_async.msg(~wrong_R.any(), "expert assignments contradict the counts that ranks sent")
         elif bool(wrong_R.any()):
             ep, esp = self.algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
-            # Where another shard has passed them on, the rank that sent them is in neither group of this rank.
+            # The source of rows that another shard forwarded is in neither group of this rank.
             passed_on = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
             culprit = passed_on if self._ranks_QP is None else int(self._ranks_QP[peer, source])
-            raise other_operation(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
+            raise foreign_data_error(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
 
 
 def exchange_metadata(
@@ -335,91 +338,94 @@ def exchange_metadata(
     call: str = "a layer",
     **columns: int,
 ) -> Exchange:
-    """Exchange the numbers of rows between the ranks of an expert-parallel and an expert-sharding group. Collective.
+    """Exchange row counts within an expert-parallel and an expert-sharding group. Collective.
 
     Args:
-        algorithm: sends rows over the expert-parallel group.   esp: the expert-sharding group.
-        counts_E: [E] integers, pairs of this rank for each of the E experts.
-        form: of the rows that will be sent.
-        refusal: why this rank cannot take part, if so. Then no rows are sent, and all ranks raise this reason.
-            `NonFinite`: the reason holds where the number is not zero.
-        tokens: the tokens that are sent; None: a row for each pair.
-        shard_counts: gathers the counts in place of `esp`, where rows of another exchange are gathered meanwhile.
-        held: the number of this rank's experts, the first ones, where it is less than E over the ranks.
-        call: the layer's name, the same on every rank: errors name it, and exchanges of different layers differ by it.
-        columns: fields of `Metadata` that this rank knows: `expert_calls`, `tokens_require_grad`, ….
+        counts_E: [E] integers, this rank's pairs for each of the E experts.
+        refusal: reason why this rank cannot take part. No rows are then sent, and all ranks raise it. A `NonFinite`
+            counts as a refusal if nonzero.
+        tokens: the tokens to be sent; None: one row per pair.
+        shard_counts: group that gathers the counts while `esp` is busy with another exchange.
+        held: experts on this rank, if fewer than its share of `counts_E`: the columns of the others are ignored.
+        call: the layer's name for errors, the same on every rank.
+        columns: further `Metadata` fields: `expert_calls`, `tokens_require_grad`, ….
     Raises:
-        ConfigError, RankError: this or another rank refused or has non-finite input; impossible counts; different
-            forms; a rank that must call its experts as a module, and one that cannot.
+        ConfigError, RankError: a rank refused or has non-finite input; invalid counts; different row forms; or one
+            rank must call its experts as a module and another cannot.
     """
     ep = algorithm.group
-    if problem := _wrong_counts(counts_E, ep.size) or form.refusal():
+    if problem := _counts_error(counts_E, ep.size) or form.refusal():
         ep.refuse(CHECK, problem)
     nonfinite = refusal if isinstance(refusal, NonFinite) else None
     reason = refusal if isinstance(refusal, str) else None
-    # A rank that refuses still sends its message: its peers read the refusal there, and none of them waits.
+    # Sent despite a refusal: peers read the reason instead of waiting.
     if reason is not None:
         ep.board.refuse(CHECK, reason, ep.size * esp.size)
     elif ep.job.board is not None:
-        ep.job.board.go_on()
+        ep.job.board.clear_refusal()
     counts_PE = counts_E.long().view(ep.size, -1)
     tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
     own = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
-    sent_PC = _message(counts_PE, tokens_Pp, own, nonfinite)
+    sent_PC = _metadata_message(counts_PE, tokens_Pp, own, nonfinite)
     number = 0
     if ep.handle is not None:
         number = _num_calls[ep.handle] = _num_calls.get(ep.handle, 0) + 1
     call = f"call {number} of {call}"
-    send_PC, come_QPC = _exchange(sent_PC, ep, esp, shard_counts or esp, f"of {call} with {len(counts_E)} experts")
+    send_PC, recv_QPC = _exchange(sent_PC, ep, esp, shard_counts or esp, f"of {call} with {len(counts_E)} experts")
     E, p = counts_PE.shape[1], tokens_Pp.shape[1]
-    received = Metadata(*come_QPC[..., -_COLUMNS:].transpose(2, 0, 1))
-    # On GPUs ranks do not compare what they call: bytes of another operation show in the metadata, before rows are
-    # sized by them.
-    if ep.size * esp.size > 1 and (sender := _foreign_sender(come_QPC, received, E, ep, esp)) is not None:
-        raise other_operation(ep.board, _OPERATION, f"the {ep}", sender)
-    most = Metadata(*come_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    received = Metadata(*recv_QPC[..., -_COLUMNS:].transpose(2, 0, 1))
+    # Ranks on GPUs do not compare calls, so sizes may be data of another operation.
+    if ep.size * esp.size > 1 and (sender := _foreign_sender(recv_QPC, received, E, ep, esp)) is not None:
+        raise foreign_data_error(ep.board, _OPERATION, f"the {ep}", sender)
+    most = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
     if most.is_refused or most.num_nonfinite:
         _raise_refusals(received, reason, nonfinite, ep, esp)
     if most.expert_calls:
         require_callable_experts(received, ep, esp)
-    if (come_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
+    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
         refuse_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
-    agreed = Agreed(
+    agreed = AgreedMetadata(
         form,
-        most_pairs=most.num_pairs,
-        share=num_tokens / num_pairs if num_pairs else 1.0,
-        as_module=most.expert_calls == ExpertCalls.MODULE,
+        max_pairs=most.num_pairs,
+        tokens_per_pair=num_tokens / num_pairs if num_pairs else 1.0,
+        needs_module_calls=most.expert_calls == ExpertCalls.MODULE,
         tokens_require_grad=bool(most.tokens_require_grad),
         weights_require_grad=bool(most.weights_require_grad),
     )
-    come_QPC = come_QPC[..., : E + p]
+    recv_QPC = recv_QPC[..., : E + p]
     if held is not None:
-        come_QPC = np.concatenate([come_QPC[..., :held], come_QPC[..., -p:]], -1)
-    sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], come_QPC, p), None
-    if tokens is not None and tokens.hop is not None and isinstance(algorithm, TwoLevel):
-        forwarding = Forwarding(algorithm, esp, tokens.hop, tokens.tokens_Wp, sizes.come_QPp.sum(2))
+        recv_QPC = np.concatenate([recv_QPC[..., :held], recv_QPC[..., -p:]], -1)
+    sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], recv_QPC, p), None
+    if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevel):
+        forwarding = Forwarding(algorithm, esp, tokens.by_node, tokens.tokens_Wp, sizes.recv_QPp.sum(2))
     by_pairs = tokens is None or tokens.by_pairs
     return Exchange(algorithm, esp, sizes, counts_E.device, by_pairs, call, received.rank, forwarding, agreed)
 
 
-def _wrong_counts(counts_E: Tensor, ranks: int) -> str:
-    """Describe what is wrong with the counts of an exchange; "" where nothing is."""
+def _counts_error(counts_E: Tensor, ranks: int) -> str:
+    """Return an error text for invalid counts of an exchange, else ""."""
     if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
         return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
     if len(counts_E) == 0 or len(counts_E) % ranks:
         return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
-    # On a GPU reading the counts would synchronise; `_foreign_sender` checks them on the host.
+    # Reading counts from a GPU would synchronize; `_foreign_sender` checks them on the host.
     if not counts_E.is_cuda and bool((counts_E < 0).any()):
         return f"counts of rows must not be negative, got {counts_E.tolist()}"
     return ""
 
 
-def _message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
-    """Return the message to each peer, [P, columns]. The host does not wait for the device."""
+@lru_cache(maxsize=256)
+def _host_columns(values: tuple[int, ...], *, is_pinned: bool) -> Tensor:
+    """Return the host-side metadata columns as a tensor. Cached: a layer sends few distinct values."""
+    # A pageable copy would synchronize.
+    return torch.tensor(values, dtype=torch.long, device="cpu", pin_memory=is_pinned)
+
+
+def _metadata_message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
+    """Return the message to each peer, [P, columns]. Never synchronizes with the device."""
     device = counts_PE.device
-    # Pinned, or the copy to the device would synchronise.
-    from_host = torch.tensor(own[:-_ON_DEVICE], dtype=torch.long, device="cpu", pin_memory=device.type == "cuda")
+    from_host = _host_columns(own[:-_ON_DEVICE], is_pinned=device.type == "cuda")
     number = counts_PE.new_zeros(()) if nonfinite is None else nonfinite.number.to(counts_PE.dtype)
     on_device = torch.stack([tokens_Pp.sum(), counts_PE.sum(), number])
     metadata_C = torch.cat([from_host.to(device, non_blocking=True), on_device])
@@ -431,44 +437,43 @@ def _message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: Non
 def _exchange(
     sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange the messages; return this rank's, and those of [sharding peer, source rank], on the host."""
+    """Exchange messages. Returns them on the host: sent [peer, …], received [sharding peer, source rank, …]."""
     ones, data = [1] * ep.size, b""
     if not sent_PC.is_cuda:
         table_PC = sent_PC.numpy()
-        # Every peer receives the same metadata.
         data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
-    if sent_PC.is_cuda or len(data) > ROOM:
-        begin(ep, _OPERATION, details)
+    if sent_PC.is_cuda or len(data) > MAX_DATA_BYTES:
+        compare_calls(ep, _OPERATION, details)
         received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, agreed=True)
-    else:  # the envelopes of `begin` carry the messages to all peers
+    else:  # the envelopes of `compare_calls` carry the messages to all peers
         received_PC = sent_PC
-        if envelopes := begin(ep, _OPERATION, details, data):
+        if envelopes := compare_calls(ep, _OPERATION, details, data):
             numbers_WN = np.stack([np.frombuffer(envelope, np.int64) for envelope in envelopes])
             counts_WC = numbers_WN[:, :-_COLUMNS].reshape(ep.size, ep.size, -1)[:, ep.index]
             received_PC = torch.from_numpy(np.concatenate([counts_WC, numbers_WN[:, -_COLUMNS:]], 1))
     all_QPC = received_PC[None]
-    # All shards of an expert compute the same tokens, so each needs the counts of its sharding peers.
+    # Every shard computes the tokens of all its sharding peers.
     if esp.size > 1:
         all_QPC = all_gather_rows(shard_counts, all_QPC, [1] * esp.size, _OPERATION)
     if not sent_PC.is_cuda:
         return sent_PC.numpy(), all_QPC.numpy()
-    # The one host synchronisation of a layer: a single copy of all that the host reads.
+    # The layer's only host synchronisation.
     both = torch.cat([sent_PC[None], all_QPC]).cpu().numpy()
     return both[0], both[1:]
 
 
-def _foreign_sender(come_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
-    """Return the rank that sent, or gathered, a message that cannot be the metadata of the rank named in it, if any."""
-    counts_QPE, tokens_QPp = come_QPC[..., :experts], come_QPC[..., experts : -_COLUMNS - 1]
-    wanted_QP = received.rank.copy()  # ranks that are in neither group are known to their sharding peer alone
+def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
+    """Return the rank whose metadata is inconsistent or states a wrong sender; None if all metadata is valid."""
+    counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
+    wanted_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
     wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (received.rank != wanted_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
-    bad_QP |= come_QPC.sum(-1) != 2 * come_QPC[..., -_COLUMNS - 1]
-    bad_QP |= (received.dtype < 1) | (received.weights < 0)  # no rank sends rows without a dtype
+    bad_QP |= recv_QPC.sum(-1) != 2 * recv_QPC[..., -_COLUMNS - 1]
+    bad_QP |= (received.dtype < 1) | (received.weights < 0)  # rows always have a dtype
     bad_QP |= np.maximum(received.dtype, received.weights) >= NUM_DTYPES
-    pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # integers would wrap around
+    pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # int64 would wrap around
     bad_QP |= (counts_QPE < 0).any(-1) | (pairs_QP > received.num_pairs)
-    # Each token has a pair at least, and each pair a token; of every micro-batch by itself.
+    # In each micro-batch every token has at least one pair, and every pair has a token.
     pairs_QPp = counts_QPE.reshape(*tokens_QPp.shape, -1).sum(-1, dtype=np.float64)
     bad_QP |= ((tokens_QPp < 0) | (tokens_QPp > pairs_QPp) | ((tokens_QPp == 0) & (pairs_QPp > 0))).any(-1)
     if not bad_QP.any():
@@ -478,7 +483,7 @@ def _foreign_sender(come_QPC: np.ndarray, received: Metadata, experts: int, ep: 
 
 
 def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
-    """Raise the refusal of this or another rank, or non-finite input. All ranks continue together: no verdict."""
+    """Raise a rank's refusal or non-finite input on all ranks. No verdict is posted: all ranks can continue."""
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)
@@ -486,7 +491,7 @@ def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite
         culprit = int(received.rank[received.is_refused > 0].min())
         raise RankError(f"rank {me}: ended because {ep.board.refusal(culprit)}", agreed=True)
     if received.num_nonfinite.any():
-        text = "numbers are NaN or infinite" if nonfinite is None else nonfinite.text
+        text = "values are NaN or infinite" if nonfinite is None else nonfinite.text
         if received.num_nonfinite[esp.index, ep.index]:
             ep.board.refuse(CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {text}", agreed=True)

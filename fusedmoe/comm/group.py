@@ -1,14 +1,14 @@
-"""Groups of ranks that communicate along one axis of the topology, and the pool of process groups that they lease.
+"""Groups of ranks along one axis of the topology, and the pool of process groups that topologies lease from.
 
-A process group costs threads and connections (Gloo) or a communicator and memory on the GPU (NCCL). So each is made
-once for its ranks, its purpose and its time-out, by its members alone, and every topology that needs it leases it.
+A process group needs threads and connections (Gloo) or a communicator and GPU memory (NCCL), so the pool creates one
+per combination of ranks, purpose and timeout. Only its members take part.
 
-PyTorch's `new_group(use_local_synchronization=True)` is meant for groups that their members make, but does not do:
+PyTorch's `new_group(use_local_synchronization=True)` is unsuitable:
 
-- It names a group by how many groups the process has. Members that have made different numbers of groups (a
-  `new_group` of some ranks is enough) wait for each other under different names.
-- Where the default group is bound to a device it splits that group's communicator, for which NCCL waits for all ranks.
-- It sorts ranks, where a group's order says which rank holds which experts.
+- It names a group by the number of groups in the process. Members that have created different numbers of groups wait
+  for each other under different names.
+- With a device-bound default group it splits that group's communicator, and NCCL then waits for all ranks.
+- It sorts the ranks, but the order of a group determines which rank holds which experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import TimeoutError as NotDone
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,19 +30,20 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure.blame import lost
-from fusedmoe.comm.failure.board import Board, attempt
-from fusedmoe.comm.patient_store import PatientStore
+from fusedmoe.comm.failure.blame import connection_lost_error
+from fusedmoe.comm.failure.board import Board, restart_count
+from fusedmoe.comm.fixed_timeout_store import FixedTimeoutStore
 from fusedmoe.compat.torch import default_store, destroy_group, make_group, register_group, set_timeout
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.threads import LOOK_S, Helper
+from fusedmoe.handles import GraphHandle
+from fusedmoe.threads import POLL_S, WorkerThread
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as all its groups share it: this rank, how long a wait may last, where failures are posted.
+    """State shared by all groups of a job. `board` is None only for one rank.
 
-    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use.
+    `heaps`: open symmetric heaps of the job's groups.
     """
 
     rank: int = 0
@@ -51,38 +52,37 @@ class Job:
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
     def refuse_pickle(self) -> None:
-        """Refuses to pickle an object of a job of several ranks."""
+        """Raise `ConfigError` if the job has several ranks."""
         if self.board is not None:
             raise ConfigError(
-                f"rank {self.rank}: pickle, or torch.save, of a model over ranks: its process groups stay in this "
-                "process, and its experts are this rank's. Save model.state_dict() on each rank, or all ranks' by "
-                "fusedmoe.training.save_checkpoint; inside the process copy.deepcopy copies the model"
+                f"rank {self.rank}: cannot pickle or torch.save a model that spans several ranks: process groups "
+                "belong to one process, and ranks hold different experts. Save model.state_dict() on each rank, or use "
+                "fusedmoe.training.save_checkpoint; copy.deepcopy copies the model inside the process"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.refuse_pickle()
-        # Heaps stay in their process.
         return Job, (self.rank, self.timeout_s)
 
 
 class Group:
-    """The ranks along one axis of the topology, this rank among them.
+    """The ranks along one axis of the topology, including this rank.
 
     Attributes:
-        axis: the name of the axis, for errors.
-        ranks: global numbers, in the group's order.   index: this rank's place among them.   size: how many they are.
-        handle: their process group; None exactly when the group has one rank (then every collective is a no-op and
-            nothing needs initialising).
-        downward: a second process group of the same ranks, for rows to lower ones (`collectives`); None without.
-        job: what it shares with the other groups.   board: the job's, of a group that communicates.
-        on_gpu: whether tensors must lie on this rank's GPU to travel over it (NCCL).
+        axis: the axis name, for errors.
+        ranks: global ranks in group order.
+        index: position of this rank in `ranks`.
+        handle: the process group. None for one rank: every collective is then a no-op.
+        downward: second process group for rows sent to lower ranks (duplex, see `collectives`); None without duplex.
+        on_gpu: True if tensors must be on this rank's GPU (NCCL).
     """
 
-    # Plain attributes, since each collective of each step reads them.
+    # Plain attributes: every collective of every step reads them.
     handle: dist.ProcessGroup | None
     downward: dist.ProcessGroup | None
-    #: By which operators of a graph find it, where it has one.
+    #: Name under which compiled graphs find this group (`fusedmoe.handles`); "" without such a graph.
     graph_name = ""
+    graph_handle: GraphHandle | None = None
 
     def __init__(
         self,
@@ -96,20 +96,20 @@ class Group:
         self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
         self.handle, self.downward = handle, downward
         self.job = job or Job()
-        # Only a group of one can have none.
+        # None only in a group of one rank.
         self.board: Board = self.job.board  # type: ignore[assignment]
         self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks only for what is not there: `close` has deleted it.
+        # Called only for missing attributes, which `close` deletes.
         if name in ("handle", "downward"):
             raise ConfigError(
-                "this topology was closed, and its process groups are gone: use it before close(), or make another"
+                "this topology was closed and its process groups were released: use it before close(), or make another"
             )
         raise AttributeError(name)
 
     def close(self) -> None:
-        """Lets go of the process groups: the group cannot communicate from then on."""
+        """Release the process groups. Later collectives raise."""
         self.__dict__.pop("handle", None)
         self.__dict__.pop("downward", None)
 
@@ -119,24 +119,23 @@ class Group:
 
     @property
     def identity(self) -> str:
-        """The axis and the numbers of its process groups: the same for two groups over which rows travel alike."""
-        # Numbered when first asked for: ranks that ask in the same order say the same.
+        """The axis and the numbers of the process groups. Groups with equal identities share process groups."""
+        # Numbered on first use, in the same order on all ranks.
         handles = [handle for handle in (self.handle, self.downward) if handle is not None]
         for handle in handles:
-            if handle not in _NUMBERS:
-                _NUMBERS[handle] = next(_new_number)
-        return f"{self.axis} {[_NUMBERS[handle] for handle in handles]}"
+            if handle not in _GROUP_IDS:
+                _GROUP_IDS[handle] = next(_next_group_id)
+        return f"{self.axis} {[_GROUP_IDS[handle] for handle in handles]}"
 
     def refuse(self, operation: str, text: str) -> NoReturn:
-        """Raises what is wrong with this rank's part in an operation that has not begun, and tells the other ranks."""
-        # Alone there is nobody to tell, and the caller's mistake is one of configuration.
+        """Raise an error about this rank's arguments before an operation starts, and post it to all ranks."""
+        # A single rank has no peers to inform.
         if self.job.board is None:
             raise ConfigError(f"{operation}: {text}")
         self.job.board.post(self.job.rank, operation, text)
         raise RankError(f"rank {self.job.rank}: {operation} over the {self}: {text}")
 
-    def ended(self, operation: str, verdict: object) -> RankError:
-        """Returns the error for an operation that a verdict ended."""
+    def verdict_error(self, operation: str, verdict: object) -> RankError:
         return RankError(f"rank {self.job.rank}: {operation} over the {self} ended because {verdict}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,219 +143,224 @@ class Group:
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        # Process groups cannot be copied.
         return self
 
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# Numbers for `identity` are by process group: topologies that share one need not lie alike on all ranks, nor end there
-# at the same time.
-_NUMBERS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_new_number = count()
+# `identity` numbers process groups, because topologies that share one may differ between ranks.
+_GROUP_IDS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_next_group_id = count()
 
-# Seconds that a peer may take to be gone after a wait of PyTorch's own broke, on top of the time that has passed.
+# Seconds that a peer's process may take to end after a PyTorch collective failed.
 _SLOW_EXIT_S = 6.0
 
-#: A rank's process groups of the same ranks and purpose: the number of the one that it could use, 0 for none, and how
-#: many it has made.
-Held = tuple[int, int]
+#: For some ranks and purpose: number of this rank's usable process group (0 if none), and the number created.
+GroupNumber = tuple[int, int]
 
 
-def launch_in_order_of_issue() -> None:
-    """Has NCCL launch the operations of several communicators in the order in which the host issues them."""
-    # NCCL reads it at its first launch. A value that is set already stays.
+def set_nccl_launch_order() -> None:
+    """Make NCCL launch the operations of several communicators in the order in which the host issues them."""
+    # NCCL reads the variable at its first launch. A user's value has precedence.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass(eq=False)
-class Leased:
-    """A process group of the pool, its number among those of its ranks and purpose, and how many leases are out."""
+class Lease:
+    """A pooled process group, its number among the groups of equal ranks and purpose, and its active leases."""
 
     key: tuple[str, float]
-    # Weak: a process group lives in the tables of `torch.distributed`, until it is destroyed there.
+    # `torch.distributed` owns the process group until it is destroyed.
     handle: ref[dist.ProcessGroup]
     number: int
     leases: int = 0
 
 
 class ProcessGroups:
-    """The process groups that this rank has made for topologies, so that the next one can use them, too."""
+    """This rank's process groups, for reuse by later topologies."""
 
     def __init__(self) -> None:
-        # By ranks and purpose, and time-out.
-        self._made: dict[tuple[str, float], Leased] = {}
+        self._made: dict[tuple[str, float], Lease] = {}
         self._last: dict[str, int] = {}
         self._layers: Counter[tuple[int, ...]] = Counter()
 
-    def number_layer(self, ranks: tuple[int, ...]) -> int:
-        """Counts another layer of these ranks; returns how many they have made."""
+    def next_layer_number(self, ranks: tuple[int, ...]) -> int:
+        """Count another layer created over these ranks; return the count."""
         self._layers[ranks] += 1
         return self._layers[ranks]
 
-    def held(self, timeout_s: float) -> dict[str, Held]:
-        """Returns what this rank holds, by ranks and purpose, for the other ranks to compare."""
+    def group_numbers(self, timeout_s: float) -> dict[str, GroupNumber]:
+        """Return the numbers of this rank's process groups by ranks and purpose, to compare with other ranks."""
         alive = {key: made.number for key, made in self._made.items() if made.handle() is not None}
         return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last.items()}
 
     def lease(
-        self, job: Job, purpose: str, ranks: Sequence[int], held: Sequence[Mapping[str, Held]] | None = None
-    ) -> Leased:
-        """Leases the process group of these ranks, in this order, for one purpose. Collective over them.
+        self,
+        job: Job,
+        purpose: str,
+        ranks: Sequence[int],
+        numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None,
+    ) -> Lease:
+        """Lease the process group of these ranks, in this order, for one purpose. Collective over them.
 
-        `held`: what each of the ranks holds, where they have just told each other; else they do so here.
+        `numbers_of_ranks`: `group_numbers()` of every rank, in rank order; None exchanges it here.
         """
         ranks = tuple(ranks)
         name = f"{purpose}/{','.join(map(str, ranks))}"
         key = (name, job.timeout_s)
-        if held is None:
-            own = self.held(job.timeout_s).get(name, (0, 0))
+        if numbers_of_ranks is None:
+            own = self.group_numbers(job.timeout_s).get(name, (0, 0))
             assert job.board is not None
             operation = f"making a process group for {purpose}"
-            held = [{name: value} for value in job.board.meet(ranks, own, job.timeout_s, operation=operation)]
-        of_ranks = [rank.get(name, (0, 0)) for rank in held]
-        # All use the old one or all make a new one, whosever garbage has been collected by now: where one rank lacks
-        # the group, or holds another, under a number that none has used.
+            numbers_of_ranks = [
+                {name: value} for value in job.board.all_gather_json(ranks, own, job.timeout_s, operation=operation)
+            ]
+        of_ranks = [rank.get(name, (0, 0)) for rank in numbers_of_ranks]
+        # All ranks reuse a process group or all create one: garbage collection may differ between ranks. A new one gets
+        # a number that no rank has used.
         numbers = {number for number, _ in of_ranks}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
-            handle = _make(job, ranks, f"fusedmoe/{attempt()}/{name}/{number}")
-            self._made[key], self._last[name] = Leased(key, ref(handle), number), number
+            handle = _make_process_group(job, ranks, f"fusedmoe/{restart_count()}/{name}/{number}")
+            self._made[key], self._last[name] = Lease(key, ref(handle), number), number
         self._made[key].leases += 1
         return self._made[key]
 
-    def give_back(self, leases: Iterable[Leased]) -> dict[str, int]:
-        """Ends leases; returns, by ranks and purpose, how many of the same process groups are still out."""
-        # Their process groups stay, for the next topology, until `destroy`.
+    def release(self, leases: Iterable[Lease]) -> dict[str, int]:
+        """End leases. Return the number of remaining leases of the same process groups, by ranks and purpose."""
+        # Unleased process groups are kept for the next topology until `destroy`.
         for lease in leases:
             lease.leases -= 1
         return {lease.key[0]: lease.leases for lease in leases if self._made.get(lease.key) is lease}
 
-    def destroy(self, lease: Leased) -> None:
-        """Frees a process group that none of its members uses any more, unless a newer one has replaced it."""
+    def destroy(self, lease: Lease) -> None:
+        """Destroy a process group that no member uses, unless a newer one has replaced it in the pool."""
         if self._made.get(lease.key) is lease:
             del self._made[lease.key]
             handle = lease.handle()
-            if handle is not None:  # by None PyTorch would mean the default group
+            if handle is not None:  # None would mean the default group
                 destroy_group(handle)
 
 
-_OF_JOB: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+_POOLS: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
 
 
 def process_groups() -> ProcessGroups:
-    """Returns the pool of the job: of `torch.distributed`'s default group, which must be there."""
-    # The pool may outlive its job, and so holds process groups weakly: modules of PyTorch that are imported late keep
-    # the default group of that time for ever, as default values of arguments.
+    """Return the pool of the current default group, which must be initialised."""
+    # Weak references: the pool may outlive its job, as PyTorch modules imported late keep the then default group in
+    # default arguments.
     default: Any = dist.group.WORLD
-    return _OF_JOB.setdefault(default, ProcessGroups())
+    return _POOLS.setdefault(default, ProcessGroups())
 
 
-def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    """Makes a process group of these ranks, in this order. Collective over them, under the same name."""
-    operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
-    deadline, board = time.monotonic() + patience.total_seconds(), job.board
+def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    """Create a process group of these ranks, in this order. Collective over them, with the same name."""
+    operation, where, timeout = "making a process group", f"ranks {list(ranks)}", _backend_timeout(job)
+    deadline, board = time.monotonic() + timeout.total_seconds(), job.board
     assert board is not None
-    backend, bound = dist.Backend(dist.get_backend()), _to_connect(patience)
-    # Gloo waits for the address of each rank as long as for a fifth of a connection: no longer than a rank may pause.
-    store = default_store() if bound == patience else PatientStore(default_store(), patience)
+    backend, bound = dist.Backend(dist.get_backend()), _connect_timeout(timeout)
+    # Gloo waits for each rank's address only a fifth as long as for a connection, less than a rank may pause.
+    store = default_store() if bound == timeout else FixedTimeoutStore(default_store(), timeout)
     make = partial(make_group, ranks, ranks.index(job.rank), backend, store, name, bound)
     try:
-        with _unbound():
-            # In a thread that is left behind: where the store's host is stopped, its client blocks for ever.
-            making, noted = Helper("fusedmoe-group").begin(make), False
-            while not (making.done() or time.monotonic() > deadline or board.read() or board.gone(ranks)):
+        with _without_bound_device():
+            # In a thread that is abandoned on timeout: a client of a stopped store host blocks forever.
+            creation, has_recorded_wait = WorkerThread("fusedmoe-group").begin(make), False
+            while not (creation.done() or time.monotonic() > deadline or board.read() or board.ended_ranks(ranks)):
                 try:
-                    making.exception(LOOK_S)
-                except NoAnswer:
-                    board.waits(f"{operation} over {where}", ranks)
-                    noted = True
-            handle = making.result(0.0)
-            set_timeout(patience, handle)
-            if noted:
-                board.waits("")
-    except (RuntimeError, NoAnswer) as error:
-        if isinstance(error, NoAnswer):
-            making.add_done_callback(_unmake)
-        if str(error) in _NO_ROOM:
-            text = f"{error}. Raise its limits of memory and of threads (ulimit -v, ulimit -u, the container's)"
-            said = board.post(job.rank, operation, text)
-            raise RankError(f"rank {job.rank}: {operation} over {where} ended because {said}") from error
-        # Where the time was up, a rank that is gone has been so for long.
-        reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
+                    creation.exception(POLL_S)
+                except NotDone:
+                    board.record_wait(f"{operation} over {where}", ranks)
+                    has_recorded_wait = True
+            handle = creation.result(0.0)
+            set_timeout(timeout, handle)
+            if has_recorded_wait:
+                board.record_wait("")
+    except (RuntimeError, NotDone) as error:
+        if isinstance(error, NotDone):
+            creation.add_done_callback(_destroy_late_group)
+        if str(error) in _OUT_OF_RESOURCES:
+            text = f"{error}. Raise the limits on memory and threads (ulimit -v, ulimit -u, the container's)"
+            verdict = board.post(job.rank, operation, text)
+            raise RankError(f"rank {job.rank}: {operation} over {where} ended because {verdict}") from error
+        # After a timeout, a missing rank has been missing for long.
+        reason = str(error) or f"not all ranks joined within {timeout.total_seconds():g} s"
         exit_s = max(1.0, deadline - time.monotonic())
-        raise lost(board, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
+        raise connection_lost_error(
+            board, ranks, operation, where, reason, exit_s, board.absent_ranks(ranks)
+        ) from error
     register_group(handle, ranks)
     _STORES[handle] = store
     return handle
 
 
-# What a process group was made with: C++ holds no reference to an object that is written in Python.
+# C++ holds no reference to a store written in Python.
 _STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
-def _unmake(making: Future[Any]) -> None:
-    """Frees a process group that was made after this rank had stopped waiting for it."""
-    if making.exception() is None:
-        handle = making.result()
+def _destroy_late_group(creation: Future[Any]) -> None:
+    """Destroy a process group whose creation ended after this rank had stopped waiting."""
+    if creation.exception() is None:
+        handle = creation.result()
         register_group(handle, ())
-        # Unless it went with the default group.
+        # Raised if the process group was destroyed with the default group.
         with suppress(ValueError):
             dist.destroy_process_group(handle)
 
 
-# The words with which Gloo fails where the system has no thread for it.
-_NO_ROOM = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
+# Gloo's error texts when the system cannot start another thread.
+_OUT_OF_RESOURCES = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
-def _patience(job: Job) -> timedelta:
-    """Returns the time-out of the backend, which passes after the job's."""
-    # It ends what a rank that gave up had begun: Gloo's threads would otherwise keep the rank's process from ending for
-    # as long as the default group's time-out says.
+def _backend_timeout(job: Job) -> timedelta:
+    """Return the backend's timeout, 2 s longer than the job's."""
+    # It bounds operations left by an abandoned wait. With the default group's timeout, Gloo's threads would keep the
+    # process alive that long.
     return timedelta(seconds=job.timeout_s + 2.0)
 
 
 @contextmanager
-def bounded(group: Group, operation: str) -> Iterator[None]:
-    """Wraps collectives of PyTorch's own over a group: bounds them by the job's time-out, notes them on the board.
+def bound_collectives(group: Group, operation: str) -> Iterator[None]:
+    """Bound PyTorch collectives over a group by the job's timeout, and record the wait on the failure board.
 
     Raises:
-        RankError: a connection broke, or a rank did not come. Other errors of theirs stay as they are.
+        RankError: a connection broke, or a rank did not join. Other errors propagate unchanged.
     """
     job, handle = group.job, group.handle
     if handle is None:
         yield
         return
-    # PyTorch's own collectives wait as long as their process group says.
     set_timeout(timedelta(seconds=job.timeout_s), handle)
     try:
-        with group.board.noted(f"{operation} over the {group}", group.ranks):
+        with group.board.recorded_wait(f"{operation} over the {group}", group.ranks):
             yield
     except RuntimeError as error:
         reason = str(error)
         if not isinstance(error, dist.DistError) and "gloo" not in reason:
             raise
         exit_s, absent = min(_SLOW_EXIT_S, group.board.exit_s), []
-        # A rank that was gone by then has been so for long.
+        # After a timeout, a missing rank has been missing for long.
         if "Timed out" in reason:
-            exit_s, absent = 1.0, group.board.absent(group.ranks)
-        raise lost(group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
+            exit_s, absent = 1.0, group.board.absent_ranks(group.ranks)
+        raise connection_lost_error(
+            group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent
+        ) from error
     finally:
-        set_timeout(_patience(job), handle)
+        set_timeout(_backend_timeout(job), handle)
 
 
-def _to_connect(patience: timedelta) -> timedelta:
-    """Returns the time-out with which a process group is made: how long its thread waits where ranks end meanwhile."""
+def _connect_timeout(timeout: timedelta) -> timedelta:
+    """Return the timeout for creating a process group. It bounds how long the creating thread waits for ended ranks."""
     if dist.get_backend() != "gloo":
-        return patience
-    # Gloo waits five times as long for a connection, and nothing can end that wait.
-    return min(patience, max(patience / 5, timedelta(seconds=2)))
+        return timeout
+    # Gloo waits five times this long for a connection, and the wait cannot be interrupted.
+    return min(timeout, max(timeout / 5, timedelta(seconds=2)))
 
 
 @contextmanager
-def _unbound() -> Iterator[None]:
-    """Takes the device from the default group meanwhile, so that its communicator is not split."""
+def _without_bound_device() -> Iterator[None]:
+    """Clear the default group's bound device in the block, so that PyTorch does not split its communicator."""
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:

@@ -1,11 +1,11 @@
-"""The metadata exchange: before rows are sent, each rank sends every other rank the numbers of rows to expect.
+"""Metadata exchange: before rows are sent, every rank sends every other rank the row counts to expect.
 
-The message from one rank to another is a row of int64 columns. The checksum is the sum of all others, before and after:
+The message from one rank to another is a row of int64 columns; the checksum is the sum of all other columns:
 
     pairs of each of the receiver's experts | tokens of each micro-batch | checksum | the fields of `Metadata`
 
-To add a column: a field of `Metadata`, its value as a keyword of `exchange_metadata` in the caller that has it, and a
-line of `exchange_metadata` that reads `received`.
+To add a column, add a field to `Metadata`, pass its value as a keyword of `exchange_metadata`, and read it there from
+`received`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from torch import Tensor
 from fusedmoe.comm.failure.board import Verdict
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.deduplicate import Sending
+from fusedmoe.kernels.deduplicate import SentTokens
 from fusedmoe.kernels.layout import Layout
 
-#: The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
-# A column has the index of a dtype; 0 is that of router weights that are not sent.
+# A dtype is sent as its index; 0: no router weights.
 _DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NUM_DTYPES = len(_DTYPES)
 
 
 class RowForm(NamedTuple):
-    """The form of the rows that a rank sends, which must be the same on all ranks of an exchange.
+    """Dtypes and sizes of a rank's rows, the same on all ranks of an exchange.
 
     Attributes:
-        dtype: of the rows.
-        width: elements of a row.
-        k: the most (token, k) pairs of a row.
-        weights: dtype of the router weights that are sent with the rows; None: no weights are sent.
+        width: elements per row.
+        k: maximum number of (token, k) pairs per row.
+        weights: dtype of the router weights sent with the rows; None if none are sent.
     """
 
     dtype: torch.dtype
@@ -48,51 +46,49 @@ class RowForm(NamedTuple):
 
     @classmethod
     def of(cls, x_SM: Tensor, layout: Layout, weights: Tensor | None) -> RowForm:
-        """Return the form of tokens [S, M] with this layout of their rows, and these router weights."""
+        """Return the form of tokens [S, M] with this layout and these router weights."""
         return cls(x_SM.dtype, x_SM.shape[1], layout.k, None if weights is None else weights.dtype)
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
     def refusal(self) -> str:
-        """Describe what is wrong with the form; "" where nothing is."""
+        """Return the reason why rows of this form cannot be sent, else ""."""
         for what, dtype in (("rows", self.dtype), ("router weights", self.weights)):
             if dtype not in _DTYPES:
-                return f"{what} of {dtype} cannot travel; convert them to one of {', '.join(map(str, _DTYPES[1:]))}"
+                return f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _DTYPES[1:]))}"
         return ""
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
     def columns(self) -> tuple[int, int, int, int]:
-        """Return each field as an integer, for `Metadata`."""
         return _DTYPES.index(self.dtype), self.width, self.k, _DTYPES.index(self.weights)
 
     @classmethod
     def of_columns(cls, dtype: int, width: int, k: int, weights: int) -> RowForm:
-        """Return the form with these `columns`."""
         row_dtype = _DTYPES[dtype]
         assert row_dtype is not None
         return cls(row_dtype, width, k, _DTYPES[weights])
 
 
 class ExpertCalls(IntEnum):
-    """Ability of a rank to call its experts, which the ranks of an exchange compare."""
+    """Ways in which a rank can call its experts, compared across ranks."""
 
     EITHER = 0
-    #: As a module, for all rows at once: hooks on the experts need it, and an exchange without a plan does it.
+    #: As a module, for all rows at once: required by hooks on the experts and by an exchange without a plan.
     MODULE = 1
-    #: Chunk by chunk: a plan that is in a graph, or is that of whole blocks.
+    #: Chunk by chunk: required by a plan inside a compiled graph or for whole blocks.
     CHUNKS = 2
 
 
 class Metadata(NamedTuple):
-    """Columns of the message of one rank: its own numbers, or the int64 arrays [Q, P] received from all ranks.
+    """Columns of a metadata message: this rank's values, or the int64 arrays [Q, P] received from all ranks.
 
     Attributes:
-        dtype, width, k, weights: the fields of `RowForm`, as `RowForm.columns` encodes them; the same on all ranks.
-        rank: the sender's rank in the job.
-        is_refused: 1 where the sender refuses its input. No rank then sends rows.
+        dtype, width, k, weights: `RowForm.columns`; the same on all ranks.
+        rank: the sender's global rank.
+        is_refused: 1 if the sender refuses its input. No rank then sends rows.
         expert_calls: an `ExpertCalls`.
-        tokens_require_grad, weights_require_grad: 1 where the sender needs gradients of its tokens, of router weights.
-        num_tokens, num_pairs: tokens, and (token, k) pairs, that the sender sends to all ranks.
-        num_nonfinite: values that are NaN or infinite in the sender's input. Unless 0, no rank sends rows.
+        tokens_require_grad, weights_require_grad: 1 if the sender needs gradients of its tokens or router weights.
+        num_tokens, num_pairs: tokens and (token, k) pairs that the sender sends, summed over destinations.
+        num_nonfinite: NaN or infinite values in the sender's input. If nonzero, no rank sends rows.
     """
 
     dtype: Any
@@ -104,18 +100,18 @@ class Metadata(NamedTuple):
     expert_calls: Any = ExpertCalls.EITHER
     tokens_require_grad: Any = True
     weights_require_grad: Any = True
-    # From here on the device computes the values.
+    # Computed on the device:
     num_tokens: Any = 0
     num_pairs: Any = 0
     num_nonfinite: Any = 0
 
 
 class NonFinite(NamedTuple):
-    """A count of values that are NaN or infinite, which the host does not read before the metadata exchange.
+    """Count of NaN and infinite values on the device, which the host reads only with the metadata exchange.
 
     Attributes:
-        number: their count, an integer scalar on the device of the rows.
-        text: the error where it is not 0; the same on all ranks.
+        number: integer scalar on the rows' device.
+        text: the error message for a nonzero count; the same on all ranks.
     """
 
     number: Tensor
@@ -123,45 +119,41 @@ class NonFinite(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """Tokens that a rank sends, where one token has several pairs.
+    """Tokens that a rank sends when one row carries several (token, k) pairs.
 
     Attributes:
-        tokens_Wp: [W] or [W, p] integers, tokens for each rank, of each micro-batch.
-        hop: the same tokens by node (`sending` of them over nodes), for a two-level algorithm to forward there; None:
-            each rank receives its tokens from the sender.
-        by_pairs: a row is sent for each pair all the same.
+        tokens_Wp: [W] or [W, p] integers, tokens sent to each rank per micro-batch.
+        by_node: the same tokens grouped by destination node, for two-level forwarding; None: tokens are sent directly
+            to each rank.
+        by_pairs: True to send a row for each pair nevertheless.
     """
 
     tokens_Wp: Tensor
-    hop: Sending | None = None
+    by_node: SentTokens | None = None
     by_pairs: bool = False
 
 
-class Agreed(NamedTuple):
-    """Numbers of a metadata exchange that are the same on all ranks. An exchange of known sizes has the defaults.
+class AgreedMetadata(NamedTuple):
+    """Values that all ranks agree on after the metadata exchange. Defaults: an exchange rebuilt from known sizes.
 
     Attributes:
-        form: of the rows; None: not compared.
-        most_pairs: the most pairs that any of the ranks sends.
-        share: tokens that are sent for each pair, over all ranks, from 1/K to 1.
-        as_module: some rank calls its experts as a module: no rank may work by a plan.
-        tokens_require_grad, weights_require_grad: some rank needs gradients of its tokens, of its router weights.
+        form: of the rows; None if not compared.
+        max_pairs: maximum over ranks of the pairs sent.
+        tokens_per_pair: tokens sent per pair, over all ranks, from 1/K to 1.
+        needs_module_calls: True if some rank calls its experts as a module. No rank may then run a plan.
+        tokens_require_grad, weights_require_grad: True if some rank needs gradients of its tokens or router weights.
     """
 
     form: RowForm | None = None
-    most_pairs: int = 0
-    share: float = 1.0
-    as_module: bool = False
+    max_pairs: int = 0
+    tokens_per_pair: float = 1.0
+    needs_module_calls: bool = False
     tokens_require_grad: bool = True
     weights_require_grad: bool = True
 
 
 def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
-    """Describe in what the rows of ranks differ; also return the rank that differs from all others, if there is one.
-
-    Args:
-        forms: of each rank.
-    """
+    """Return an error text on how the row forms of ranks differ, and the rank at fault if exactly one differs."""
     names = {"dtype": "dtypes", "width": "widths", "k": "numbers of experts for a token (K)"}
     names["weights"] = "dtypes of router weights"
     name = next(name for name in names if len({getattr(form, name) for form in forms.values()}) > 1)
@@ -173,26 +165,26 @@ def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
     )
     alone = [ranks[0] for ranks in holders.values() if len(ranks) == 1]
     odd = alone[0] if len(holders) == 2 and len(alone) == 1 else None
-    text = f"rows of different {names[name]} cannot travel together: {each}. Every rank must give the layer the same"
+    text = f"rows of different {names[name]} cannot be exchanged: {each}. Pass the same to the layer on every rank"
     return text, odd
 
 
 def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks where one rank must call its experts as a module and another one cannot."""
+    """Raise on all ranks if one rank must call its experts as a module and another cannot."""
     module, chunks = (
         received.rank[received.expert_calls == calls] for calls in (ExpertCalls.MODULE, ExpertCalls.CHUNKS)
     )
     if module.size and chunks.size:
         conflict = (
-            f"rank {module.min()} calls its experts as a module, and rank {chunks.min()} chunk by chunk, by a plan in "
-            "a compiled graph. Register the same hooks on every rank, and compile the layer on every rank or on none"
+            f"rank {module.min()} calls its experts as a module, and rank {chunks.min()} in chunks, by a plan in a "
+            "compiled graph. Register the same hooks on every rank, and compile the layer on every rank or on none"
         )
         ep.board.refuse(CHECK, conflict, ep.size * esp.size)
         raise RankError(f"rank {ep.job.rank}: {CHECK}: {conflict}", agreed=True)
 
 
 def refuse_forms(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks for rows of different forms. Where one rank differs from all others, its peers name it."""
+    """Raise on all ranks for different row forms. If exactly one rank differs, the error names it."""
     me, ranks = ep.job.rank, received.rank.ravel().tolist()
     columns = zip(*(column.ravel().tolist() for column in received[: len(RowForm._fields)]), strict=True)
     forms = {rank: RowForm.of_columns(*numbers) for rank, numbers in zip(ranks, columns, strict=True)}

@@ -1,4 +1,4 @@
-"""The start of a job's process group: variables, addresses and ports are checked, and errors name rank and address."""
+"""Initialisation of the default process group, with checks of the environment and errors that name rank and address."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fusedmoe import environment
 from fusedmoe.errors import ConfigError, RankError
 
-# The name of a host that has just started may be unknown for a while, in Kubernetes, say.
-_NAME_KNOWN_S = 10.0
+# A new host may not be in DNS yet, for example in Kubernetes.
+_DNS_TIMEOUT_S = 10.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,11 +31,11 @@ def init_process_group(
     """Initialise `torch.distributed`. Collective over all ranks of the job.
 
     Args:
-        rank, world_size, address, port: None takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-        options: further options of `torch.distributed.init_process_group`.
+        rank, world_size, address, port: None reads RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT.
+        options: passed to `torch.distributed.init_process_group`.
     Raises:
-        ConfigError: a variable is missing, or has a value that cannot work.
-        RankError: the address cannot be resolved or reached, the port is in use, or a rank does not come within
+        ConfigError: a variable is missing or invalid.
+        RankError: the address cannot be resolved or reached, the port is in use, or a rank did not connect within
             `timeout_s`.
     """
     given = dict(zip(_VARIABLES, (rank, world_size, address, port), strict=True))
@@ -48,18 +48,19 @@ def init_process_group(
     own = environment.integer("RANK", 0, 0, size - 1) if rank is None else rank
     port = environment.integer("MASTER_PORT", 0, 0, 65535) if port is None else port
     address = os.environ["MASTER_ADDR"] if address is None else address
-    _require_known(own, address, port, timeout_s)
-    where = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"
-    places: dict[str, Any] = {} if where == "env://" else {"rank": own, "world_size": size}
+    _wait_for_dns(own, address, port, timeout_s)
+    init_method = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"
+    rank_options: dict[str, Any] = {} if init_method == "env://" else {"rank": own, "world_size": size}
     try:
-        dist.init_process_group(backend, init_method=where, timeout=timedelta(seconds=timeout_s), **places, **options)
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timedelta(seconds=timeout_s), **rank_options, **options
+        )
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        raise RankError(_unreachable(own, size, f"{address}:{port}", str(error), timeout_s)) from error
+        raise RankError(_unreachable_text(own, size, f"{address}:{port}", str(error), timeout_s)) from error
 
 
-def _require_known(rank: int, address: str, port: int, timeout_s: float) -> None:
-    """Wait until the address can be resolved, for a few seconds."""
-    deadline = time.monotonic() + min(timeout_s, _NAME_KNOWN_S)
+def _wait_for_dns(rank: int, address: str, port: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + min(timeout_s, _DNS_TIMEOUT_S)
     while True:
         try:
             socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -68,22 +69,21 @@ def _require_known(rank: int, address: str, port: int, timeout_s: float) -> None
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {rank}: the host MASTER_ADDR={address!r} cannot be resolved ({error}). Set it to the name "
-                    "or address of the host of rank 0, as this host knows it"
+                    "or address of rank 0's host, as seen from this host"
                 ) from error
             time.sleep(0.5)
 
 
-def _unreachable(rank: int, size: int, where: str, reason: str, timeout_s: float) -> str:
-    """Return the error of a job whose store could not be opened or reached."""
+def _unreachable_text(rank: int, size: int, address: str, reason: str, timeout_s: float) -> str:
     first = " ".join(reason.split("\n")[0].split())
     if "EADDRINUSE" in reason or "already in use" in reason.lower():
         return (
-            f"rank {rank}: cannot host the job's store at {where}: the port is in use. Choose another MASTER_PORT, or "
-            "end the process that listens there"
+            f"rank {rank}: cannot host the job's store at {address}: the port is in use. Choose another MASTER_PORT or "
+            "end the process that listens on it"
         )
     return (
-        f"rank {rank}: the {size} ranks did not meet at {where} within {timeout_s:g} s. See that rank 0 runs there, "
-        f"that WORLD_SIZE is the number of ranks, and that no firewall is between ({first})"
+        f"rank {rank}: the {size} ranks did not connect to {address} within {timeout_s:g} s. Check that rank 0 runs "
+        f"there, that WORLD_SIZE is the number of ranks, and that no firewall blocks the port ({first})"
     )
 
 

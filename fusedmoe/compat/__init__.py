@@ -1,6 +1,6 @@
 """Private names of other libraries, one module per library, each with the versions it was checked against.
 
-A module here asserts at import what it relies on, so that a new version of a library raises an error
+Each module checks at import the names and signatures it uses: an incompatible version of a library raises an error
 instead of changing results.
 """
 
@@ -12,14 +12,11 @@ from typing import Any
 
 
 def require_names(library: str, version: str, checked: str, owner: object, *names: str) -> None:
-    """Raise ImportError if `owner` lacks a private name that fusedmoe uses.
+    """Raise ImportError if `owner`, a module or class, lacks a private name that fusedmoe uses.
 
     Args:
-        library: name of the library, for the message.
-        version: its installed version.
+        library, version: name and installed version, for the message.
         checked: versions that the caller was checked against, such as "2.11 to 2.15".
-        owner: module or class that must have the names.
-        names: attributes that must exist.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
@@ -33,7 +30,7 @@ def require_names(library: str, version: str, checked: str, owner: object, *name
 def require_parameters(
     library: str, version: str, checked: str, function: Callable[..., Any], *names: str, keywords: Collection[str] = ()
 ) -> None:
-    """Raise ImportError if a function that fusedmoe replaces has other parameters than the checked versions give it.
+    """Raise ImportError if a function that fusedmoe replaces has other parameters than in the checked versions.
 
     Args:
         library, version, checked: as for `require_names`.

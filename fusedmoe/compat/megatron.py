@@ -1,10 +1,10 @@
-"""Facts about Megatron-core for code outside `fusedmoe.megatron`, checked against 0.16 to 0.19: no private name."""
+"""Public facts about Megatron-core 0.16 to 0.19 for code outside `fusedmoe.megatron`."""
 
 from __future__ import annotations
 
 from torch import nn
 
-#: The first version that was checked, and the first that was not.
+#: First version that was checked, and first that was not.
 VERSIONS = ("0.16", "0.20")
 
 

@@ -16,7 +16,7 @@ _LORA = "peft.tuners.lora.layer"
 
 
 def lora_module() -> Any | None:
-    """Return peft's module of LoRA layers. None if peft is not installed, or is another version than the checked one.
+    """Return peft's module of LoRA layers. None if peft is not installed or has an unchecked version.
 
     Raises:
         ImportError: a checked version lacks a private name.
@@ -33,9 +33,9 @@ def lora_module() -> Any | None:
 
 
 def replace_activation(make: Callable[[Any], Any]) -> None:
-    """Have what `make` returns activate adapters in place of peft's own function, which it gets. Once in a process.
+    """Replace peft's function that activates adapters by `make(original)`. At most once per process.
 
-    Without effect where peft is not installed, or is another version than the checked one.
+    No effect if peft is not installed or has an unchecked version.
     """
     layer = lora_module()
     if layer is not None and not hasattr(layer.ParamWrapper._activate_lora, "original"):
@@ -57,7 +57,7 @@ def _is_lora(parametrization: Any) -> bool:
 
 
 def call_after_injection(call: Callable[[], None]) -> None:
-    """Have `call` called whenever peft has put an adapter into a model. No private name, so of any version of peft."""
+    """Call `call` after every injection of a peft adapter into a model. Works with any peft."""
     if find_spec("peft") is None:
         return
     tuner = import_module("peft.tuners.tuners_utils").BaseTuner

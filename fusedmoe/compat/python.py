@@ -9,5 +9,5 @@ from fusedmoe.compat import require_names
 
 require_names("Python", platform.python_version(), "3.11 to 3.13", pickle, "_Unpickler")
 
-#: The unpickler in Python: the one in C gives a file of a few bytes all the memory that it asks for.
+#: The Python unpickler: the C unpickler allocates as much memory as a file of a few bytes requests.
 PythonUnpickler = pickle._Unpickler

@@ -75,55 +75,51 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= _TESTED_BELOW:
 # Every collective of PyTorch runs as an operator of one of these namespaces.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
-#: Return the level of dual numbers that forward mode is in; −1 outside of it.
+#: Return the forward-mode level; −1 outside of forward mode.
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-#: Return whether forward mode is not switched off, as it is in the forward of an autograd function.
+#: Return whether forward mode is enabled; it is disabled in the forward of an autograd function.
 is_forward_mode_enabled: Callable[[], bool] = _C._is_fwd_grad_enabled
-#: Return whether a transform of `torch.func` is under way.
-transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+is_transform_active: Callable[[], bool] = _C._are_functorch_transforms_active
 #: Context in which operators skip their autograd kernels.
 below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
 KEYS_AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-#: Return the schema of an operator of `torch.ops`.
 schema_of_operator: Callable[[Any], Any] = attrgetter("_schema")
-#: Return whether a profiler of PyTorch is on.
-profiler_is_on: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
-#: Number of the backward pass that this thread is in; −1 outside of one.
+is_profiler_active: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
+#: Id of this thread's backward pass; −1 outside of one.
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
-#: Return whether the backward pass that this thread is in retains its graph.
 retains_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-#: Have a function called at the end of the backward pass that this thread is in.
+#: Call a function at the end of this thread's backward pass.
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 #: Compile a kernel from CUDA source. Its second argument: the kernel's name.
 compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel
 #: Return the innermost saved-tensor hooks of this thread, (pack, unpack), or None. Its argument: also while tracing.
 saved_tensor_hooks = _C._autograd._top_saved_tensors_default_hooks
 
-#: Context without dispatch modes. It yields those of the caller.
+#: Context without dispatch modes; yields the caller's modes.
 disable_current_modes = _disable_current_modes
 #: Dispatch modes of selective activation checkpoints, in a forward and in its recomputation.
 selective_modes = tuple(map(type, checkpoint.create_selective_checkpoint_contexts([])))
 
-#: Modules to which FSDP2 and other composable functions of PyTorch were applied, each with a reference to their state.
+#: Modules with FSDP2 or another composable function of PyTorch, each with a reference to its state.
 module_states = _module_state_mapping
 tracing_context: Callable[[], TracingContext | None] = TracingContext.try_get
 #: Settings of PyTorch's profiler that are not arguments of `torch.profiler.profile`.
 ProfilerConfig: Any = _C._profiler._ExperimentalConfig
 SymmetricMemory: Any = _C._distributed_c10d._SymmetricMemory
 
-#: Names under which torch.compile, FSDP1 and checkpoint wrappers hold the module that they wrap.
+#: Attributes under which torch.compile, FSDP1 and checkpoint wrappers hold the wrapped module.
 WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
-def unexpected(what: str) -> ConfigError:
-    """Make the error for private state of PyTorch that has another shape than the checked versions give it."""
+def unsupported_version_error(what: str) -> ConfigError:
+    """Return the error for private state of PyTorch that differs from the checked versions."""
     return ConfigError(f"fusedmoe: {what} in PyTorch {torch.__version__} is not as expected; install torch {CHECKED}")
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """A context in which autograd records, also inside an operator, whose body runs below autograd."""
+    """Context in which autograd records, also in an operator's body, which otherwise runs below autograd."""
     key = torch.DispatchKey.AutogradFunctionality
     was_below = _C._dispatch_tls_is_dispatch_key_excluded(key)
     _C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -137,10 +133,11 @@ def recording() -> Iterator[None]:
 def compile_passes(
     module: torch.fx.GraphModule, inputs: Sequence[Any], **compilers: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Capture forward and backward of a graph, and return what a compiler for each makes of them.
+    """Capture forward and backward of a graph, and return the compiled results.
 
     Args:
-        compilers: of the module and the example inputs of a pass: `fw_compiler`, `bw_compiler`, `inference_compiler`.
+        compilers: called with the module and example inputs of a pass: `fw_compiler`, `bw_compiler`,
+            `inference_compiler`.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -149,17 +146,15 @@ def compile_passes(
 
 
 def generate_boxed(graph: torch.fx.Graph) -> None:
-    """Have the code of a graph take its inputs as a list, and empty it, so that inputs are freed after their use."""
+    """Generate code that takes a graph's inputs as a list and empties it, to free inputs after their last use."""
     graph.set_codegen(torch.fx.graph._BoxedCodeGen())
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
 def default_store() -> dist.Store:
-    """Return the store of `torch.distributed`'s default group."""
     if not dist.is_initialized():
         raise ConfigError("fusedmoe: torch.distributed is not initialised; call init_process_group")
     store: dist.Store = _c10d._world.pg_map[dist.group.WORLD][1]
@@ -167,7 +162,7 @@ def default_store() -> dist.Store:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group of a name, as operators refer to groups."""
+    """Return the process group with this name, as operators refer to groups."""
     named: dict[str, dist.ProcessGroup] = {its_name: group for group, its_name in _c10d._world.pg_names.items()}
     if name not in named:
         raise ConfigError(f"fusedmoe: no process group has the name {name!r}; make it before the graph that uses it")
@@ -177,10 +172,9 @@ def group_named(name: str) -> dist.ProcessGroup:
 def make_group(
     ranks: tuple[int, ...], rank: int, backend: dist.Backend, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a process group over a store, which `torch.distributed.new_group` does not take. `register_group` follows.
+    """Create a process group over a store, which `torch.distributed.new_group` cannot do. Call `register_group` next.
 
-    Args:
-        rank: this rank's place among `ranks`.
+    `rank`: this rank's index in `ranks`.
     """
     group, _ = _c10d._new_process_group_helper(len(ranks), rank, list(ranks), backend, store, name, timeout=timeout)
     made: dist.ProcessGroup = group
@@ -188,12 +182,12 @@ def make_group(
 
 
 def register_group(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-    """Note the ranks of a process group of `make_group`."""
+    """Record the ranks of a process group from `make_group`."""
     _c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Free a process group, with the empty list that PyTorch leaves under the group's tag."""
+    """Destroy a process group, and remove the empty list that PyTorch leaves under its tag."""
     tag = _c10d._world.pg_to_tag.get(group)
     dist.destroy_process_group(group)
     _c10d._world.tags_to_pg.pop(tag, None)
@@ -204,10 +198,10 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 class WatchedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel whose own collectives before a forward run inside a context."""
+    """DistributedDataParallel whose collectives before a forward run inside the context `around_agreement`."""
 
     def around_agreement(self) -> AbstractContextManager[Any]:
-        """Make the context."""
+        """Return the context in which DDP's collectives before a forward run."""
         raise NotImplementedError
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -216,14 +210,14 @@ class WatchedDataParallel(DistributedDataParallel):
 
 
 def hide_from_ddp(module: nn.Module, names: list[str]) -> None:
-    """Have DistributedDataParallel leave out parameters and buffers of a module."""
+    """Make DistributedDataParallel ignore parameters and buffers of a module."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def shard_over(mesh: DeviceMesh) -> Callable[[Any], Any] | None:
-    """Return a function from a placement to what FSDP2 takes for a parameter that it shards over a mesh of its own.
+    """Return a function from a placement to FSDP2's argument for sharding a parameter over its own mesh.
 
-    None where FSDP2 has one mesh for all parameters, before PyTorch 2.12.
+    None before PyTorch 2.12, where FSDP2 has one mesh for all parameters.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -234,7 +228,7 @@ def shard_over(mesh: DeviceMesh) -> Callable[[Any], Any] | None:
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter that FSDP2 shards: its module, its name there, and the ranks that hold the shards."""
+    """Parameter sharded by FSDP2: its module, its name there, and the ranks that hold the shards."""
 
     module: nn.Module
     name: str
@@ -257,7 +251,7 @@ def fsdp_parameters() -> Iterator[ShardedParameter]:
         elif hasattr(state, "_fsdp_param_group"):  # PyTorch 2.11: one group at most
             groups = [state._fsdp_param_group]
         else:
-            raise unexpected(f"{type(state).__name__} (without parameter groups)")
+            raise unsupported_version_error(f"{type(state).__name__} (without parameter groups)")
         for group in filter(None, groups):
             yield from map(_sharded_parameter, group.fsdp_params)
 
@@ -267,15 +261,15 @@ def _sharded_parameter(parameter: Any) -> ShardedParameter:
         info, mesh = parameter._module_info, parameter.mesh_info.mesh
         return ShardedParameter(info.module, info.param_name, mesh.mesh.flatten().tolist())
     except AttributeError as error:
-        raise unexpected(f"FSDPParam ({error})") from error
+        raise unsupported_version_error(f"FSDPParam ({error})") from error
 
 
 class Recomputation(NamedTuple):
-    """A checkpoint that computes its forward again.
+    """Recomputation of an activation checkpoint.
 
     Attributes:
-        checkpoint: the object that the first forward had for it, in `checkpoints()`.
-        run: identifies this recomputation: a retained graph has one for each backward pass.
+        checkpoint: the checkpoint's object in the first forward, in `checkpoints()`.
+        run: identifies this recomputation: a retained graph has one per backward pass.
     """
 
     checkpoint: Any
@@ -286,8 +280,8 @@ class Checkpoints(NamedTuple):
     """Activation checkpoints around a call, as objects that live as long as their graphs.
 
     Attributes:
-        forward: checkpoints whose first forward this call is in.
-        again: the innermost checkpoint that computes this call again, if any.
+        forward: checkpoints in whose first forward this call runs.
+        again: the innermost checkpoint that recomputes this call, if any.
     """
 
     forward: list[Any]
@@ -295,28 +289,26 @@ class Checkpoints(NamedTuple):
 
 
 def checkpoints() -> Checkpoints:
-    """Find the activation checkpoints around the caller.
-
-    A non-reentrant checkpoint of PyTorch pushes a saved-tensor hook that refers to its frame: one hook for the first
-    forward, another for a recomputation. Any other checkpoint is an autograd function whose `forward(ctx, …)` runs
-    without a graph and whose `backward(ctx, …)` runs it again: PyTorch's reentrant one, Megatron's, DeepSpeed's.
-    """
+    """Return the checkpoints whose first forward contains the caller, and the one that recomputes it, if any."""
+    # A non-reentrant PyTorch checkpoint pushes a saved-tensor hook that refers to its frame: one hook for the first
+    # forward, another for a recomputation. Other checkpoints (PyTorch's reentrant one, Megatron's, DeepSpeed's) are
+    # autograd functions whose `forward(ctx, …)` runs without a graph and whose `backward(ctx, …)` recomputes it.
     forward: list[Any] = []
     again = None
-    with saved_tensor_hooks_removed() as hooks:
+    with without_saved_tensor_hooks() as hooks:
         for pack, _ in hooks:
             if is_checkpoint_hook(pack):
                 frame, group = _frame_of(pack)
                 if group is not None:
                     again = Recomputation(frame, pack), group
-                    break  # whatever is further out called this backward pass, not this forward
+                    break  # outer frames called this backward pass, not this forward
                 forward.append(frame)
     contexts, backward = _autograd_contexts()
     forward += contexts
     task = graph_task_id()
     if again is None:
         return Checkpoints(forward, None if backward is None else Recomputation(backward, task))
-    # A backward pass begun during the recomputation is a task of its own. What it computes again is not the frame's.
+    # A backward pass started inside the recomputation is a separate task, and does not belong to the frame.
     nested = isinstance(again[1], int) and task not in (-1, again[1])
     return Checkpoints(forward, Recomputation(backward, task) if nested and backward is not None else again[0])
 
@@ -327,19 +319,19 @@ def is_checkpoint_hook(pack: Any) -> bool:
 
 
 def is_early_stop(error: BaseException) -> bool:
-    """Return whether a checkpoint raised an exception to end a recomputation that has all it needs: no failure."""
+    """Return whether a checkpoint raised the exception to stop a complete recomputation early: not a failure."""
     from_checkpoint = type(error).__module__ == checkpoint.__name__
     return from_checkpoint and not isinstance(error, checkpoint.CheckpointError)
 
 
 @contextmanager
-def saved_tensor_hooks_removed(only_checkpoints: bool = False) -> Iterator[list[tuple[Any, Any]]]:
-    """Remove this thread's saved-tensor hooks for the duration of a context, and yield them, the innermost first.
+def without_saved_tensor_hooks(only_checkpoints: bool = False) -> Iterator[list[tuple[Any, Any]]]:
+    """Remove this thread's saved-tensor hooks for the duration of a context, and yield them, innermost first.
 
-    Yields an empty list and leaves the hooks in place where hooks are disabled: a removed one could not be pushed.
+    If hooks are disabled, yields an empty list and keeps them: removed hooks could not be pushed again.
 
     Args:
-        only_checkpoints: keep the innermost hook that is no checkpoint's, and the hooks below it.
+        only_checkpoints: keep the innermost hook that is not a checkpoint's, and the hooks below it.
     """
     hooks: list[tuple[Any, Any]] = []
     is_enabled = _C._autograd._saved_tensors_hooks_is_enabled()
@@ -368,14 +360,16 @@ def _frame_of(pack: Any) -> tuple[Any, Any]:
     else:
         frame = group = None
     if type(frame).__module__ != checkpoint.__name__:
-        raise unexpected(f"a hook of torch.utils.checkpoint (free variables {', '.join(free) or 'none'})")
+        raise unsupported_version_error(
+            f"a hook of torch.utils.checkpoint (free variables {', '.join(free) or 'none'})"
+        )
     return frame, group
 
 
 def _autograd_contexts() -> tuple[list[Any], Any]:
-    """Return the ctx of each `forward(ctx, …)` on the stack up to a `backward(ctx, …)`, and the ctx of the latter.
+    """Walk the Python stack: return the ctx of each `Function.forward` up to the first `backward`, and its ctx.
 
-    Only the first argument of these two methods is read, as `torch.autograd.Function` documents them.
+    A frame is recognized by its function name and the ctx in its first argument.
     """
     forward: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -393,9 +387,9 @@ def _autograd_contexts() -> tuple[list[Any], Any]:
 
 @cache
 def require_checkpoints() -> None:
-    """Raise ConfigError if `checkpoints` does not recognise the checkpoints of this PyTorch: runs one of each kind."""
-    # Whatever is around the caller takes no part: modes, hooks, a default device, a disabled autograd.
-    with disable_current_modes(), saved_tensor_hooks_removed(), torch.inference_mode(False), torch.enable_grad():
+    """Raise ConfigError if `checkpoints` does not recognise this PyTorch's checkpoints. Runs one of each kind."""
+    # Independent of the caller's modes, hooks, default device and autograd state.
+    with disable_current_modes(), without_saved_tensor_hooks(), torch.inference_mode(False), torch.enable_grad():
         for reentrant in (False, True):
             seen: list[Checkpoints] = []
 
@@ -407,15 +401,15 @@ def require_checkpoints() -> None:
             checkpoint.checkpoint(run, x, use_reentrant=reentrant, preserve_rng_state=False).backward()
             again = seen[-1].again
             if len(seen) != 2 or again is None or seen[0].forward != [again.checkpoint]:
-                raise unexpected(f"torch.utils.checkpoint(use_reentrant={reentrant})")
+                raise unsupported_version_error(f"torch.utils.checkpoint(use_reentrant={reentrant})")
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """A mode in which a collective of `torch.distributed` raises `ConfigError` before it sends anything.
+    """Dispatch mode in which collectives of `torch.distributed` raise `ConfigError` before they send anything.
 
     Args:
-        what: the beginning of the error: who calls the collective.
-        cure: the end of the error.
+        what: beginning of the error: the caller of the collective.
+        cure: end of the error.
     """
 
     def __init__(self, what: str, cure: str) -> None:
@@ -425,38 +419,38 @@ class RefuseCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
             raise ConfigError(
-                f"{self._what} {func} while the collectives of a schedule run, so that ranks could issue them in "
+                f"{self._what} {func} while the collectives of a schedule run; ranks could then issue them in "
                 f"different orders. {self._cure}"
             )
         return func(*args, **(kwargs or {}))
 
 
-_OF_ALL = "_global"  # before the name of a module's hooks: that of the hooks of all modules
+_OF_ALL = "_global"  # prefix of hooks registered for all modules
 
 
 def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
-    """Find where modules keep the hooks that a call runs: attributes of a module; mappings of those of all modules."""
+    """Return the names of a module's hook dictionaries that a call runs, and the dictionaries of global hooks."""
     names, probe = [], nn.Module()
     for kind in HOOK_KINDS:
         handle = getattr(probe, f"register_{kind}_hook")(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         names += [name for name, value in vars(probe).items() if isinstance(value, dict) and value is hooks]
-    of_all = [_OF_ALL + name for name in names]  # registering one would decide for full backward hooks
+    of_all = [_OF_ALL + name for name in names]  # registering one would affect full backward hooks
     require_names("torch", torch.__version__, CHECKED, _module, *of_all)
     if len(set(names)) != len(HOOK_KINDS):
-        raise unexpected(f"the hooks of a module ({', '.join(names) or 'none found'})")
+        raise unsupported_version_error(f"the hooks of a module ({', '.join(names) or 'none found'})")
     return tuple(names), tuple(getattr(_module, name) for name in of_all)
 
 
-#: Names of the kinds of hooks that a call of a module runs.
+#: Kinds of hooks that a call of a module runs.
 HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
 _OWN_HOOKS, GLOBAL_HOOKS = _find_hooks()
-#: A module's hooks of each kind. No Python function: a layer asks it in each forward.
+#: A module's hooks of each kind. An attrgetter, because every forward reads them.
 hooks_of = attrgetter(*_OWN_HOOKS)
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Return whether a call of this module runs hooks of its own. A compiler takes it, as it does not `hooks_of`."""
+    """Return whether the module has hooks that a call runs. Traceable, unlike `hooks_of`."""
     for name in _OWN_HOOKS:  # noqa: SIM110 — compilers break graphs at generators
         if getattr(module, name):
             return True

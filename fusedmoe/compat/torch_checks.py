@@ -21,12 +21,12 @@ require_names(*_VERSIONS, averaging, "average_parameters")
 
 
 def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
-    """Have `check` called with the arguments of each call of a function of PyTorch, before the function runs.
+    """Call `check` with the arguments of each call of a PyTorch function, before the function runs.
 
-    For functions that offer no hook. A caller that has imported the function by name earlier is not checked.
+    For functions without hooks. Not effective for callers that imported the function by name earlier.
 
     Args:
-        owner: module or class that holds the function, and whose users look it up there.
+        owner: module or class in which users look the function up.
     """
     function = getattr(owner, name)
 
@@ -39,7 +39,7 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 
 def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
-    """Have `check(wrapper, parameters)` called after a DistributedDataParallel is made, with those that it reduces."""
+    """Call `check(wrapper, parameters)` after DistributedDataParallel's constructor, with the reduced parameters."""
     initialise, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
     require_parameters(*_VERSIONS, initialise, "self", "module", keywords=[delayed_name])
     signature = inspect.signature(initialise)
@@ -48,11 +48,11 @@ def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], Non
     def checked(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         delayed = given.arguments.get(delayed_name)
-        if delayed is not None:  # it may be an iterator, which only one of the two can read
+        if delayed is not None:  # possibly an iterator, which can be read only once
             given.arguments[delayed_name] = delayed = list(delayed)
         initialise(*given.args, **given.kwargs)
         wrapper = given.arguments["self"]
-        # PyTorch adds the delayed ones to the ignored ones, and reduces them later in the backward pass.
+        # PyTorch also ignores the delayed parameters, and reduces them later in the backward pass.
         named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
         reduced = [parameter for name, parameter in named if name not in ignored]
         check(wrapper, reduced + [parameter for _, parameter in delayed or ()])
@@ -61,12 +61,12 @@ def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], Non
 
 
 def check_averages(check: Callable[..., None]) -> None:
-    """Have `check(parameters, process_group)` called before parameters are averaged over ranks.
+    """Call `check(parameters, process_group)` before parameters are averaged over ranks.
 
-    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) average by this one function.
+    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) use this one function.
     """
 
-    # The function gets an iterator, which only one of the two can read.
+    # The iterator can be read only once.
     def with_list(parameters: Any, process_group: Any) -> Any:
         parameters = list(parameters)
         check(parameters, process_group)

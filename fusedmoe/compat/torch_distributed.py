@@ -1,4 +1,4 @@
-"""Checks before calls of PyTorch's FSDP1, ZeRO and distributed state dicts, and the private names that these take.
+"""Checks before PyTorch's FSDP1, ZeRO and distributed state dicts run, and the private names they use.
 
 Checked against 2.11 to 2.15. Their import takes 1.5 s.
 """
@@ -33,7 +33,7 @@ require_parameters(*_VERSIONS, ZeroRedundancyOptimizer.step, "self")
 
 
 def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
-    """Have `check(model, options)` called before PyTorch gets or sets the distributed state of a model or optimizer."""
+    """Call `check(model, options)` before PyTorch gets or sets the distributed state of a model or optimizer."""
 
     def verify(model: Any, *_: Any, options: Any = None, **__: Any) -> None:
         check(model, options)
@@ -42,9 +42,9 @@ def check_state_dicts(check: Callable[[Any, Any], None]) -> None:
 
 
 def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
-    """Have `check(parameters, process_groups)` called before FullyShardedDataParallel flattens parameters.
+    """Call `check(parameters, process_groups)` before FullyShardedDataParallel flattens parameters.
 
-    `parameters` excludes those that nested instances flatten or ignore: the outer instance leaves them alone.
+    `parameters` excludes parameters that nested instances flatten or ignore.
     """
     initialise = FullyShardedDataParallel.__init__
     signature = inspect.signature(initialise)
@@ -53,7 +53,7 @@ def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
     def checked(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         group, mesh, *ignored = (given.arguments.get(name) for name in (*_FSDP_GROUPS, *_FSDP_IGNORED))
-        # They may be iterators, which only one of the two can read.
+        # Iterators can be read only once.
         ignored = [None if each is None else list(each) for each in ignored]
         given.arguments |= {name: each for name, each in zip(_FSDP_IGNORED, ignored, strict=True) if each is not None}
         states = [state for each in ignored if each is not None for state in each]
@@ -63,7 +63,7 @@ def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
         left_out_by_nested = [p for part in nested for p in (*part.parameters(), *vars(part)["_fusedmoe_left_out"])]
         kept_out = set(map(id, left_out + left_out_by_nested))
         parameters = [parameter for parameter in module.parameters() if id(parameter) not in kept_out]
-        # Sharding over several nodes has two groups, which together have all ranks unless they are given.
+        # Hybrid sharding has two groups, which together contain all ranks unless given.
         groups = [dist.group.WORLD] if group is None else [*group] if isinstance(group, tuple) else [group]
         check(parameters, groups if mesh is None else mesh.get_all_groups())
         initialise(*given.args, **given.kwargs)
@@ -73,9 +73,9 @@ def check_fsdp1(check: Callable[[list[Any], list[Any]], None]) -> None:
 
 
 def check_zero_steps(check: Callable[[list[Any], Any], None]) -> None:
-    """Have `check(parameters, process_group)` called before a step of ZeroRedundancyOptimizer."""
+    """Call `check(parameters, process_group)` before a step of ZeroRedundancyOptimizer."""
 
-    # A hook of all optimizers' steps would be called for those of any model.
+    # A global optimizer hook would run for every optimizer of any model.
     def step(optimizer: Any, *_: Any, **__: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         check(parameters, optimizer.process_group)

@@ -1,4 +1,4 @@
-"""Facts about torchtitan for code outside `fusedmoe.titan`, checked against 0.3: no private name."""
+"""Public facts about torchtitan 0.3 for code outside `fusedmoe.titan`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: The first version that was checked, and the first that was not.
+#: First version that was checked, and first that was not.
 VERSIONS = ("0.3", "0.4")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module chooses experts, by scores [B, L, E]. Does not import torchtitan."""
+    """Return whether a module is torchtitan's router, recognized by class name without importing torchtitan."""
     return type(module).__name__ == "TokenChoiceTopKRouter"
 
 
 def chosen_experts(output: Any) -> Tensor:
-    """Return the experts, [B, L, K], in what a router returns: weights, numbers and scores."""
+    """Return the chosen experts, [B, L, K], from a router's output (weights, indices, scores)."""
     numbers: Tensor = output[1]
     return numbers

@@ -17,7 +17,7 @@ CHECKED = "5.23 to 5.24"
 
 @use_experts_implementation
 class _Probe(nn.Module):
-    """Module of experts with the attributes that transformers gives to any, and no parameters."""
+    """Expert module with the attributes that transformers sets on each expert module, and no parameters."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ _DEFAULT_GATE = _Probe._apply_gate  # type: ignore[attr-defined] # transformers 
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Return whether transformers' registry serves a module of experts. Wrappers around it are not the module."""
+    """Return whether transformers' registry serves this expert module. False for wrappers around one."""
     return "_is_expert_parallel" in vars(module)
 
 
@@ -52,14 +52,14 @@ def implementation_of(experts: Any) -> str | None:
     return getattr(getattr(experts, "config", None), "_experts_implementation", None)
 
 
-def apply_gate(experts: Any, rows_NI: Tensor) -> Tensor:
-    """Apply a module's own gate to the result of its first product."""
-    gated: Tensor = experts._apply_gate(rows_NI)
+def apply_gate(experts: Any, rows_NH: Tensor) -> Tensor:
+    """Apply a module's own gate to the output of its up projection."""
+    gated: Tensor = experts._apply_gate(rows_NH)
     return gated
 
 
 def gate_of(experts: Any) -> Any:
-    """Return the function that is a module's gate."""
+    """Return the function that computes a module's gate."""
     return vars(experts).get("_apply_gate", type(experts)._apply_gate)
 
 
@@ -69,11 +69,11 @@ def has_default_gate(experts: Any) -> bool:
 
 
 def captures_outputs() -> bool:
-    """Return whether the call of a model that is under way collects outputs of single modules."""
+    """Return whether the model call in progress collects outputs of submodules."""
     return bool(output_capturing._active_collector.get())
 
 
 def recorders_of(module: nn.Module, output: str) -> list[Any]:
-    """Return how a model records an output, an `OutputRecorder` or a class each."""
+    """Return the recorders of a model's output, each an `OutputRecorder` or a class."""
     recorded = (getattr(module, "_can_record_outputs", None) or {}).get(output)
     return [*recorded] if isinstance(recorded, (list, tuple)) else [recorded]

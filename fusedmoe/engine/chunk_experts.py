@@ -1,4 +1,4 @@
-"""Experts as the pipelined layer calls them: chunk by chunk, forward and backward apart, without autograd around."""
+"""The experts of a planned layer: forward and backward of one chunk, called without autograd."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.experts import WeightParts, learning_weights, no_wider, shape_of
+from fusedmoe.autograd.experts import WeightParts, cast_down, parts_need_grad, shape_only
 from fusedmoe.autograd.moves import Compute
 from fusedmoe.compat.torch import RefuseCollectives, retains_graph
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
-    Hidden,
-    Wanted,
+    HiddenRows,
+    NeedsGrad,
     Weights,
     experts_backward,
     experts_backward_rows,
@@ -31,85 +31,87 @@ from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.low_rank import Adapters, low_rank_backward, low_rank_forward
 
-# Gradients of parameters; None before the first chunk, and for a parameter without one.
+# Gradients of parameters; None before the first chunk. An entry is None if its parameter needs no gradient.
 Totals = Sequence["Tensor | None"] | None
 
-# Adds a chunk's gradients of parameters to those of the chunks before.
-Rest = Callable[[Totals], Totals]
+# Adds the parameter gradients of one chunk to the totals of the previous chunks.
+AddGrads = Callable[[Totals], Totals]
 
 
 class ChunkExperts(Protocol):
-    """The local experts, for rows of one chunk, sorted by expert by a layout.
+    """The local experts, called with the rows of one chunk.
 
     Attributes:
-        parameters: what gets gradients, in the order of those.
-        any_degree: the backward's chunks may be others than the forward's. Then what a chunk keeps is one tensor whose
-            n-th row belongs to the n-th sorted row.
-        keeps_rows: the backward reads the rows that the forward was given; else it gets None for them.
-        tokens_learn, weights_learn: some rank needs gradients of rows, of their weights
-            (`Exchange.tokens_require_grad`); else the backward returns None for them. Set before the first forward.
+        parameters: tensors that get gradients, in the order of `Totals`.
+        can_regroup: backward may use another number of chunks than forward. The saved activations of a chunk are then
+            one tensor, whose n-th row belongs to the n-th sorted row.
+        needs_input_rows: backward reads the input rows of the forward; otherwise it gets None.
+        tokens_require_grad, weights_require_grad: some rank needs gradients of rows or of router weights
+            (`Exchange.tokens_require_grad`); otherwise backward returns None for them. Set before the first forward.
     """
 
-    tokens_learn: bool
-    weights_learn: bool
+    tokens_require_grad: bool
+    weights_require_grad: bool
 
     @property
     def parameters(self) -> Sequence[Tensor | None]: ...
 
     @property
-    def any_degree(self) -> bool: ...
+    def can_regroup(self) -> bool: ...
 
     @property
-    def keeps_rows(self) -> bool: ...
+    def needs_input_rows(self) -> bool: ...
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
-        """Results, and what the backward needs of them beside the inputs."""
+        """Return the results, and the activations that backward needs besides the inputs."""
         ...
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
-        """Gradients of rows, of their weights, and of the parameters, these added up over the chunks.
+        """Return the gradients of rows and router weights, and the parameter gradients summed over the chunks so far.
 
-        `totals`: what the chunk before gave; None at the first one. Of half precision in float32 from the second on.
+        Args:
+            totals: sums returned for the previous chunk; None for the first. From the second chunk on, half-precision
+                gradients are summed in float32.
         """
         ...
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Rest]:
-        """Gradients of rows and of their weights, and what gives those of the parameters later."""
+    ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
+        """Return the gradients of rows and router weights, and a function that adds parameter gradients to totals."""
         ...
 
     def for_backward(self) -> ChunkExperts:
-        """Returns what the backward pass needs.
+        """Return experts for the backward pass that reference no module.
 
-        A graph keeps it, and so it holds no module: a layer that keeps a tensor of that graph would never go."""
+        The autograd graph holds the returned object. If that referenced the module, a layer that keeps a tensor of the
+        graph would never be freed.
+        """
         ...
 
 
 class GroupedExperts:
-    """Feed-forward experts by their own kernels, beside communication. A chunk keeps its pre-activations.
+    """Feed-forward experts with this library's kernels, outside autograd. A chunk saves its pre-activations.
 
     Args:
-        learns: w1, w2, b1 and b2 that have gradients; None: those that require them.
-    Attributes:
-        wanted: the gradients that are computed.
+        needs_grad: whether w1, w2, b1 and b2 need gradients; None: their `requires_grad`.
     """
 
-    any_degree = tokens_learn = weights_learn = True
+    can_regroup = tokens_require_grad = weights_require_grad = True
 
-    def __init__(self, weights: Weights, activation: str, learns: Sequence[bool] | None = None) -> None:
-        # Once for all chunks: kernels would copy matrices with other strides in each of them.
+    def __init__(self, weights: Weights, activation: str, needs_grad: Sequence[bool] | None = None) -> None:
+        # Once for all chunks: kernels copy non-contiguous matrices on every call.
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
-        self._learns = learning(self.parameters) if learns is None else learns
-        self.keeps_rows = self._learns[0]
+        self._needs_grad = grad_flags(self.parameters) if needs_grad is None else needs_grad
+        self.needs_input_rows = self._needs_grad[0]
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.tokens_learn, self.weights_learn, *self._learns)
+    def needs_grad(self) -> NeedsGrad:
+        return NeedsGrad(self.tokens_require_grad, self.weights_require_grad, *self._needs_grad)
 
     def for_backward(self) -> GroupedExperts:
         return self
@@ -120,15 +122,15 @@ class GroupedExperts:
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
-        # Kernels add to what the chunks before gave: no second tensor of the parameters' size.
-        given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.wanted)
+        # Kernels accumulate into the totals: no second tensor of the parameters' size.
+        given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.needs_grad)
         grads = experts_backward(dy_RM, x_RM, kept, *given, shared=True)
         return grads.x_SM, grads.weight_N, grads.parameters
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Rest]:
-        given = (layout, weight_R, self.weights, self.activation, self.wanted)
+    ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
+        given = (layout, weight_R, self.weights, self.activation, self.needs_grad)
         dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given, shared=True)
         return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
 
@@ -136,45 +138,45 @@ class GroupedExperts:
         self,
         dy_RM: Tensor,
         x_RM: Tensor | None,
-        left: Hidden,
+        left: HiddenRows,
         layout: Layout,
         weight_R: Tensor | None,
         totals: Totals,
     ) -> Totals:
-        """The second half of `backward`."""
-        given = (layout, weight_R, self.weights, _gradients(totals), self.wanted)
+        """Return the totals plus this chunk's parameter gradients.
+
+        Args:
+            left: intermediate results of `backward_rows`.
+        """
+        given = (layout, weight_R, self.weights, _gradients(totals), self.needs_grad)
         return experts_backward_weights(dy_RM, x_RM, left, *given, shared=True).parameters
 
 
-def learning(parameters: Sequence[Tensor | None]) -> list[bool]:
-    """Tells which parameters have gradients."""
+def grad_flags(parameters: Sequence[Tensor | None]) -> list[bool]:
     return [parameter is not None and parameter.requires_grad for parameter in parameters]
 
 
 class _SplitTotals(list["Tensor | None"]):
-    """Gradients of the parts that learn, which are views of those of the joined weights: chunks add to these."""
+    """Gradients of the weight parts: views of the joined weights' gradients, into which chunks accumulate."""
 
-    def __init__(self, joined: Totals, parts: Sequence[Tensor], learns: Sequence[bool]) -> None:
-        super().__init__(part if learn else None for part, learn in zip(parts, learns, strict=True))
+    def __init__(self, joined: Totals, parts: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
+        super().__init__(part if needs else None for part, needs in zip(parts, needs_grad, strict=True))
         self.joined = joined
 
 
 class PartExperts:
-    """Experts like `GroupedExperts` whose weights lie in parts: joined for a pass, and not kept between the two.
+    """`GroupedExperts` whose weights are joined from several tensors in each pass, and freed after it."""
 
-    Args: as for `fusedmoe.autograd.experts_in_parts`.
-    """
-
-    any_degree = tokens_learn = weights_learn = True
+    can_regroup = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, parts: Sequence[Tensor], how: WeightParts, activation: str) -> None:
         self.parameters, self._how, self._activation = tuple(parts), how, activation
-        self._learns = learning(parts)
-        self.keeps_rows = any(self._learns)
+        self._needs_grad = grad_flags(parts)
+        self.needs_input_rows = any(self._needs_grad)
         self._joined: GroupedExperts | None = None
 
     def for_backward(self) -> PartExperts:
-        # Without the joined weights: a graph that kept them would keep a copy of all experts.
+        # A graph that held the joined weights would hold a copy of all experts.
         experts = copy(self)
         experts._joined = None
         return experts
@@ -185,51 +187,54 @@ class PartExperts:
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
-        dx_RM, dweight_R, joined = self._experts(dy_RM).backward(dy_RM, x_RM, kept, layout, weight_R, _joined(totals))
+        dx_RM, dweight_R, joined = self._experts(dy_RM).backward(
+            dy_RM, x_RM, kept, layout, weight_R, _joined_totals(totals)
+        )
         return dx_RM, dweight_R, self._split(joined)
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Rest]:
+    ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         dx_RM, dweight_R, rest = self._experts(dy_RM).backward_rows(dy_RM, x_RM, kept, layout, weight_R)
-        return dx_RM, dweight_R, lambda totals: self._split(rest(_joined(totals)))
+        return dx_RM, dweight_R, lambda totals: self._split(rest(_joined_totals(totals)))
 
     def _experts(self, like: Tensor) -> GroupedExperts:
         if self._joined is None:
             w1, w2 = self._how.join([part.to(like.dtype) for part in self.parameters])
-            learns = (*learning_weights(self._how, w1, w2, self._learns), False, False)
-            self._joined = GroupedExperts(Weights(w1, w2, None, None, 0), self._activation, learns)
-            self._joined.tokens_learn, self._joined.weights_learn = self.tokens_learn, self.weights_learn
+            needs_grad = (*parts_need_grad(self._how, w1, w2, self._needs_grad), False, False)
+            self._joined = GroupedExperts(Weights(w1, w2, None, None, 0), self._activation, needs_grad)
+            self._joined.tokens_require_grad = self.tokens_require_grad
+            self._joined.weights_require_grad = self.weights_require_grad
         return self._joined
 
     def _split(self, joined: Totals) -> Totals:
         assert joined is not None and self._joined is not None
         weights = self._joined.weights.w1, self._joined.weights.w2
-        # Of a matrix that is frozen there is nothing to split but its shape.
-        grads = (shape_of(w) if grad is None else grad for w, grad in zip(weights, joined, strict=False))
-        return _SplitTotals(joined, self._how.split(*grads), self._learns)
+        grads = (shape_only(w) if grad is None else grad for w, grad in zip(weights, joined, strict=False))
+        return _SplitTotals(joined, self._how.split(*grads), self._needs_grad)
 
 
-# For each owner of experts: the passes and modes that ran without a collective. A dispatch mode costs microseconds for
-# each operator, and a compiler skips functions that are called under one: so one chunk of each kind is watched.
+# (phase, training) pairs of each owner that ran without a collective. A dispatch mode costs microseconds per operator,
+# and a compiler skips functions called under one, so only one chunk of each pair is checked.
 _CHECKED: WeakKeyDictionary[Any, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
 class AutogradExperts:
-    """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks.
+    """Experts of any kind, called under autograd once per chunk.
+
+    The graph of each chunk is saved, so backward uses the same chunks as forward.
 
     Args:
-        compute: the experts, called with rows, layout and weights.
-        parameters: the tensors that get gradients.
+        parameters: tensors that get gradients.
         owner: the module that `compute` runs, for errors; None: `compute` itself.
-        leaves: the tensors that `compute` reads in place of `parameters`, where these have a graph; None: the same.
+        leaves: tensors that `compute` reads in place of `parameters`, if these are not leaves; None: the same.
     Raises:
-        ConfigError: from a pass, when the experts call a collective: the ranks could not order it among their own.
+        ConfigError: in forward or backward, if the experts call a collective. It could run in another order than the
+            layer's collectives on some ranks.
     """
 
-    # What a chunk keeps has its rows.
-    any_degree = keeps_rows = False
-    tokens_learn = weights_learn = True
+    can_regroup = needs_input_rows = False
+    tokens_require_grad = weights_require_grad = True
 
     def __init__(
         self,
@@ -244,13 +249,12 @@ class AutogradExperts:
         owner = compute if owner is None else owner
         self._name = type(owner).__qualname__ if isinstance(owner, torch.nn.Module) else repr(owner)
         self._training = bool(getattr(owner, "training", True))
-        # Owners of other classes are checked in each call. A compiler makes experts to read their parameters, and runs
-        # no chunk: a graph that looked owners up would serve that number of them alone.
+        # Owners of other types are checked in each call. A graph that looked up owners would be specialized on their
+        # number.
         known = isinstance(owner, torch.nn.Module) and not torch.compiler.is_compiling()
         self._checked = _CHECKED.setdefault(owner, set()) if known else set()
 
     def for_backward(self) -> AutogradExperts:
-        # What chunks keep has the graph; with the module in it, a layer that holds a tensor of it would never go.
         experts = copy(self)
         experts._compute = None
         return experts
@@ -258,10 +262,10 @@ class AutogradExperts:
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         assert self._compute is not None
         with torch.enable_grad(), self._without_collectives("forward", len(x_RM)):
-            # Leaves of a graph of its own: the pass around it runs without autograd, and asks for gradients by hand.
-            x_RM = x_RM.detach().requires_grad_(self.tokens_learn)
-            weight_R = None if weight_R is None else weight_R.detach().requires_grad_(self.weights_learn)
-            y_RM = no_wider(self._compute(x_RM, layout, weight_R), x_RM)
+            # Leaves of a separate graph: the surrounding pass runs without autograd and calls `torch.autograd.grad`.
+            x_RM = x_RM.detach().requires_grad_(self.tokens_require_grad)
+            weight_R = None if weight_R is None else weight_R.detach().requires_grad_(self.weights_require_grad)
+            y_RM = cast_down(self._compute(x_RM, layout, weight_R), x_RM)
             check_rows("experts in chunks", "their result", y_RM, len(x_RM))
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
@@ -270,34 +274,35 @@ class AutogradExperts:
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
-        # Of what is frozen there is no gradient; of what these rows did not use it is None.
+        # Frozen tensors have no gradient; a parameter that these rows did not use has None.
         learned = own_x_RM, own_weight_R, *self._leaves
         inputs = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
         grads: Iterator[Tensor | None] = iter(())
         if y_RM.requires_grad:
-            # As in the backward around it (`retain_graph`): another one may follow.
+            # As the surrounding backward (`retain_graph`): another one may follow.
             again = retains_graph()
             with self._without_collectives("backward", len(dy_RM)):
                 grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
         dx_RM, dweight_R, *own = (
             next(grads, None) if tensor is not None and tensor.requires_grad else None for tensor in learned
         )
-        # Rows go back all the same, for other ranks wait for as many as they have sent.
+        # Send zeros: the other ranks wait for as many gradients as they sent rows.
         if dx_RM is None and own_x_RM.requires_grad:
             dx_RM = torch.zeros_like(own_x_RM)
         return dx_RM, dweight_R, add_all(totals, tuple(own))
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Rest]:
-        """Gives all gradients, and what adds them up."""
-        # Autograd makes all gradients at once: nothing is left for later but the sum.
+    ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, lambda totals: add_all(totals, grads)
 
     @contextmanager
     def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
-        """Refuse collectives inside, in the first chunk with rows of a phase and mode."""
+        """Raise `ConfigError` if the experts call a collective inside this context.
+
+        Only checks chunks up to the first non-empty one of each phase, once in training and once in evaluation.
+        """
         kind = phase, self._training
         if kind in self._checked:
             yield
@@ -310,9 +315,9 @@ class AutogradExperts:
 
 
 class LowRankChunks:
-    """Frozen experts and their adapters, which alone have gradients. A chunk keeps its hidden_NL."""
+    """Frozen experts with trainable LoRA adapters. Each chunk saves its hidden activations, hidden_NL."""
 
-    any_degree = keeps_rows = tokens_learn = weights_learn = True
+    can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, weights: Weights, adapters: Adapters, activation: str) -> None:
         self.weights, self.adapters = weights.contiguous(), adapters.contiguous()
@@ -331,15 +336,14 @@ class LowRankChunks:
         assert x_RM is not None
         given = (dy_RM, x_RM, kept, layout, weight_R, self.weights, self.adapters, self.activation)
         trained = any(factor.requires_grad for factor in self.parameters)
-        dx_RM, dweight_R, factors = low_rank_backward(*given, trained, self.tokens_learn)
-        # In the order of `parameters`, which has none where there is no adapter.
+        dx_RM, dweight_R, factors = low_rank_backward(*given, trained, self.tokens_require_grad)
         grads = [grad for grad in factors if grad is not None] if trained else [None] * len(self.parameters)
         return dx_RM, dweight_R, add_all(totals, grads)
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Rest]:
-        """Gives all gradients: those of the factors are too small to wait for."""
+    ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
+        """Compute the adapters' gradients immediately, because they are small; the returned function adds them."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, partial(add_all, grads=grads)
 
@@ -348,15 +352,13 @@ def _gradients(totals: Totals) -> Gradients | None:
     return None if totals is None else Gradients(None, None, *totals)
 
 
-def _joined(totals: Totals) -> Any:
+def _joined_totals(totals: Totals) -> Any:
     assert totals is None or isinstance(totals, _SplitTotals)
     return None if totals is None else totals.joined
 
 
 def gradients_of(totals: Totals, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns what the chunks give each parameter together, as autograd wants it."""
     pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
-    # Sums over chunks are in float32 where the parameters are narrower.
     return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
 
 

@@ -1,10 +1,10 @@
-"""Chunks: which tokens of a layer go when.
+"""Split a layer's tokens into chunks.
 
-Tokens lie in segments, one for each destination, and go in r chunks with a share of every segment in each, so that all
-(token, k) pairs of a token on a rank are in one chunk. (Rows that are tokens of their own lie by expert, and have a
-segment for each.) A segment's n tokens are split as `comm.exchange.share` does: chunk i has ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋.
-Nothing is padded, and what a token meets on its way does not depend on r. Worked example, segments of 3 and 2 tokens
-a b c | d e, two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
+Tokens are stored in segments, one per destination rank. Chunk i of r contains tokens ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋ of every
+segment of n tokens (`chunk_size`). A chunk contains all (token, k) pairs of its tokens on a rank, so a token's sums do
+not depend on r. Rows that are not copies of tokens have one segment per expert instead.
+
+Example: segments of 3 and 2 tokens, a b c | d e, in two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
 """
 
 from __future__ import annotations
@@ -17,44 +17,40 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.all_to_all import block_order
-from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.kernels.deduplicate import Received, inverse
+from fusedmoe.comm.exchange import Exchange, RowExchange
+from fusedmoe.kernels.deduplicate import ReceivedPairs, inverse
 from fusedmoe.kernels.layout import Layout
 
 
-def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
-    """Returns the layout of the same rows in another order (its counts and offsets still speak of the old one)."""
+def reorder(layout: Layout, order_N: Tensor) -> Layout:
+    """Return the layout with its rows permuted by `order_N`. Its counts and offsets stay those of the old order."""
     place_N = inverse(order_N)
-    # Pairs that were dropped have no row in any order.
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
     return replace(layout, source_N=source_N, pair_N=layout.pair_N[order_N], row_SK=row_SK)
 
 
 class RowChunks:
-    """The tokens of a call in chunks: what this rank sends, and what it receives.
+    """The sent and received tokens of a call, split into chunks.
 
     Args:
-        exchange: of all tokens.   tokens: sorts those that are sent (`Sending`).   pairs: of those received.
-        k: the most pairs of a token.
+        k, degree: maximum number of pairs per token, and number of chunks.
     Attributes:
-        parts: the collectives of each chunk.
-        layout: sorts the tokens sent, in chunk order.
-        received: sorts each chunk's received tokens by local expert.
+        received: per chunk, the layout that sorts received tokens by local expert.
     """
 
-    def __init__(self, exchange: Exchange, tokens: Layout, pairs: Received, k: int, degree: int) -> None:
+    def __init__(self, exchange: Exchange, tokens: Layout, pairs: ReceivedPairs, k: int, degree: int) -> None:
         self.layout = tokens
-        self.parts: list[Part] = [exchange]
-        # Of each token and pair received, in chunk order, its number without chunks; None: chunk order is that order.
+        self.parts: list[RowExchange] = [exchange]
+        # Index in the whole batch of each received token and pair, in chunk order; None: identity.
         self._token_R: Tensor | None = None
         self._pair_P: Tensor | None = None
         chunks = [pairs]
         if degree > 1:
-            cut, device = exchange.cut(degree), tokens.pair_N.device
+            cut, device = exchange.split_chunks(degree), tokens.pair_N.device
             self.parts = cut.parts
-            self.layout = in_chunks(tokens, block_order(cut.sent_Gi, (1, 0), device))
-            self._token_R = block_order(cut.come_Gi, (1, 0), device)
+            self.layout = reorder(tokens, block_order(cut.sent_Gi, (1, 0), device))
+            self._token_R = block_order(cut.recv_Gi, (1, 0), device)
             self._pair_P, chunks = pairs.in_chunks(self._token_R, [part.rows for part in self.parts])
         rows = [part.rows for part in self.parts]
         experts = exchange.experts
@@ -63,26 +59,24 @@ class RowChunks:
         self._orders = [order_N for _, order_N in sorted_chunks]
 
     def split(self, value_P: Tensor) -> list[Tensor]:
-        """Values of received pairs, numbered without chunks -> those of each chunk, sorted by expert."""
+        """Split values of received pairs, in batch order, into chunks sorted by expert."""
         in_order = value_P if self._pair_P is None else value_P[self._pair_P]
         parts = in_order.split([len(order_N) for order_N in self._orders])
         return [value[order_N] for value, order_N in zip(parts, self._orders, strict=True)]
 
     def join(self, value_parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`."""
+        """Inverse of `split`."""
         pairs = zip(value_parts, self._orders, strict=True)
-        in_order = concatenated([torch.empty_like(value).index_copy_(0, order_N, value) for value, order_N in pairs])
+        in_order = concat([torch.empty_like(value).index_copy_(0, order_N, value) for value, order_N in pairs])
         return in_order if self._pair_P is None else torch.empty_like(in_order).index_copy_(0, self._pair_P, in_order)
 
-    def rows_of(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
-        """Finds for each chunk here where its rows are among all of `others`: tokens as received, and pairs sorted."""
-        # By numbers without chunks, which both have: ranks need not tell each other anything.
-        token_R, sorted_P = inverse(concatenated(others.tokens())), inverse(concatenated(others.sorted_pairs()))
+    def indices_in(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
+        """Return, per chunk, the indices of its received tokens and sorted pairs in the joined chunks of `others`."""
+        token_R, sorted_P = inverse(concat(others.tokens())), inverse(concat(others.sorted_pairs()))
         numbers = zip(self.tokens(), self.sorted_pairs(), strict=True)
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
     def tokens(self) -> Sequence[Tensor]:
-        """Tokens of each chunk, numbered without chunks."""
         rows = [part.rows for part in self.parts]
         token_R = self._token_R
         if token_R is None:
@@ -90,7 +84,6 @@ class RowChunks:
         return token_R.split(rows)
 
     def sorted_pairs(self) -> Sequence[Tensor]:
-        """Pairs of each chunk, sorted by expert, numbered without chunks."""
         pair_P = self._pair_P
         if pair_P is None:
             return self._orders
@@ -98,48 +91,47 @@ class RowChunks:
         return [pairs[order_N] for pairs, order_N in zip(parts, self._orders, strict=True)]
 
 
-# Runs of fewer rows take longer to find than to copy.
+# Minimum mean length of runs of consecutive rows: finding shorter runs takes longer than copying row by row.
 _SHORT = 4
 
 
-class Kept:
-    """Rows that chunks have kept, for chunks of another number."""
+class SavedRows:
+    """Rows saved per chunk by forward, for backward with a different number of chunks."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = list(parts)
         self._ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
 
     @cached_property
-    def _whole(self) -> Tensor:
-        # Only where runs are short: it takes the memory of all chunks a second time.
-        return concatenated(self._parts)
+    def _concatenated(self) -> Tensor:
+        # Only if needed: a second copy of all chunks.
+        return concat(self._parts)
 
     def rows(self, index_R: Tensor) -> Tensor:
-        """A copy of those with these numbers, along all parts."""
+        """Copy the rows at these indices of the concatenated chunks."""
         if len(self._parts) == 1 or index_R.is_cuda:
-            return taken(self._whole, index_R)
-        # A CPU copies runs of rows from where they are, once.
+            return select_rows(self._concatenated, index_R)
+        # On CPUs, copy runs of consecutive rows directly from their chunks.
         part_R = torch.bucketize(index_R, self._ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
         if _SHORT * len(begins) > len(index_R):
-            return taken(self._whole, index_R)
+            return select_rows(self._concatenated, index_R)
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)], device="cpu")).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
             rows = self._parts[part]
             runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
-        return concatenated(runs) if len(runs) > 1 else torch.cat(runs or [self._parts[0][:0]])
+        return concat(runs) if len(runs) > 1 else torch.cat(runs or [self._parts[0][:0]])
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Parts of a batch, not differentiable; one is returned as it is."""
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along dimension 0. Not differentiable. A single tensor is returned without a copy."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts))
 
 
-def taken(rows: Tensor, index_N: Tensor) -> Tensor:
-    """Copies the rows with these numbers; not differentiable."""
+def select_rows(rows: Tensor, index_N: Tensor) -> Tensor:
     return torch.index_select(rows, 0, index_N)

@@ -1,19 +1,21 @@
-"""Dispatchers: a base class, the one for a single rank, and what they are given and hand back.
+"""Dispatchers: the base class, and the dispatcher of a single rank.
 
-Local          nothing travels                                               here
-Collectives    all-to-alls, all-gathers, reduce-scatters, by plans           `engine/collectives_dispatcher.py`
-OneSided       kernels put tokens into other ranks' memory                   `engine/one_sided_dispatcher.py`
-Moving         experts are where a placement says                            `layers/placed_dispatcher.py`
+Local             no communication                                              here
+Collectives       all-to-alls, all-gathers, reduce-scatters, by a plan          `engine/collectives_dispatcher.py`
+OneSided          kernels write tokens into other ranks' memory                 `engine/one_sided_dispatcher.py`
+PlacedDispatcher  experts placed by a `Placement`                               `placement/placed_dispatcher.py`
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusedmoe.autograd.order import take_pairs
+from fusedmoe.autograd.experts import cast_down
+from fusedmoe.autograd.order import row_weights
 from fusedmoe.comm.metadata import CHECK, NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import disable_current_modes, graph_task_id, saved_tensor_hooks, selective_modes
@@ -21,28 +23,28 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
 
+Value = TypeVar("Value")
+
 
 class LocalExperts(Protocol):
-    """The experts of a rank; see `fusedmoe.experts.networks.Experts`."""
+    """The experts of a rank, as a dispatcher calls them."""
 
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        """Returns for each row of x_SM the sum of its sorted rows' results, times their weights."""
+        """Return [S, M]: for each token of x_SM, the weighted sum of the results of its experts on this rank."""
         ...
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        """Returns the same experts for rows like these in chunks, forward and backward apart."""
+        """Return the same experts as `ChunkExperts`, to call on chunks of rows with the dtype and width of x_SM."""
         ...
 
 
 class Routed(NamedTuple):
-    """Tokens of this rank, and where they are to go.
+    """Routed tokens of this rank.
 
     Attributes:
-        x_SM: [S, M].
-        layout: their rows, sorted by expert, of all E experts.
         weight_SK: [S, K] router weights, or None for 1.
-        refusal: why this rank cannot take part, if so; then all ranks end with that reason. On CUDA `Collectives` are
-            given a count of bad numbers, which ranks tell each other with sizes: the host does not wait to know it.
+        refusal: error message of this rank, which all ranks then raise; None: no error. `Collectives` also accept a
+            count of non-finite values on the device, which the ranks exchange with the sizes.
     """
 
     x_SM: Tensor
@@ -52,13 +54,12 @@ class Routed(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """Tokens that were dispatched, as experts and `combine` need to know them.
+    """Metadata of dispatched tokens, for the experts and for `combine`.
 
     Attributes:
-        layout: sorts the received tokens' rows by local expert.
-        weight_N: the router weight of each sorted row, which experts multiply results by; None for 1.
-        counts_RE: rows by source rank and local expert, in the order in which they are sorted; None: all are from here.
-        state: whatever the dispatcher wants back.
+        layout: sorts the received tokens by local expert.
+        weight_N: router weight of each sorted row, applied by the experts; None for 1.
+        counts_RE: rows by source rank and local expert, in sorted order; None: all are from this rank.
     """
 
     layout: Layout
@@ -68,106 +69,141 @@ class Handle(NamedTuple):
 
 
 class Dispatcher:
-    """Takes tokens to the ranks of their experts, and results back. Ranks call the same methods in the same order.
+    """Sends tokens to the ranks of their experts, and results back. Ranks call its methods in the same order.
 
         x_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
         y_RM = experts(x_RM, handle.layout, handle.weight_N)
         y_SM = dispatcher.combine(y_RM, handle)
 
-    Worked example, two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), K = 2. Rank 0 has tokens a → 0, 1
-    and b → 3, 1; rank 1 has token c → 3, 2. A token goes once to each rank that has experts for it:
+    Worked example: two ranks, four experts (0 and 1 on rank 0, 2 and 3 on rank 1), K = 2. Rank 0 has tokens a → 0, 1
+    and b → 3, 1; rank 1 has token c → 3, 2. A token is sent once to each rank that has experts for it:
 
         rank 0    a b to itself, b to rank 1       counts_E = [1, 2, 0, 1], tokens_W = [2, 1]
         rank 1    c to itself                      counts_E = [0, 0, 1, 1], tokens_W = [0, 1]
 
-    Tokens arrive by source rank, and `handle.layout` is that of tokens with these experts, as if they were local:
+    `handle.layout` sorts received tokens, which are in order of source rank, as if they were local:
 
         rank 0    a b             expert 0: a, expert 1: a b       counts_RE = [[1, 2], [0, 0]]
         rank 1    b c             expert 2: c, expert 3: b c       counts_RE = [[0, 1], [1, 1]]
 
-    Experts return one result for each token in the order of arrival: the weighted sum of its rows' results there.
-    `combine` takes it back: rank 0 has all of a, and sums b's results of rank 0 and rank 1; rank 1 has all of c.
+    Experts return one result per received token, the weighted sum of its rows' results on this rank. `combine` returns
+    them: rank 0 sums b's results from ranks 0 and 1.
 
-    A layer calls the three as one, `through_experts`, so that a dispatcher can have them overlap by a plan. One of your
-    own defines `dispatch` and `combine`, differentiable both, and is given to `MoELayer(dispatch=…)`.
+    A layer calls `through_experts`, so that a dispatcher can overlap the three steps by a plan. A custom dispatcher,
+    passed as `MoELayer(dispatch=…)`, defines `dispatch` and `combine`, both differentiable, or `through_experts`;
+    `examples/own_dispatcher.py` is one over ranks.
 
     Attributes:
-        compiles: a compiler can take all that `through_experts` does into a graph, as operators.
-        follows_plans: it has rows go in chunks, by plans.
-        travelled: the (token, k) pairs and the tokens of the last batch that travelled; None: not counted.
+        compiles: `through_experts` consists of operators that a compiler can capture.
+        follows_plans: sends rows in chunks, by plans.
+        sent_counts: (token, k) pairs and tokens sent in the last batch; None: not counted.
     """
 
     compiles: ClassVar[bool] = False
     follows_plans: ClassVar[bool] = False
-    travelled: tuple[int, int] | None = None
+    sent_counts: tuple[int, int] | None = None
 
     def __init_subclass__(cls) -> None:
-        # Graphs take operators, not what a subclass does in their place: it has to say so again.
+        # A subclass may override methods with code that graphs cannot hold: it must declare `compiles` again.
         if "compiles" not in vars(cls):
             cls.compiles = False
+
+    @classmethod
+    def require_methods(cls) -> None:
+        """Raise `ConfigError` for a subclass that implements neither `through_experts` nor both of its parts."""
+        if cls.through_experts is not Dispatcher.through_experts:
+            return
+        missing = [name for name in ("dispatch", "combine") if getattr(cls, name) is getattr(Dispatcher, name)]
+        if missing:
+            raise ConfigError(
+                f"{cls.__name__} does not implement {' and '.join(missing)}. A dispatcher implements dispatch(routed) "
+                "-> (rows, handle) and combine(results, handle) -> sums, or through_experts(routed, experts) -> sums"
+            )
 
     def __str__(self) -> str:
         return type(self).__name__
 
     @property
     def collectives(self) -> Any:
-        """The `Collectives` by whose operators graphs and integrations send rows; None: it has no such operators."""
+        """The `Collectives` whose operators graphs and integrations use to send rows; None: no such operators."""
         return None
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
-        """Takes tokens to their experts' ranks."""
+        """Send tokens to their experts' ranks."""
         raise NotImplementedError
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
-        """Returns [S, M], the sum of each token's results. The inverse way of `dispatch`."""
+        """Send results back, and return [S, M], the sum of each token's results. The adjoint of `dispatch`."""
         raise NotImplementedError
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        """Returns [S, M], the sum of each token's results: dispatch, experts, combine."""
+        """Dispatch, compute and combine: return [S, M], the sum of each token's results."""
         rows_RM, handle = self.dispatch(routed)
         return self.combine(experts(rows_RM, handle.layout, handle.weight_N), handle)
 
 
 class Local(Dispatcher):
-    """Leaves tokens where they are."""
+    """The dispatcher of a single rank: tokens stay in place."""
 
     compiles = True
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
-        return routed.x_SM, Handle(routed.layout, weight_of_rows(routed.weight_SK, routed.layout))
+        return routed.x_SM, Handle(routed.layout, row_weights(routed.weight_SK, routed.layout))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         return out_RM
 
 
-def weight_of_rows(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
-    """Returns the router weight of each sorted row; None for 1."""
-    return None if weight_SK is None else take_pairs(weight_SK, layout)
+def call_module(experts: LocalExperts, rows_RM: Tensor, handle: Handle) -> Tensor:
+    """Call experts as a module on dispatched rows. The result requires gradients if a parameter does."""
+    y_RM = cast_down(experts(rows_RM, handle.layout, handle.weight_N), rows_RM)
+    # Trainable experts take part in the backward even if no row has used a parameter.
+    own = experts.parameters() if isinstance(experts, nn.Module) else ()
+    if torch.is_grad_enabled() and not y_RM.requires_grad and any(one.requires_grad for one in own):
+        y_RM = y_RM.detach().requires_grad_()
+    return y_RM
 
 
 def refuse(topology: Topology, refusal: str | None) -> None:
-    """Raises a refusal, if there is any, and tells the other ranks."""
     if refusal:
-        # On the board, for no exchange will follow by which the other ranks would hear of it.
+        # Through the failure board: no exchange follows that could report it to the other ranks.
         topology.fail(CHECK, refusal)
         raise (ConfigError if topology.size == 1 else RankError)(f"rank {topology.rank}: {refusal}")
 
 
-def selects() -> bool:
-    """Tells whether a selective activation checkpoint, forward or when it recomputes, chooses among operators."""
-    # Such a checkpoint lets each operator's result be taken once, in the order of the forward.
-    if saved_tensor_hooks(True) is None:  # there is no checkpoint
+def is_in_selective_checkpoint() -> bool:
+    """Return whether a selective activation checkpoint is active."""
+    if saved_tensor_hooks(True) is None:
         return False
     with disable_current_modes() as modes:
         return any(isinstance(mode, selective_modes) for mode in modes)
 
 
-def packs() -> bool:
-    """Tells whether hooks take what autograd saves here, as those of an activation checkpoint do."""
+def has_saved_tensor_hooks() -> bool:
     return saved_tensor_hooks(True) is not None
 
 
-def recomputing() -> bool:
-    """Tells whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
-    # A graph cannot ask, and is the same in both. Outside of autograd's engine the id is −1.
+def is_recomputing() -> bool:
+    """Return whether this forward is a recomputation by an activation checkpoint."""
+    # Graphs cannot detect it and are the same in both cases. Outside the autograd engine the id is −1.
     return not torch.compiler.is_compiling() and graph_task_id() != -1
+
+
+class SinceForward(Generic[Value]):
+    """Decision of the last forward (`value`), reused when an activation checkpoint recomputes that forward.
+
+    Checkpoints compare the saved tensors, so a recomputation must take the same decision as its forward. Copies of this
+    object hold no value.
+    """
+
+    def __init__(self) -> None:
+        self.value: Value | None = None
+
+    def __reduce__(self) -> Any:
+        return SinceForward, ()
+
+    def renew(self, find: Callable[[], Value | None]) -> Value | None:
+        """Store and return the result of `find()`; in a recomputation, return the stored result instead."""
+        if not is_recomputing():
+            self.value = find()
+        return self.value

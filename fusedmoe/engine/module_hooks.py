@@ -1,12 +1,10 @@
-"""Hooks on modules that a plan would skip, or run once for each chunk.
+"""Detection of module hooks and parametrizations that a plan would skip, or run once per chunk.
 
-A plan reads the parameters of experts, or calls the experts chunk by chunk, and `fusedmoe.pipeline` calls steps of a
-gate. Hooks run when a module is called. A layer therefore calls its modules as they are, without a plan, while there
-are such hooks: forward and backward hooks, pre-hooks, and hooks of all modules (`torch.nn.modules.module`).
+Hooks run only when a module is called. A layer with hooked modules therefore calls them without a plan.
 `torch.nn.utils.prune` and the old `weight_norm` and `spectral_norm` recompute weights in forward pre-hooks.
 
-A parametrisation (`torch.nn.utils.parametrize`) is evaluated where its tensor is read. Experts by kernels of this
-library read it once for all chunks; modules that are called chunk by chunk would evaluate it in each chunk.
+A parametrization (`torch.nn.utils.parametrize`) is evaluated when its tensor is read. A module that is called once per
+chunk evaluates it in every chunk.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from fusedmoe.errors import RankError
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a call of a module, or of a module in it, runs hooks; or there are hooks of all modules."""
+    """Return whether a call of a module or a submodule runs hooks, global hooks included."""
     return any(GLOBAL_HOOKS) or any(has_own_hooks(one) for one in module.modules())
 
 
-def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
-    """Describe the first hook that `has_hooks` finds; None without any.
+def find_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
+    """Describe the first hook that `has_hooks` finds; None if there is none.
 
     Args:
         ignored: packages whose hooks do not count.
@@ -39,7 +37,7 @@ def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
             if not _is_from(hook, ignored):
                 return f"the global {kind} hook {_name(hook)}"
     for path, one in module.named_modules():
-        if not any(hooks_of(one)):  # nearly always, and a pipeline asks for each of its modules in each forward
+        if not any(hooks_of(one)):
             continue
         for kind, hooks in zip(HOOK_KINDS, hooks_of(one), strict=True):
             for hook in hooks.values():
@@ -49,41 +47,40 @@ def first_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
 
 
 def has_parametrisations(module: Any) -> bool:
-    """Return whether a tensor of a module, or of a module in it, is parametrised."""
     return any(isinstance(one, ParametrizationList) for one in module.modules())
 
 
-def must_be_called(experts: Any) -> bool:
-    """Return whether experts must be called as a module, for all rows at once; else a plan may run them in chunks.
+def needs_module_call(experts: Any) -> bool:
+    """Return whether experts must be called as a module for all rows at once.
 
     Args:
-        experts: a module, or anything with `modules` and `named_modules`. Other callables have no hooks. With
-            `reads_once` a plan evaluates their parametrisations once.
+        experts: a module, or an object with `modules` and `named_modules`; other callables have no hooks. With
+            `reads_parameters_once`, a plan evaluates their parametrizations once.
     """
     if not hasattr(experts, "modules"):
         return False
-    if replaced_forward(experts) is not None or has_hooks(experts):
+    if find_replaced_forward(experts) is not None or has_hooks(experts):
         return True
-    return not getattr(experts, "reads_once", False) and has_parametrisations(experts)
+    return not getattr(experts, "reads_parameters_once", False) and has_parametrisations(experts)
 
 
-def why_called(experts: Any) -> str:
-    """Describe what `must_be_called` finds."""
-    return replaced_forward(experts) or first_hook(experts) or "a parametrisation of the experts"
+def call_reason(experts: Any) -> str:
+    """Describe why experts must be called as a module (`needs_module_call`)."""
+    return find_replaced_forward(experts) or find_hook(experts) or "a parametrisation of the experts"
 
 
-def replaced_forward(module: Any) -> str | None:
-    """Describe a `forward` of a user's own that chunks by kernels would skip; None without one.
+def find_replaced_forward(module: Any) -> str | None:
+    """Describe a user's own `forward` that chunked kernels would skip; None if there is none.
 
-    Either a subclass defines it whose chunks are those of its base (`reads_once`), or an instance has it, as accelerate
-    sets it. Experts of other libraries are no modules here: their frameworks replace `forward` themselves.
+    Either a subclass overrides it but inherits `in_chunks` (`reads_parameters_once`), or it was set on an instance, as
+    accelerate does. Experts of other libraries are not modules here: their frameworks replace `forward` themselves.
     """
     if not isinstance(module, nn.Module):
         return None
     overrides = False
     for base in type(module).__mro__:
         if "in_chunks" in vars(base):
-            if overrides and getattr(base, "reads_once", False) is True:
+            if overrides and getattr(base, "reads_parameters_once", False) is True:
                 return f"the forward of {type(module).__name__}, which overrides that of {base.__name__}"
             break
         overrides |= "forward" in vars(base)
@@ -93,8 +90,8 @@ def replaced_forward(module: Any) -> str | None:
 
 
 @contextmanager
-def called_for(why: str) -> Iterator[None]:
-    """A context whose `RankError` also says why this rank calls modules where others may follow a plan."""
+def with_call_reason(why: str) -> Iterator[None]:
+    """Context that adds to a `RankError` why this rank runs without a plan, as other ranks may run with one."""
     try:
         yield
     except RankError as error:
@@ -102,17 +99,17 @@ def called_for(why: str) -> Iterator[None]:
         raise
 
 
-def _original(hook: Any) -> Any:
+def _unwrap(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
     return hook
 
 
 def _is_from(hook: Any, packages: Collection[str]) -> bool:
-    home = f"{getattr(_original(hook), '__module__', None) or type(hook).__module__}."
+    home = f"{getattr(_unwrap(hook), '__module__', None) or type(hook).__module__}."
     return any(home.startswith(f"{package}.") for package in packages)
 
 
 def _name(hook: Any) -> str:
-    hook = _original(hook)
+    hook = _unwrap(hook)
     return getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -1,8 +1,4 @@
-"""The dispatcher of kernels that put rows into other ranks' memory by themselves, and the choice of it.
-
-The kernels' side, forward and backward, is `engine/one_sided_experts.py`, which needs Triton and is loaded with the
-first batch that goes this way.
-"""
+"""The dispatcher that sends rows by one-sided puts into other ranks' memory, and the choice of its kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ from fusedmoe.schedule.task import resources_of
 
 
 class KernelTransport(NamedTuple):
-    """A choice of kernels that send and receive by themselves.
+    """The fused operation chosen for a layer.
 
     Attributes:
-        kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
-        rows: a bound on a rank's rows for each choice of a token; None: there is none.
+        tokens: maximum tokens of a rank.
+        rows: maximum rows received by a rank's experts, divided by the choices per token, K; None: unlimited.
     """
 
     kind: str
@@ -42,13 +38,12 @@ class KernelTransport(NamedTuple):
 
 
 class OneSided(Collectives):
-    """Kernels put rows into other ranks' memory where they can and the plan allows it; otherwise collectives.
+    """Sends rows by one-sided puts if the kernels and the plan allow it, and by collectives otherwise.
 
-    `dispatch` and `combine` go by collectives in any case: a kernel that puts rows has experts work on them where they
-    arrive, and there is nothing to give out between the two. So it is in graphs of a compiler.
+    `dispatch`, `combine` and compiled graphs use collectives: the kernels have no intermediate result to return.
 
     Args:
-        transport: for rows like these; None: by collectives. The first call is collective.
+        transport: returns the fused operation for tokens like these; None: collectives. The first call is collective.
     """
 
     compiles = True
@@ -59,25 +54,25 @@ class OneSided(Collectives):
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         x_SM, layout, weight_SK, refusal = routed
-        # Kernels send as they find rows, and nobody on the host counts.
-        self.travelled = None
-        as_module = self.calls(experts) == ExpertCalls.MODULE  # kernels call no module: collectives do
-        transport = None if weight_SK is None or as_module else self._transport(x_SM)
+        # The host does not count the rows that kernels send.
+        self.sent_counts = None
+        needs_module_calls = self.calls(experts) == ExpertCalls.MODULE  # kernels do not call modules
+        transport = None if weight_SK is None or needs_module_calls else self._transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
-        later = None
+        deferred = None
         if isinstance(refusal, NonFinite):
-            # No message takes the number to the other ranks. Where the host is not to wait they hear of it later.
-            later = refusal if transport.rows is not None else None
-            refusal = refusal.text if later is None and int(refusal.number) else None
+            # No message carries the count to the other ranks: without a host synchronization, report it later.
+            deferred = refusal if transport.rows is not None else None
+            refusal = refusal.text if deferred is None and int(refusal.number) else None
         refuse(self.topology, refusal)
         own = experts.in_chunks(x_SM)
         given = (x_SM, weight_SK, layout, self.topology, own, transport, active_recorder())
-        return fused_experts(*given, self._call, later)
+        return fused_experts(*given, self._call, deferred)
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
-    """Tells whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
+    """Return whether all ranks that share the layer's experts have a symmetric heap. Collective over these ranks."""
     from fusedmoe.comm.one_sided.heaps import find_backend
 
     group = _group(topology)
@@ -91,18 +86,17 @@ def choose_transport(
     plans_for: Callable[[int], Plans],
     row_factor: float | None = None,
 ) -> KernelTransport | None:
-    """Chooses a fused operation, where plans take it; None: collectives. Collective over the ranks with the experts.
+    """Return the transport of the fused operation `kind` if all forward tasks of the plans are of this kind, else None.
 
-    Args:
-        plans_for: the plans for so many tokens on a rank.
-        row_factor: see `Schedule`.
+    None selects collectives. The receive buffers fit the rank with the most tokens. Collective over the ranks of the
+    experts.
     """
     group = _group(topology)
     assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
-    # Buffers lie at the same addresses on all ranks, so all make them for the rank with the most tokens.
+    # Buffers have the same addresses on all ranks, and so the size for the rank with the most tokens.
     largest = int(all_reduce(group, tokens, "max", "tokens of the ranks"))
-    most = rounded_up(largest)
+    most = round_up_tokens(largest)
     plans = plans_for(most)
     if any(task.kind != kind for task in plans.forward):
         return None
@@ -121,40 +115,40 @@ def fused_experts(
     name: str = "fused_experts",
     bad: NonFinite | None = None,
 ) -> Tensor:
-    """Calls `fusedmoe.engine.one_sided_experts.fused_experts` over the layer's ranks, in buffers that all layers share.
+    """Run `one_sided_experts.fused_experts` over the layer's ranks, with buffers that all layers share.
 
     Args:
-        name: of the layer, for errors.   bad: numbers of which all ranks are to hear later.
+        bad: count of non-finite values, reported to all ranks asynchronously.
     Raises:
-        ConfigError: more tokens than any rank had when the transport was chosen, rounded up.
-        RankError: a rank failed, or did not come in time.
+        ConfigError: more tokens than the buffers' size, which was chosen from the first batch and rounded up.
+        RankError: a rank failed or timed out.
     """
     from fusedmoe.engine import one_sided_experts
-    from fusedmoe.kernels.one_sided import for_all_shards
+    from fusedmoe.kernels.one_sided import expand_to_shards
 
     assert isinstance(experts, GroupedExperts)
     group, shards = _group(topology), topology.esp.size
     assert group is not None
-    # Each shard of an expert is a destination of its own, whose summand comes back as a row.
+    # Each shard of an expert is a destination, and returns its partial sum as a row.
     if shards > 1:
-        layout = for_all_shards(layout, shards, topology.ep.size)
+        layout = expand_to_shards(layout, shards, topology.ep.size)
         weight_SK = weight_SK.repeat_interleave(shards, 1)
     buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
         if bad is not None:
-            buffers.note(*bad)
+            buffers.record_fault(*bad)
         rows = None if transport.rows is None else transport.rows * layout.k
-        measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
+        measured = one_sided_experts.FusedRecording(recorder, transport.kind, resources_of(transport.kind)[1:])
         more = (transport.degrees, measured, rows, name)
         return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, *more)
     except BaseException:
-        # Peers may still write into these buffers: no later batch may meet their rows.
+        # Peers may still write into these buffers, so no later batch may use them.
         _shared.pop(topology, None)
         buffers.heap.abandon()
         raise
 
 
-# By topology, as long as it is in use: one layer works at a time, and its exchanges follow those of the layer before.
+# Per topology, and freed with it. Layers share buffers because they run one at a time.
 _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
@@ -162,7 +156,7 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     from fusedmoe.comm.one_sided.heaps import open_heap
     from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 
-    # Chunks cost next to no room: the same buffers serve layers with any numbers of them.
+    # Chunks need hardly any memory, so buffers serve layers with any number of chunks.
     degree = max(BufferSizes.degree, *transport.degrees)
     sizes = BufferSizes(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, degree)
     known = _shared.setdefault(topology, {})
@@ -172,15 +166,16 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
 
 
 def _group(topology: Topology) -> Group | None:
-    """The ranks that the experts, and the shards of each, are split over: ep by ep, their shards in order. Collective
-    over these where there are both. None: the topology does not say which they are."""
+    """Return the group over which experts and their shards are split, by ep rank and then by shard.
+
+    Collective if both ep and esp have several ranks. None: the topology does not know these ranks.
+    """
     if topology.ep.size == 1 or topology.esp.size == 1:
         return topology.ep if topology.ep.size > 1 else topology.esp
     ranks = topology.expert_ranks
     return None if ranks is None else topology.subgroup("ep·esp", ranks)
 
 
-def rounded_up(tokens: int) -> int:
-    """Adds a fourth to spare: batches need not all be as long as the first."""
-    # A multiple of 16, so that batches of nearly one length share buffers.
+def round_up_tokens(tokens: int) -> int:
+    # A quarter in reserve, as later batches may be longer; a multiple of 16, to share buffers.
     return -(-5 * max(1, tokens) // 64) * 16

@@ -1,8 +1,7 @@
-"""Values of a forward that its recomputation by an activation checkpoint needs again.
+"""Values of a forward pass that an activation checkpoint needs again when it recomputes the pass.
 
-A value that is chosen once for a forward and must be the same when a checkpoint computes the forward again (replayed
-experts, a padding mask) is kept with the checkpoint and freed with it. `fusedmoe.compat.torch.checkpoints` lists the
-kinds of checkpoints that are recognised.
+A value chosen once per forward (replayed experts, a padding mask) must be the same in the recomputation. It is stored
+per checkpoint and freed with it. `fusedmoe.compat.torch.checkpoints` lists the recognised kinds of checkpoints.
 """
 
 from __future__ import annotations
@@ -15,85 +14,83 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch
 
 from fusedmoe.compat.torch import Checkpoints, checkpoints, disable_current_modes, require_checkpoints
-from fusedmoe.engine.dispatcher import recomputing, selects
+from fusedmoe.engine.dispatcher import is_in_selective_checkpoint, is_recomputing
 from fusedmoe.errors import ConfigError
 
 Value = TypeVar("Value")
 
 
-def trains_tokens() -> bool:
-    """Return whether this forward counts its tokens: gradients are enabled, and no other forward counts them.
+def is_counting_tokens() -> bool:
+    """Return whether to count tokens in this forward, so that each training forward is counted once.
 
-    A non-reentrant checkpoint enables gradients twice, so its recomputation does not count. A reentrant checkpoint
-    (torch's, Megatron's) enables them in its recomputation alone, which counts.
+    Only runs with gradients count. A non-reentrant checkpoint enables them in both runs; its recomputation does not
+    count. A reentrant checkpoint (torch's, Megatron's) enables them only in its recomputation, which counts.
     """
     if not torch.is_grad_enabled():
         return False
-    if not recomputing():
+    if not is_recomputing():
         return True
     again = checkpoints().again
     return again is not None and isinstance(again.checkpoint, torch.autograd.function.BackwardCFunction)
 
 
-def unselected() -> AbstractContextManager[Any]:
-    """Makes a context of which a selective activation checkpoint keeps nothing: its backward computes all of it again,
-    and sends again."""
-    # Such a checkpoint counts operators, and an exchange of sizes has others the second time.
-    return disable_current_modes() if selects() else nullcontext()
+def without_selective_checkpoint() -> AbstractContextManager[Any]:
+    """Return a context in which a selective checkpoint saves nothing: it recomputes and sends everything again."""
+    # Such a checkpoint counts operators, and an exchange of sizes has other operators the second time.
+    return disable_current_modes() if is_in_selective_checkpoint() else nullcontext()
 
 
-class Remembered(Generic[Value]):
-    """A value of each forward of one module, returned again when a checkpoint computes that forward again.
+class CheckpointedValues(Generic[Value]):
+    """One value per forward of a module, returned again when a checkpoint recomputes that forward.
 
-    A checkpoint has the values of its forwards in their order, and they are freed with it. Copies have none.
+    Each checkpoint stores the values of its forwards in order and frees them with itself. Copies are empty.
 
     Raises:
-        ConfigError: the checkpoints of this PyTorch are not recognised.
+        ConfigError: the checkpoints of this PyTorch version are not recognised.
     """
 
     def __init__(self) -> None:
         require_checkpoints()
-        self._kept: WeakKeyDictionary[Any, _Values[Value]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Any, _ForwardValues[Value]] = WeakKeyDictionary()
 
     def __bool__(self) -> bool:
-        """Return whether some checkpoint may still ask for a value."""
+        """Return whether a checkpoint may still need a value."""
         return any(True for _ in self._kept)
 
     def __reduce__(self) -> Any:
-        return Remembered, ()
+        return CheckpointedValues, ()
 
     def keep(self, value: Value, around: Checkpoints) -> None:
-        """Keep a value of a forward in these checkpoints."""
         again = None if around.again is None else self._kept.get(around.again.checkpoint)
         for key in around.forward:
             # A checkpoint that runs backward inside another's forward recomputes for itself, not for the outer one.
             if again is None or key not in again.outer:
-                self._kept.setdefault(key, _Values(around.forward)).all.append(value)
+                self._kept.setdefault(key, _ForwardValues(around.forward)).all.append(value)
 
-    def again(self, around: Checkpoints) -> Value | None:
-        """Return the value of the forward that is computed again. None: it had none."""
+    def stored_value(self, around: Checkpoints) -> Value | None:
+        """Return the stored value of the forward that is being recomputed; None if it had none."""
         if around.again is None:
             return None
         values = self._kept.get(around.again.checkpoint)
         return None if values is None else values.next(around.again.run)
 
-    def when_gone(self, call: Callable[[], None]) -> None:
-        """Call when no checkpoint with a value is left, which may be now."""
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Call `call` as soon as no checkpoint holds a value: immediately if none does now."""
 
-        def gone() -> None:
+        def call_if_empty() -> None:
             if not self:
                 call()
 
         for key in list(self._kept):
-            finalize(key, gone)
-        gone()
+            finalize(key, call_if_empty)
+        call_if_empty()
 
 
-class _Values(Generic[Value]):
-    """Values of one checkpoint's forwards, and how many of them the current recomputation has taken.
+class _ForwardValues(Generic[Value]):
+    """Values stored in one checkpoint's forward, and the index of the recomputation's next value.
 
     Attributes:
-        outer: the checkpoints around its first forward, itself included.
+        outer: this checkpoint, and all checkpoints around its first forward.
     """
 
     def __init__(self, outer: list[Any]) -> None:

@@ -1,7 +1,6 @@
-"""A batch's way to its experts and back by kernels that put rows: what is told beforehand, sent, awaited and returned.
+"""The exchanges of one batch by one-sided puts: routing metadata, tokens, results and credit (permission to overwrite).
 
-`Route` is the way of one rank's tokens, `RouteChunks` the rows that come to it in a pass. Tokens, results and their
-gradients go along the same way.
+Forward sends tokens and returns results; backward sends and returns their gradients in the same way.
 """
 
 from __future__ import annotations
@@ -26,76 +25,72 @@ from fusedmoe.kernels.one_sided import (
     RowLimit,
     Sends,
     Wait,
-    find_rows,
+    match_rows,
 )
 from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.experts import tile_heights
-from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
-from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, tell_faults
+from fusedmoe.kernels.triton.one_sided.plan import copy_received_rows, plan_sends, read_metadata
+from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, send_faults
 from fusedmoe.kernels.triton.one_sided.receive import receive
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 
 
 class RouteChunks:
-    """The rows that come to a rank in one pass, chunk by chunk: the rows, and where their results go.
+    """The rows that this rank receives in one pass, in chunks, and the addresses to which it puts their results."""
 
-    Attributes:
-        arrivals: of each chunk.
-    """
-
-    def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk]) -> None:
-        self.buffers, self._chunks = buffers, chunks
+    def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk], by_arrival: bool) -> None:
+        self.buffers, self._chunks, self._by_arrival = buffers, chunks, by_arrival
         self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
-    def arriving(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
-        """Returns rows that may still be on their way: the slot's rows, those that a chunk needs, and how to wait."""
+    def rows_in_flight(self, chunk: int, slot: int) -> tuple[Tensor, Layout, Wait]:
         buffers = self.buffers
         tokens = buffers.tokens
-        wait = Wait(buffers.token_signals[slot], tokens.tile, tokens.epochs[slot], buffers.bounds, buffers.network)
+        signals, epoch = buffers.token_signals[slot], tokens.epochs[slot]
+        wait = Wait(signals, tokens.tile, epoch, buffers.bounds, buffers.network, self._by_arrival)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
     def tiles(self, chunk: int) -> Mapping[int, Tiles]:
-        """Returns a chunk's row tiles by their height."""
         return self._chunks[chunk].tiles
 
-    def take(self, slot: int) -> list[Tensor]:
-        """Copies each chunk's rows, [R, M], sorted by expert, out of the receive buffer, where they are known to be."""
-        return take_rows(self.buffers.token_rows[slot], self.arrivals)
+    def copy_rows(self, slot: int) -> list[Tensor]:
+        """Copy each chunk's rows, [R, M], sorted by expert, out of the receive buffer. They must have been received."""
+        return copy_received_rows(self.buffers.token_rows[slot], self.arrivals)
 
-    def put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
-        """Returns the place that the results of a chunk go to, in the forward pass with their weights."""
+    def make_put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
+        """Return the `Put` for the results of a chunk. In forward it includes their router weights, `weight_R`."""
         buffers, received = self.buffers, self._chunks[chunk]
         mark = buffers.result_mark(chunk, slot)
         counter_W = received.counters[weight_R is None]
-        addresses, wanted_W = received.results[slot], received.arrivals.wanted_W
-        ends = (wanted_W, counter_W, buffers.result_signals(mark), buffers.results.epochs[slot])
+        addresses, num_rows_W = received.results[slot], received.arrivals.num_rows_W
+        ends = (num_rows_W, counter_W, buffers.result_signal_addresses(mark), buffers.results.epochs[slot])
         return Put(buffers.results.rows, addresses, weight_R, *ends, mark)
 
     def value_addresses(self, chunk: int, slot: int) -> Addresses:
-        """Returns the addresses of one number to each row of a chunk, to be put before the chunk's rows."""
+        """Return the addresses for one scalar per row of a chunk. The scalars are put before the chunk's rows."""
         return self._chunks[chunk].values[slot]
 
-    def find(self, there: RouteChunks) -> list[Tensor]:
-        """Finds for each chunk its rows among those of other chunks of the same rows."""
+    def indices_in(self, there: RouteChunks) -> list[Tensor]:
+        """Return, per chunk, the indices of its rows in the joined chunks of `there`, which hold the same rows."""
         results = self.buffers.results
-        return find_rows(there.arrivals, self.arrivals, results.peers, results.rows.shape[2])
+        return match_rows(there.arrivals, self.arrivals, results.peers, results.rows.shape[2])
 
 
 class Route:
-    """One batch's way to its experts' ranks and back. Ranks call its methods in the same order. Nothing is sent yet.
+    """Sends one batch to its experts' ranks and receives the results. Ranks call its methods in the same order.
+
+    The constructor sends nothing.
 
     Args:
-        x_SM: [S, M] tokens, or what is like them.   weight_SK: router weights of pairs, or None for 1.
-        layout: of the tokens over all E experts; rank p of the buffers' group has those from p·E/W on.
-        degree: chunks in which results are computed and come back; two numbers: forward and backward.
-        rows: a bound on the rows that come to this rank's experts, of all ranks' the same; None: there is none.
-        name: of who sends, for errors; the same on all ranks.
+        x_SM: [S, M] tokens; only shape, dtype and device are used.
+        weight_SK: router weights, or None for 1.
+        layout: of the tokens over all E experts. Rank p of the W ranks has experts p·E/W to (p + 1)·E/W − 1.
+        degree: chunks in which results are computed and sent; two numbers: forward and backward.
+        rows: maximum rows received by a rank's experts, the same on all ranks; None: unlimited.
     Raises:
-        ConfigError: more tokens, choices of a token or chunks than the buffers have room for; a CPU without Triton's
-            interpreter.
+        ConfigError: more tokens, choices per token or chunks than the buffers hold; a CPU without Triton's interpreter.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Route:
                 "TRITON_INTERPRET=1 before Python starts"
             )
         degrees = (degree, degree) if isinstance(degree, int) else degree
-        buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, max(degrees), x_SM.dtype, x_SM.shape[1])
+        buffers.check_batch(layout.tokens, layout.k if layout.tokens else 0, max(degrees), x_SM.dtype, x_SM.shape[1])
         self.buffers, self.layout, self.degrees = buffers, layout, degrees
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
@@ -127,120 +122,133 @@ class Route:
         self._metadata_put = False
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
-            self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.number(text))
-        # Buffers and slots that have been read, and no peer has been told of.
+            self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.fault_number(text))
+        # Buffers and slots that were read, for which peers have no credit yet.
         self._read: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
-        """Tells each rank what comes, before tokens do."""
+        """Send the routing metadata to each rank, before the tokens."""
         lines = self._begin_metadata()
-        with self.buffers.watch.over():
+        with self.buffers.watch.guard_launches():
             put_rows(self.buffers.bounds, lines)
 
     def _begin_metadata(self) -> SentRows:
         buffers, sends = self.buffers, self._sends
-        self._metadata_slot, self._metadata_put = buffers.begin(buffers.metadata), True
+        self._metadata_slot, self._metadata_put = buffers.next_slot(buffers.metadata), True
         return SentRows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_slot)
 
     @property
     def forward(self) -> RouteChunks:
-        """The rows that come here in the forward pass; the first to ask waits for all routing metadata."""
+        """The rows received in the forward pass; the first access waits for all routing metadata."""
         return self._passes[0]
 
     @property
     def backward(self) -> RouteChunks:
-        """The rows that come in the backward pass; the forward pass's object where it has as many chunks."""
+        """The rows received in the backward pass; the same object as `forward` if the numbers of chunks are equal."""
         return self._passes[1]
 
     @cached_property
     def _passes(self) -> tuple[RouteChunks, RouteChunks]:
-        return self._read_metadata()
+        return self._wait_for_metadata()
 
-    def _read_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> tuple[RouteChunks, RouteChunks]:
-        """Waits for all routing metadata, and with it for credit in a slot of results, and reads what comes."""
+    def _wait_for_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> tuple[RouteChunks, RouteChunks]:
+        """Wait for all routing metadata (and for credit in a slot of results, if given), and read it."""
         buffers, metadata = self.buffers, self.buffers.metadata
-        with buffers.watch.over():
+        with buffers.watch.guard_launches():
             wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
+        # Chunks hide the dispatch otherwise. Far peers get longer runs of results if rows are in order of sources.
+        tile = buffers.tokens.tile
+        by_arrival = self.degrees == (1, 1) and buffers.network is None and self._capacity > tile
+        arrival_tile = tile if by_arrival else None
+
         def read(degree: int) -> RouteChunks:
-            sizes = buffers.experts, degree, self._capacity, self._most_rows(metadata_WC2, degree)
+            sizes = buffers.experts, degree, self._capacity, self._max_rows(metadata_WC2, degree)
             ways = buffers.returned, buffers.returned_values, tile_heights(buffers.sizes.dtype, metadata_WC2.device)
-            return RouteChunks(buffers, read_metadata(metadata_WC2, *sizes, *ways, self._limit))
+            chunks = read_metadata(metadata_WC2, *sizes, *ways, self._limit, arrival_tile)
+            return RouteChunks(buffers, chunks, by_arrival)
 
         there, back = self.degrees
         forward = read(there)
         found = forward, forward if back == there else read(back)
         self._read.append((metadata, self._metadata_slot))
         if self._limit is not None:
-            # Before this rank puts results: all ranks receive the fault with these.
-            tell_faults(buffers.faults, buffers.results.me, buffers.network)
+            # Before this rank puts results, with which all ranks receive the fault.
+            send_faults(buffers.faults, buffers.results.me, buffers.network)
         return found
 
     def put_tokens(self, x_SM: Tensor) -> int:
-        """Puts each token, or its result's gradient, to every rank that has experts of it; returns the slot. The same
-        launch tells what comes, where nothing has told it yet."""
+        """Put each token (or its gradient) to every rank that has experts for it; return the slot.
+
+        The same launch sends the metadata if it has not been sent.
+        """
         buffers, sends = self.buffers, self._sends
         lines = None if self._metadata_put else self._begin_metadata()
-        slot = buffers.begin(buffers.tokens)
+        slot = buffers.next_slot(buffers.tokens)
         tokens = SentRows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, slot)
-        with buffers.watch.over():
+        with buffers.watch.guard_launches():
             put_rows(buffers.bounds, *((tokens,) if lines is None else (lines, tokens)))
         return slot
 
-    def read(self, slot: int) -> None:
-        """Notes that none of the tokens in this slot will be read again."""
+    def mark_as_read(self, slot: int) -> None:
+        """Mark the tokens in this slot as read: their senders may overwrite them once they get the next credit."""
         self._read.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
-        """Tells the ranks what has been read, where no results are received that it would be told with."""
+        """Return credit for all slots read so far, which permits the other ranks to overwrite them.
+
+        Needed only if no results are received afterwards: `wait_for_results` also returns the credit.
+        """
         (buffer, slot), *others = self._read
-        give_credit(buffer, slot, *others, faults=self._heard)
+        give_credit(buffer, slot, *others, faults=self._peer_faults)
         self._read.clear()
 
     def begin_results(self) -> int:
-        """Begins an exchange of results; returns its slot, which serves again only when every peer has read what was in
-        it. Metadata that nobody has waited for is waited for by the same launch, and read."""
+        """Begin an exchange of results; return its slot, which is reused only after every peer has read it.
+
+        If the routing metadata has not been read yet, the same launch waits for it and reads it.
+        """
         buffers, results = self.buffers, self.buffers.results
-        slot = buffers.begin(results)
-        if "_passes" in vars(self):  # they have been read
-            with buffers.watch.over():
+        slot = buffers.next_slot(results)
+        if "_passes" in vars(self):  # already read
+            with buffers.watch.guard_launches():
                 wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
         else:
-            self._passes = self._read_metadata((results, slot))
+            self._passes = self._wait_for_metadata((results, slot))
         return slot
 
-    def receive(self, slot: int, degree: int) -> Tensor:
-        """Returns [S, M], the sum of each token's results, which come in `degree` chunks."""
+    def wait_for_results(self, slot: int, degree: int) -> Tensor:
+        """Wait for the results, put in `degree` chunks, and return their sum per token, [S, M]."""
         y_SM, _ = self._receive(slot, degree, None)
         return y_SM
 
-    def receive_with_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
-        """Returns what `receive` does, and the float32 number that came with each pair's result, [S, K]."""
+    def wait_for_results_and_values(self, slot: int, degree: int) -> tuple[Tensor, Tensor]:
+        """Like `wait_for_results`; also return the scalar of each (token, k) pair (`value_addresses`), [S, K]."""
         y_SM, value_SK = self._receive(slot, degree, self.buffers.value_rows[slot])
         assert value_SK is not None
         return y_SM, value_SK
 
     def _receive(self, slot: int, degree: int, value_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         buffers, results = self.buffers, self.buffers.results
-        with buffers.watch.over():
-            awaited = buffers.awaited_results(degree, slot)
+        with buffers.watch.guard_launches():
+            awaited = buffers.result_signal_indices(degree, slot)
             wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
         read, self._read = [*self._read, (results, slot)], []
-        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._heard)
+        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._peer_faults)
 
     @property
-    def _heard(self) -> Faults | None:
-        """The faults that peers tell of, which are looked at where credit is given."""
+    def _peer_faults(self) -> Faults | None:
+        """Faults reported by peers, to check when credit is returned; None without a row limit."""
         return None if self._limit is None else self.buffers.faults
 
-    def _most_rows(self, metadata_WC2: Tensor, degree: int) -> int:
-        """Counts the rows of the largest chunk; with a bound on all rows, and on a GPU, bounds them: nobody waits."""
+    def _max_rows(self, metadata_WC2: Tensor, degree: int) -> int:
+        """Return the rows of the largest chunk; on a GPU or with a row limit, an upper bound without synchronizing."""
         sizes, local, peers = self.buffers.sizes, self.buffers.experts, len(metadata_WC2)
         if metadata_WC2.is_cuda or self._limit is not None:
             most = sizes.tokens * sizes.k * peers
-            most = most if self._limit is None else min(most, self._limit.most)
-            # Rounding gives a chunk a row more of each expert and source.
+            most = most if self._limit is None else min(most, self._limit.max_rows)
+            # Rounding adds up to one row per expert and source to a chunk.
             return -(-most // degree) + local * peers
         count_G = metadata_WC2.numpy()[:, :local, 0].ravel().tolist()
         return max(sum(count * (j + 1) // degree - count * j // degree for count in count_G) for j in range(degree))

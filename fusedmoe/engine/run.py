@@ -1,14 +1,13 @@
-"""One run of a plan: what it is given, and the tasks between dispatch and combine, the same wherever rows come from.
+"""Tasks of a plan from dispatch to combine, forward and backward, for single layers and for blocks.
 
-A layer by itself has tokens that are routed already (`engine/collectives_dispatcher.py`); blocks route micro-batch by
-micro-batch between these tasks (`fusedmoe/blocks`). Both passes of both are subclasses of `Pass`: they say what a chunk
-sends (`start`) and what becomes of what comes back (`finish`).
+Single layers (`engine/planned.py`) and blocks (`fusedmoe/blocks`) subclass `PassRun` and define the rows that a chunk
+sends (`start`) and the use of the combined rows (`finish`).
 
     forward     start → dispatch → all-gather → expert → reduce-scatter → combine → finish       rows
-    backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       their gradients
+    backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       gradients
 
-A gradient's way to the experts is a dispatch, its way home a combine: so the all-to-all of a chunk in the backward pass
-is `Pass.dispatch` and `Pass.combine`, too. Bodies of tasks are bound methods, by kind (`Pass.bodies`).
+The backward of combine is a dispatch, and the backward of dispatch is a combine: both passes share
+`PassRun.dispatch` and `PassRun.combine`.
 """
 
 from __future__ import annotations
@@ -16,92 +15,100 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.exchange import Part
-from fusedmoe.engine.chunk_experts import ChunkExperts, Rest, Totals
+from fusedmoe.comm.exchange import RowExchange
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import AddGrads, ChunkExperts, Totals
 from fusedmoe.errors import ConfigError
-from fusedmoe.hooks import Direction, HookContext, Hooks, carry
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.execute import execute
+from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import GATHER, Task, TaskKind
 
 
 class GradientReducer(Protocol):
-    """Reduces gradients while the backward pass goes on; see `fusedmoe.training.gradient_buckets`."""
+    """All-reduces gradients, in buckets, during the backward pass."""
 
     @property
-    def opened(self) -> bool:
-        """Tells whether gradients of the pass that comes are to be reduced."""
+    def is_open(self) -> bool:
+        """Return whether the next backward pass reduces gradients."""
         ...
 
-    def give(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
-        """Takes a gradient that is complete, in memory of its own; it is reduced in place."""
+    def add_gradient(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
+        """Add a complete gradient. It is reduced in place, so it must not share memory."""
         ...
 
     def reduce(self, task: Task) -> None: ...
 
-    def begin(self, tasks: Sequence[Task], behind: Callable[[], None] | None = None) -> None:
-        """Starts what runs beside the tasks that follow a plan. `behind`: waits for what has the link before."""
+    def begin(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None = None) -> None:
+        """Start reductions that overlap with later tasks. `wait_for_link` is called before the first one."""
         ...
 
     def wait(self) -> None:
-        """Waits for what was begun."""
+        """Wait for the reductions of `begin`."""
         ...
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The order of work of two passes; each has its tasks once."""
+    """The plans of a forward and a backward pass."""
 
     forward: Plan
     backward: Plan
 
     @cached_property
     def degrees(self) -> tuple[int, int]:
-        """The largest numbers of chunks of a layer, forward and backward."""
+        """The maximum number of chunks over all layers, forward and backward."""
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
 
     def require_one_degree(self) -> None:
-        """Raises `ConfigError` for other degrees backward than forward, which not all experts can follow: on every rank
-        alike, for plans and experts are the same on all."""
-        there, back = self.degrees
-        if there != back:
+        """Raise `ConfigError` unless both passes have the same degree."""
+        forward, backward = self.degrees
+        if forward != backward:
             raise ConfigError(
-                f"experts that are modules of their own need one degree for both passes, not {there} forward and "
-                f"{back} backward: their backward follows the forward's chunks"
+                f"experts that are modules of their own need one degree for both passes, not {forward} forward and "
+                f"{backward} backward: their backward follows the forward's chunks"
             )
 
     @cached_property
-    def late_weight_gradients(self) -> frozenset[int | None]:
-        """The layers whose experts' weight gradients are tasks of their own."""
+    def deferred_weight_gradients(self) -> frozenset[int | None]:
+        """The layers whose weight gradients are separate tasks (Lancet)."""
         return frozenset(task.layer for task in self.backward if task.kind == TaskKind.WEIGHT_GRADIENT)
 
 
-class CopiesInTurns(Protocol):
-    """Copies of experts that travel, as their gradients do, between one layer's rows and the next's."""
+class ReplicaTransport(Protocol):
+    """Transfers of one layer call: replicas of its experts, and the gradients of these replicas."""
 
-    def wait(self) -> None:
-        """Waits until none is on its way."""
+    def wait_for_replicas(self) -> None:
+        """Wait until the experts of this rank can compute with all replicas."""
         ...
 
-    def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
-        """Starts gradients on their way: those of what experts compute with."""
+    def send_gradients(
+        self, inputs: Sequence[Tensor | None], totals: Totals, *, wait: bool = False
+    ) -> Callable[[], None]:
+        """Start sending gradients of replicas to their owners. Returns a function that waits until the link is free.
+
+        Args:
+            inputs, totals: the experts' parameters in this call, and their gradients summed over all chunks.
+            wait: block until the gradients have arrived.
+        """
         ...
 
 
-class Assigned(NamedTuple):
-    """Plans that a layer was given to work by, and what they need.
+class AssignedPlans(NamedTuple):
+    """Plans that override a layer's schedule.
 
     Attributes:
-        gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
+        gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
+        beside: gradient all-reduces that start after the backward plan and overlap with later tasks.
     """
 
     plans: Plans
@@ -109,45 +116,42 @@ class Assigned(NamedTuple):
     beside: Sequence[Task] = ()
 
 
-class _ReducedBehind(Function):
+class _ReduceInBackward(Function):
     operation = "gradient all-reduces of a plan that is not followed"
 
     @staticmethod
-    def forward(ctx: Any, y_SM: Tensor, assigned: Assigned, behind: Callable[[], None] | None) -> Tensor:
-        ctx.given = assigned, behind
+    def forward(ctx: Any, y_SM: Tensor, assigned: AssignedPlans) -> Tensor:
+        ctx.assigned = assigned
         return y_SM.view_as(y_SM)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (plans, gradients, beside), behind = ctx.given
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        plans, gradients, beside = ctx.assigned
         gradients.wait()
         for task in plans.backward:
             if task.kind == TaskKind.GRADIENT_ALL_REDUCE:
                 gradients.reduce(task)
-        gradients.begin(beside, behind)
-        return grads[0], None, None
+        gradients.begin(beside)
+        return grads[0], None
 
 
-def reduced_behind(y_SM: Tensor, assigned: Assigned, behind: Callable[[], None] | None) -> Tensor:
-    """Return a layer's result whose backward runs the gradient all-reduces of its plans, which it does not follow.
+def reduce_in_backward(y_SM: Tensor, assigned: AssignedPlans) -> Tensor:
+    """Return `y_SM`, the result of a layer that ran without its plans. Its backward runs their gradient all-reduces.
 
-    Ranks of other expert-parallel groups may follow the same plans, and wait for this one in these all-reduces.
+    Ranks of other expert-parallel groups may follow the plans, and would wait for this rank in the all-reduces.
     """
-    reduced: Tensor = _ReducedBehind.apply(y_SM, assigned, behind)
+    if assigned.gradients is None:
+        return y_SM
+    reduced: Tensor = _ReduceInBackward.apply(y_SM, assigned)
     return reduced
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A call's plans, and all that it needs beside tensors and modules. A graph keeps it.
+    """Settings of one forward call and its backward. An autograd graph can keep it: it holds no tensors or modules.
 
     Attributes:
-        stop: told of an exception on this rank while others wait for it.
-        streams: one for each resource, on CUDA.
-        gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
-        copies: of experts, whose traffic goes ahead of this layer's, forward, and behind it, backward.
-        arrive: waits in the forward pass for copies that travel beside rows, before experts compute; or else sends late
-            ones in the plan's task for them, and waits there.
+        stop: reports this rank's exception to the other ranks, which then raise instead of waiting.
     """
 
     plans: Plans
@@ -157,42 +161,59 @@ class Run:
     streams: Mapping[str, torch.cuda.Stream] | None = None
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
-    copies: CopiesInTurns | None = None
-    arrive: Callable[[], None] | None = None
+    replicas: ReplicaTransport | None = None
+
+
+class Runner:
+    """Starts the runs of a layer or of pipelined blocks.
+
+    Attributes:
+        streams: CUDA streams on which chunks overlap; None: the current stream.
+    """
+
+    def __init__(self, topology: Topology, name: str, hooks: Sequence[Hooks] = ()) -> None:
+        self._topology, self._name, self._hooks = topology, name, hooks
+        self.streams: Streams | None = Streams()
+
+    def start(
+        self,
+        assigned: AssignedPlans,
+        device: torch.device,
+        recorder: Recorder | None,
+        replicas: ReplicaTransport | None = None,
+    ) -> Run:
+        """Return the settings of one call that follows these plans."""
+        plans, gradients, beside = assigned
+        streams = None if self.streams is None else self.streams.on(device)
+        stop = partial(self._topology.stop, self._name)
+        return Run(plans, stop, self._hooks, recorder, streams, gradients, beside, replicas)
 
 
 @dataclass(eq=False)
 class Chunk:
-    """A chunk's rows in one layer and one pass.
+    """One chunk of one layer in one pass.
 
     Attributes:
-        layout: sorts received rows by local expert; None: not known yet.
-        rows: wherever they are.
-        pairs: the collectives of what travels along with rows, `beside`: codes and weights of pairs, in the backward
-            pass gradients of weights.
-        weight_R: of sorted rows, where weights are there already; then their gradients.
-        x_RM, kept: what experts were given, where their backward reads it, and what they keep.
-        rest: what gives gradients of parameters later.
+        layout: sorts received rows by local expert; None until computed.
+        rows: this chunk's rows: inputs, received rows, or results, depending on the task.
+        pair_values: packed expert id and router weight per (token, expert) pair; in backward, the weights' gradients.
+        weight_R: router weights of the sorted rows, then their gradients.
+        x_RM: received tokens; None where the backward of the experts does not read them.
     """
 
-    part: Part
+    part: RowExchange
     layout: Layout | None = None
     rows: Tensor | None = None
-    pairs: Part | None = None
-    beside: Tensor | None = None
+    pair_exchange: RowExchange | None = None
+    pair_values: Tensor | None = None
     weight_R: Tensor | None = None
     x_RM: Tensor | None = None
-    kept: Any = None
-    rest: Rest | None = None
+    activations: Any = None
+    add_weight_grads: AddGrads | None = None
 
 
-class Pass:
-    """One pass, forward or backward, by a plan.
-
-    Attributes:
-        experts: of each layer.   chunks: of each layer, as far as they are known.
-        totals: gradients of each layer's experts' parameters.
-    """
+class PassRun:
+    """Base of a forward or backward pass that executes tasks in the order of a plan."""
 
     phase: Direction
 
@@ -202,9 +223,9 @@ class Pass:
         self.chunks: dict[int | None, dict[int, Chunk]] = {layer: {} for layer in experts}
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
 
-    def bodies(self) -> dict[str, Callable[[Task], None]]:
-        """Returns what does the tasks of each kind."""
-        # Made anew for each run: a pass that holds its own methods is a circle, which is freed late.
+    def task_methods(self) -> dict[str, Callable[[Task], None]]:
+        """Return the method that runs the tasks of each kind."""
+        # Not an attribute: a pass that holds its own bound methods is a reference cycle, which is freed late.
         return {
             TaskKind.DISPATCH: self.dispatch,
             TaskKind.ALL_GATHER: self.all_gather,
@@ -215,41 +236,42 @@ class Pass:
         }
 
     def execute(self) -> None:
-        """Runs all tasks."""
         run = self.settings
-        # Each task is a span: parts of the experts inside it must not add another.
+        # Each task is recorded as one span; the experts inside it must not add another.
         with nullcontext() if run.recorder is None else record_with(None):
-            execute(self.plan, self.bodies(), stop=run.stop, streams=run.streams, recorder=run.recorder)
+            execute(self.plan, self.task_methods(), stop=run.stop, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
-        """Returns the hooks of the task's layer."""
         return self.settings.hooks
 
+    def replicas(self, task: Task) -> ReplicaTransport | None:
+        """Return the transfers of expert replicas of the task's layer; None: static experts."""
+        return self.settings.replicas
+
     def start(self, task: Task) -> None:
-        """Puts the rows that a chunk sends in place."""
+        """Set the rows that a chunk sends."""
         raise NotImplementedError
 
     def finish(self, task: Task, rows: Tensor) -> None:
-        """Takes what has come back of a chunk."""
+        """Store the combined results of one chunk."""
         raise NotImplementedError
 
     def dispatch(self, task: Task) -> None:
         self.start(task)
         chunk = self.chunks[task.layer][task.chunk or 0]
-        chunk.rows = self._carry("dispatch", chunk.part.dispatch, task, chunk)
-        # Codes and weights go to the experts in the forward pass; in the backward pass gradients of weights go home.
-        if chunk.pairs is not None and chunk.beside is not None and self.phase == "forward":
-            chunk.beside = chunk.pairs.dispatch(self.use(chunk.beside))
+        chunk.rows = self._transfer("dispatch", chunk.part.dispatch, task, chunk)
+        # Expert ids and weights are dispatched in the forward pass; gradients of weights are combined in the backward.
+        if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
+            chunk.pair_values = chunk.pair_exchange.dispatch(self.keep_alive(chunk.pair_values))
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        # The chunk lets go of rows that move on: their memory is free as soon as they have left.
+        # The chunk drops its reference, so that the memory is free once the rows are sent.
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
-        # Shards of an expert need the same rows; their results are summands.
-        chunk.rows = chunk.part.all_gather(self.use(rows))
-        if chunk.pairs is not None and chunk.beside is not None and self.phase == "forward":
-            chunk.beside = chunk.pairs.all_gather(self.use(chunk.beside))
+        chunk.rows = chunk.part.all_gather(self.keep_alive(rows))
+        if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
+            chunk.pair_values = chunk.pair_exchange.all_gather(self.keep_alive(chunk.pair_values))
 
     def expert(self, task: Task) -> None:
         raise NotImplementedError
@@ -257,115 +279,115 @@ class Pass:
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
-        if rows is not None:  # else no rank needs gradients of rows, and none go back
-            chunk.rows = chunk.part.reduce_scatter(self.use(rows))
-        if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
-            chunk.beside = chunk.pairs.reduce_scatter(self.use(chunk.beside))
+        if rows is not None:  # None: no rank needs gradients of the rows
+            chunk.rows = chunk.part.reduce_scatter(self.keep_alive(rows))
+        if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
+            chunk.pair_values = chunk.pair_exchange.reduce_scatter(self.keep_alive(chunk.pair_values))
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        rows = None if chunk.rows is None else self._carry("combine", chunk.part.combine, task, chunk)
-        if chunk.pairs is not None and chunk.beside is not None and self.phase == "backward":
-            chunk.beside = chunk.pairs.combine(self.use(chunk.beside))
+        rows = None if chunk.rows is None else self._transfer("combine", chunk.part.combine, task, chunk)
+        if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
+            chunk.pair_values = chunk.pair_exchange.combine(self.keep_alive(chunk.pair_values))
         if rows is not None:
             self.finish(task, rows)
 
-    def _carry(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
-        """Moves a chunk's rows between nodes, with hooks at both ends. The chunk lets go of them."""
+    def _transfer(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
         if hooks := self.hooks(task):
             context = HookContext(self.phase, task.chunk or 0, self.plan.degrees[task.phase, task.layer])
-            return carry(hooks, name, move, self.use(rows), context)
-        return move(self.use(rows))
+            return transfer_rows(hooks, name, move, self.keep_alive(rows), context)
+        return move(self.keep_alive(rows))
 
     def gradient_all_reduce(self, task: Task) -> None:
         assert self.settings.gradients is not None
         self.settings.gradients.reduce(task)
 
-    def use(self, tensor: Tensor) -> Tensor:
-        """Marks a tensor that another stream has made."""
+    def keep_alive(self, tensor: Tensor) -> Tensor:
+        """Mark a tensor of another stream as used on the current stream."""
         if self.settings.streams is not None:
-            # Its memory must not be given out anew while this stream still reads it.
+            # Its memory must not be reused while this stream still reads it.
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
 
-class ForwardPass(Pass):
-    """A forward pass.
+class ForwardPass(PassRun):
+    """Base of forward passes.
 
     Attributes:
-        keep: a backward pass will follow.
+        keep: save tensors for a backward pass.
     """
 
     phase = "forward"
     keep = True
 
-    def bodies(self) -> dict[str, Callable[[Task], None]]:
-        return {**super().bodies(), GATHER: self.sparse_all_gather}
+    def task_methods(self) -> dict[str, Callable[[Task], None]]:
+        return {**super().task_methods(), GATHER: self.sparse_all_gather}
 
     def weight_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.weight_R
 
     def sparse_all_gather(self, task: Task) -> None:
-        assert self.settings.arrive is not None
-        self.settings.arrive()
+        replicas = self.replicas(task)
+        assert replicas is not None
+        replicas.wait_for_replicas()
 
     def expert(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
-        chunk.x_RM = self.use(x_RM)
-        if self.settings.arrive is not None and GATHER not in self.plan.kinds:
-            self.settings.arrive()
+        chunk.x_RM = self.keep_alive(x_RM)
+        # The plan has no task for replicas.
+        if (replicas := self.replicas(task)) is not None and GATHER not in self.plan.kinds:
+            replicas.wait_for_replicas()
         experts = self.experts[task.layer]
-        chunk.rows, chunk.kept = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
-        # Rows go where no backward reads them, and without one pre-activations as well.
-        if not (self.keep and experts.keeps_rows):
+        chunk.rows, chunk.activations = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
+        # Free received tokens that no backward reads; without a backward also the activations.
+        if not (self.keep and experts.needs_input_rows):
             chunk.x_RM = None
         if not self.keep:
-            chunk.kept = None
+            chunk.activations = None
 
 
-class BackwardPass(Pass):
-    """A backward pass, from what the forward pass kept of its chunks."""
+class BackwardPass(PassRun):
+    """Base of backward passes. They read the tensors that the forward pass saved."""
 
     phase = "backward"
 
-    def bodies(self) -> dict[str, Callable[[Task], None]]:
-        return {**super().bodies(), TaskKind.WEIGHT_GRADIENT: self.weight_gradient}
+    def task_methods(self) -> dict[str, Callable[[Task], None]]:
+        return {**super().task_methods(), TaskKind.WEIGHT_GRADIENT: self.weight_gradient}
 
     def weight_of(self, chunk: Chunk) -> Tensor | None:
         return chunk.weight_R
 
-    def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
+    def store_weight_grads(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
         chunk.weight_R = dweight_R
 
-    def recall(self, task: Task) -> None:
-        """Gives this pass's chunks what the forward pass kept of their rows, before their experts."""
+    def regroup_saved(self, task: Task) -> None:
+        """Set the saved tensors of a chunk before its experts run, if the forward pass had other chunks."""
 
     def expert(self, task: Task) -> None:
         layer, chunk = task.layer, self.chunks[task.layer][task.chunk or 0]
-        self.recall(task)
+        self.regroup_saved(task)
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
         assert dy_RM is not None and chunk.layout is not None
-        x_RM = None if chunk.x_RM is None else self.use(chunk.x_RM)
-        given = self.use(dy_RM), x_RM, chunk.kept, chunk.layout, weight_R
-        # Gradients of rows are on their way sooner where sums over rows are a task of their own (Lancet).
-        if layer in self.settings.plans.late_weight_gradients:
-            chunk.rows, dweight_R, chunk.rest = experts.backward_rows(*given)
+        x_RM = None if chunk.x_RM is None else self.keep_alive(chunk.x_RM)
+        given = self.keep_alive(dy_RM), x_RM, chunk.activations, chunk.layout, weight_R
+        # With separate weight-gradient tasks, gradients of rows are sent earlier (Lancet).
+        if layer in self.settings.plans.deferred_weight_gradients:
+            chunk.rows, dweight_R, chunk.add_weight_grads = experts.backward_rows(*given)
         else:
             chunk.rows, dweight_R, self.totals[layer] = experts.backward(*given, self.totals[layer])
-        # Nothing reads them again; the next chunk needs the memory.
-        chunk.x_RM = chunk.kept = None
-        self.give_weights(chunk, dweight_R)
+        chunk.x_RM = chunk.activations = None
+        self.store_weight_grads(chunk, dweight_R)
 
     def weight_gradient(self, task: Task) -> None:
         chunks = self.chunks[task.layer]
-        # In the order of their numbers, whatever the plan: the sums have one order.
+        # In ascending order whatever the plan, so that the sum has one order.
         for number in sorted(chunks) if task.chunk is None else (task.chunk,):
             chunk = chunks[number]
-            rest, chunk.rest = chunk.rest, None
-            assert rest is not None
-            self.totals[task.layer] = rest(self.totals[task.layer])
+            add_weight_grads, chunk.add_weight_grads = chunk.add_weight_grads, None
+            assert add_weight_grads is not None
+            self.totals[task.layer] = add_weight_grads(self.totals[task.layer])

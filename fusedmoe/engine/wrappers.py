@@ -1,8 +1,7 @@
-"""Refusal of PyTorch's wrappers and utilities that treat the different experts of ranks as replicas of one module.
+"""Detection of PyTorch wrappers and utilities that would treat the ranks' different experts as replicas of each other.
 
-FSDP2 is found in the first forward pass around it. DistributedDataParallel is found when it is made, or in the first
-forward pass of a layer that is made later around parameters that it reduces. FSDP1, ZeroRedundancyOptimizer, the model
-averagers and full state dicts are refused when they are called, before they send anything.
+FSDP2 is detected in its first forward, and DistributedDataParallel at its construction, or in the first forward of a
+layer constructed later. Other utilities raise when they are called, before they send anything.
 """
 
 from __future__ import annotations
@@ -21,29 +20,31 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedmoe.compat.torch import fsdp_parameters, module_states
 from fusedmoe.compat.torch_checks import check_averages, check_ddp
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import constant_in_graphs
+from fusedmoe.kernels.derivatives import mark_constant_in_graphs
 
 
 class NotScripted(list[str]):
-    """An attribute `__jit_ignored_attributes__` that has `torch.jit.script` refuse a class's modules.
+    """Value of a module class's `__jit_ignored_attributes__` that makes `torch.jit.script` raise `ConfigError`.
 
-    `torch.jit` reads this empty list, and iterates over it, for every module.
+    `torch.jit` iterates over this empty list for every module that it scripts.
     """
 
     def __iter__(self) -> Iterator[str]:
-        raise not_traced()
+        raise jit_error()
 
 
-def not_traced() -> ConfigError:
-    """Make the refusal of `torch.jit`."""
+def jit_error() -> ConfigError:
     return ConfigError(
         "torch.jit cannot script or trace layers of fusedmoe, whose numbers of rows depend on the tokens. Use "
         "torch.compile, or torch.export for a layer in a world of one"
     )
 
 
-def require_swaps(experts: nn.Module) -> None:
-    """Raise `ConfigError` where PyTorch is to swap parameters in place and something refers to them weakly."""
+def require_swappable(experts: nn.Module) -> None:
+    """Raise `ConfigError` if converting the experts would fail because a parameter has weak references.
+
+    Only applies while `torch.__future__.set_swap_module_params_on_conversion(True)` is set.
+    """
     if not torch.__future__.get_swap_module_params_on_conversion():
         return
     for name, parameter in experts.named_parameters():
@@ -56,68 +57,65 @@ def require_swaps(experts: nn.Module) -> None:
 
 
 class WrapperCheck:
-    """Refuses a wrapper that takes the experts of different ranks for copies of each other.
+    """Refuses wrappers that treat the different experts of ranks as replicas.
 
-    DistributedDataParallel begins by giving all ranks the experts of one and then averages gradients of different ones;
-    FSDP2 keeps a slice of each rank's as if together they were one whole. Neither would say so.
+    DistributedDataParallel broadcasts one rank's experts and averages gradients of different experts; FSDP2 treats each
+    rank's experts as a slice of one tensor. Neither would report it.
 
     Args:
-        experts: of which not all ranks have the same.
-        rank: this one.
-        copies: the ranks over which a wrapper may reduce them.
-        axes: those that split them; the experts' `shardings` say which of them split a parameter, else all do.
+        copies: ranks with the same experts as this rank. Wrappers may reduce the experts' gradients over them.
+        axes: the axes that split the experts; `shardings` of the experts may restrict them per parameter.
     Attributes:
-        passed: how many modules FSDP2 and the like had, and the id of a parameter of the experts, at the last check.
+        checked_state: at the last check, the number of modules wrapped by FSDP2 and the id of an expert parameter.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        # Not in `__init__`, which a copy of a layer does not call for its check.
+        # Not in `__init__`, which copies of a layer do not call.
         made = super().__new__(cls)
         _checks.add(made)
         watch_utilities()
-        # Where a graph is made of a layer, the compiler calls the check once, and the graph does not hold it.
-        constant_in_graphs(cls.__call__)
+        # The compiler calls the check once while tracing; graphs do not contain it.
+        mark_constant_in_graphs(cls.__call__)
         return made
 
     def __init__(
         self, experts: nn.Module, rank: int, copies: Iterable[int], axes: Collection[str] = ("ep", "esp")
     ) -> None:
         self._experts, self._rank, self._copies, self._axes = experts, rank, frozenset(copies), frozenset(axes)
-        self.passed = (0, 0)
+        self.checked_state = (0, 0)
 
     def __call__(self) -> None:
-        """Check FSDP2, and DistributedDataParallels made before this check, where a module or parameter is new.
+        """Check FSDP2, and DistributedDataParallels made before this check, if there are new modules or parameters.
 
         Raises:
-            ConfigError: it reduces parameters that ranks split, and over other ranks than those with the same ones.
+            ConfigError: a wrapper reduces split parameters over ranks that hold other experts.
         """
         now = (len(module_states), id(next(self._experts.parameters(), None)))
-        if now != self.passed:
-            split = self.split()
+        if now != self.checked_state:
+            split = self.split_parameters()
             for sharded in fsdp_parameters():
-                if (sharded.module, sharded.name) in split and self.strangers(sharded.ranks):
+                if (sharded.module, sharded.name) in split and self.has_other_experts(sharded.ranks):
                     raise self._refusal("fully_shard", "has cut and joined them, and averages", "fully_shard")
-            if self._is_reduced():
-                gc.collect()  # a wrapper is part of a reference cycle, and may have been given up
-                if self._is_reduced():
+            if self._ddp_reduces_split():
+                gc.collect()  # a discarded wrapper lives in a reference cycle until collected
+                if self._ddp_reduces_split():
                     raise self._ddp_refusal()
-            self.passed = now
+            self.checked_state = now
 
     def check_ddp(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> None:
-        """Check a wrapper that has been made, and the ids of the parameters that it reduces. Raises: as above."""
         if self._is_reduced_by(wrapper, reduced):
             raise self._ddp_refusal()
 
-    def _is_reduced(self) -> bool:
+    def _ddp_reduces_split(self) -> bool:
         return any(self._is_reduced_by(*each) for each in list(_reduced.items()))
 
     def _is_reduced_by(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> bool:
-        if not any(id(parameter) in reduced for parameter in self.split().values()):
+        if not any(id(parameter) in reduced for parameter in self.split_parameters().values()):
             return False
-        return self.strangers(dist.get_process_group_ranks(wrapper.process_group))
+        return self.has_other_experts(dist.get_process_group_ranks(wrapper.process_group))
 
-    def split(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
-        """Finds the parameters that ep or esp split, by module and name. All ranks may share an adapter's factor."""
+    def split_parameters(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        """Return the parameters that ep or esp split, by module and name; adapter factors may be replicated."""
         split, shardings = {}, getattr(self._experts, "shardings", {})
         for name, parameter in self._experts.named_parameters():
             if not self._axes.isdisjoint(shardings.get(name, self._axes)):
@@ -125,7 +123,7 @@ class WrapperCheck:
                 split[self._experts.get_submodule(path), own_name] = parameter
         return split
 
-    def strangers(self, ranks: Iterable[int]) -> bool:
+    def has_other_experts(self, ranks: Iterable[int]) -> bool:
         """Return whether some of these ranks hold other experts than this one."""
         return not self._copies.issuperset(ranks)
 
@@ -141,31 +139,30 @@ class WrapperCheck:
         )
 
 
-# The checks of all layers whose experts ranks split: utilities are given parameters, and no layers.
 _checks: WeakSet[WrapperCheck] = WeakSet()
 
 
-def _refuse(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
-    """Raise `ConfigError` if parameters that differ between the ranks of a process group are among these."""
+def _require_equal(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
+    """Raise `ConfigError` if any of these parameters differs between the ranks of one of the process groups."""
     given = {id(parameter): parameter for parameter in parameters}
     for group in groups:
         if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
             continue
         ranks = dist.get_process_group_ranks(group)
         own = any(
-            check.strangers(ranks) and not given.keys().isdisjoint(map(id, check.split().values()))
+            check.has_other_experts(ranks) and not given.keys().isdisjoint(map(id, check.split_parameters().values()))
             for check in list(_checks)
         )
-        # Each rank has its part of an expert that is a DTensor, as in Hugging Face's expert parallelism.
-        if own or any(_is_cut_over(parameter, ranks) for parameter in given.values()):
+        # With Hugging Face's expert parallelism, experts are DTensors split over ranks.
+        if own or any(_is_sharded_over(parameter, ranks) for parameter in given.values()):
             raise ConfigError(
                 f"rank {dist.get_rank()}: PyTorch's {utility} treats the parameters of ranks {ranks} as replicas, and "
                 f"these ranks hold different experts. {cure}"
             )
 
 
-def _is_cut_over(parameter: Tensor, ranks: list[int]) -> bool:
-    from torch.distributed.tensor import DTensor  # its import takes 0.5 s, and most models have none
+def _is_sharded_over(parameter: Tensor, ranks: list[int]) -> bool:
+    from torch.distributed.tensor import DTensor  # import takes 0.5 s, and most models have none
 
     if not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements):
         return False
@@ -173,7 +170,7 @@ def _is_cut_over(parameter: Tensor, ranks: list[int]) -> bool:
 
 
 def _before_average(parameters: list[Tensor], group: Any) -> None:
-    _refuse(
+    _require_equal(
         parameters,
         [group],
         "average_parameters (model averagers, PostLocalSGDOptimizer)",
@@ -183,7 +180,9 @@ def _before_average(parameters: list[Tensor], group: Any) -> None:
 
 
 def _before_fsdp1(parameters: list[Tensor], groups: list[Any]) -> None:
-    _refuse(parameters, groups, "FullyShardedDataParallel", "Shard by fusedmoe.training.fully_shard(…, topology)")
+    _require_equal(
+        parameters, groups, "FullyShardedDataParallel", "Shard by fusedmoe.training.fully_shard(…, topology)"
+    )
 
 
 def _before_state_dict(model: nn.Module, options: Any) -> None:
@@ -191,13 +190,15 @@ def _before_state_dict(model: nn.Module, options: Any) -> None:
         return  # a rank's own state
     from torch.distributed.tensor import DTensor
 
-    # A DTensor is gathered and scattered whole, unless its mesh has only the ranks that hold copies of these experts.
+    # A DTensor is gathered whole, unless its mesh has only ranks that hold the same experts.
     whole = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for check in list(_checks):
-        for parameter in check.split().values():
-            if isinstance(parameter, DTensor) and not check.strangers(parameter.device_mesh.mesh.flatten().tolist()):
+        for parameter in check.split_parameters().values():
+            if isinstance(parameter, DTensor) and not check.has_other_experts(
+                parameter.device_mesh.mesh.flatten().tolist()
+            ):
                 whole.discard(id(parameter))
-    _refuse(
+    _require_equal(
         (parameter for parameter in model.parameters() if id(parameter) not in whole),
         [dist.group.WORLD],
         "StateDictOptions(full_state_dict=True)",
@@ -207,7 +208,7 @@ def _before_state_dict(model: nn.Module, options: Any) -> None:
 
 
 def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
-    _refuse(
+    _require_equal(
         parameters,
         [group],
         "ZeroRedundancyOptimizer",
@@ -216,8 +217,7 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
     )
 
 
-# Ids of the parameters that each DistributedDataParallel reduces. Fixed when it is made: it holds them, and does not
-# reduce parameters that its module gets later.
+# Ids of the parameters that each DistributedDataParallel reduces, fixed at its construction.
 _reduced: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -228,14 +228,14 @@ def _after_ddp(wrapper: DistributedDataParallel, parameters: list[nn.Parameter])
     _reduced[wrapper] = reduced
 
 
-# At import: whoever imports the function by its name afterwards gets the checked one.
+# At import, so that later imports of the functions get the checked ones.
 check_averages(_before_average)
 check_ddp(_after_ddp)
 
 
 @cache
 def watch_utilities() -> None:
-    """Have the other utilities checked. Called for layers over ranks only, because their import takes 1.5 s."""
+    """Install the checks of FSDP1, state dicts and ZeRO. Only for several ranks: the imports take 1.5 s."""
     from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts, check_zero_steps
 
     check_fsdp1(_before_fsdp1)
@@ -245,10 +245,10 @@ def watch_utilities() -> None:
 
 
 def _find_earlier_ddp() -> None:
-    """Record the DistributedDataParallels made before this module was imported. PyTorch keeps no list of them."""
+    """Record the DistributedDataParallels made before this module was imported."""
     for wrapper in gc.get_objects() if dist.is_initialized() else ():
         if not issubclass(type(wrapper), DistributedDataParallel) or wrapper in _reduced:
             continue
-        if hasattr(wrapper, "module"):  # its constructor has not failed early
+        if hasattr(wrapper, "module"):  # its constructor did not fail
             named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
             _reduced[wrapper] = frozenset(id(parameter) for name, parameter in named if name not in ignored)

@@ -5,20 +5,8 @@ A custom module declares in its attribute `shardings` which dimensions of its pa
 
 from __future__ import annotations
 
-from fusedmoe.experts.adapters import LowRankUpdate, add_adapters, merge_adapters
-from fusedmoe.experts.networks import NAMED, Custom, Experts, FeedForward, Place, RowExperts, SwiGLU
-from fusedmoe.experts.sharding import parameter_shardings
+from fusedmoe.experts.adapters import add_adapters, merge_adapters
+from fusedmoe.experts.conversion import from_modules
+from fusedmoe.experts.networks import Custom, Experts, FeedForward, RowExperts, SwiGLU
 
-__all__ = [
-    "Custom",
-    "Experts",
-    "FeedForward",
-    "LowRankUpdate",
-    "NAMED",
-    "Place",
-    "RowExperts",
-    "SwiGLU",
-    "add_adapters",
-    "merge_adapters",
-    "parameter_shardings",
-]
+__all__ = ["Custom", "Experts", "FeedForward", "RowExperts", "SwiGLU", "add_adapters", "from_modules", "merge_adapters"]

@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts' matrices, as parametrisations that the experts never evaluate."""
+"""Low-rank adapters on expert matrices: parametrisations that the experts' forward does not evaluate."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fusedmoe.engine.module_hooks import first_hook
+from fusedmoe.engine.module_hooks import find_hook
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.low_rank import Adapters, LowRank
 
 _MATRICES = ("w1", "w2")
-# Hooks of all modules that only note which module runs, as for PyTorch's counter of FLOPs.
+# Global module hooks that only track the running module, as PyTorch's FLOP counter registers.
 _OBSERVERS = ("torch.utils.module_tracker",)
 
 
 class LowRankUpdate(nn.Module):
-    """A parametrisation by `torch.nn.utils.parametrize` of a matrix for each expert: W becomes W + scale·B·A.
+    """Parametrisation (`torch.nn.utils.parametrize`) of per-expert matrices: W becomes W + scale·B·A.
 
-    Experts of feed-forward networks compute with the factors and never make the sum, which whoever reads the parameter
-    gets. `add_adapters` registers it; register it with `unsafe=True` yourself, for else PyTorch makes the sum once.
+    Feed-forward experts compute with the factors and never form the sum; reading the parameter returns the sum. Use
+    `add_adapters`, or register it with `unsafe=True`, as PyTorch otherwise evaluates the sum once.
 
     Args:
-        a_ErI: [e, r, in], the last dimension that of W.
-        b: W's shape with r in place of the last dimension.
-        scale: a number, LoRA's alpha / r.
+        a_ErI: [e, r, in]; `in` is the last dimension of W.
+        b: shape of W with r as the last dimension.
+        scale: LoRA's alpha / r.
     """
 
     def __init__(self, a_ErI: Tensor, b: Tensor, scale: float) -> None:
@@ -35,7 +35,7 @@ class LowRankUpdate(nn.Module):
         self.a, self.b, self.scale = nn.Parameter(a_ErI), nn.Parameter(b), scale
 
     def factors(self, dtype: torch.dtype) -> LowRank:
-        """Returns the factors in the dtype of the computation, both halves of a gated product in one."""
+        """Return the factors in `dtype`, with both halves of a gated projection joined."""
         return LowRank(self.a.to(dtype), self.b.flatten(1, -2).to(dtype), self.scale)
 
     def forward(self, w: Tensor) -> Tensor:
@@ -46,18 +46,18 @@ class LowRankUpdate(nn.Module):
 
 
 def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any = _MATRICES) -> None:
-    """Freezes the experts of a layer and gives their matrices low-rank adapters, which learn in their place.
+    """Freeze a layer's experts and add trainable low-rank adapters to their matrices.
 
-    Ranks that were seeded alike hold the shards of one adapter, as of one model. B begins as zeros. Call it before the
-    layer gets a wrapper or an optimizer; what of the factors is split is in the experts' `shardings` then.
+    Call it before wrapping the layer or creating an optimizer: it adds the factors to the experts' `shardings`. Ranks
+    with equal seeds hold the shards of one adapter. B is initialised to zero.
 
     Args:
-        experts: of a `MoELayer`, its attribute `experts`: `FeedForward` or `SwiGLU`.
+        experts: attribute `experts` of a `MoELayer`: `FeedForward` or `SwiGLU`.
         rank: r, at least 1.
-        alpha: the scale is alpha / r; 1 without it.
-        names: of "w1" and "w2", which get one.
+        alpha: the scale is alpha / r; default scale 1.
+        names: matrices to adapt, "w1" and/or "w2".
     Raises:
-        ConfigError: other experts, or of no layer yet; a matrix that is parametrised already; no such name or rank.
+        ConfigError: other experts, or experts without a layer; a parametrised matrix; an invalid name or rank.
     """
     place = getattr(experts, "place", None)
     if place is None or not hasattr(experts, "w1"):
@@ -66,7 +66,7 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         raise ConfigError(f"adapters have a rank of at least 1 and names among {_MATRICES}, got {rank!r} and {names!r}")
     for name in names:
         if parametrize.is_parametrized(experts, name):
-            raise ConfigError(f"{name} of {type(experts).__name__} is parametrised already; take that off first")
+            raise ConfigError(f"{name} of {type(experts).__name__} is already parametrised; remove that first")
     experts.requires_grad_(False)
     for name in names:
         w = getattr(experts, name)
@@ -75,7 +75,7 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         shards, shard = (place.shards, place.shard) if inner else (1, 0)
         seed = int(torch.randint(2**62, (), device="cpu"))
         a = w.new_empty((len(w), rank, w.shape[last]))
-        # Each expert's whole factor is drawn by its number, and cut then: shards are those of one adapter.
+        # Each expert's factor is drawn whole, seeded by its number, then sliced: shards belong to one adapter.
         for at, number in enumerate(place.numbers if w.device.type != "meta" else ()):
             generator = torch.Generator().manual_seed((seed + number) % 2**63)
             whole = w.shape[last] * shards
@@ -85,7 +85,7 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         update = LowRankUpdate(a, w.new_zeros((*w.shape[:-1], rank)), scale)
         parametrize.register_parametrization(experts, name, update, unsafe=True)
         experts.shardings[f"parametrizations.{name}.original"] = axes
-        # W's columns are A's, its rows B's; a factor without the split dimension has a copy on each shard.
+        # A has W's column split and B its row split. Each shard has a copy of a factor without the split dimension.
         outer = {axis: dim for axis, dim in axes.items() if axis not in inner}
         columns = dict.fromkeys(inner, 2) | {axis: 0 for axis, dim in outer.items() if dim == 0}
         experts.shardings[f"parametrizations.{name}.0.a"] = columns
@@ -93,9 +93,9 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
 
 
 def merge_adapters(experts: Any) -> None:
-    """Adds the adapters to the experts' matrices for good, which are plain parameters again, frozen as they were."""
+    """Add the adapters to the experts' matrices permanently. The matrices become plain, frozen parameters."""
     for name in _MATRICES:
-        if _update(experts, name) is not None:
+        if _adapter_of(experts, name) is not None:
             axes = experts.shardings.pop(f"parametrizations.{name}.original")
             for factor in "ab":
                 experts.shardings.pop(f"parametrizations.{name}.0.{factor}")
@@ -103,14 +103,14 @@ def merge_adapters(experts: Any) -> None:
             experts.shardings[name] = axes
 
 
-def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
-    """Returns frozen weights and the adapters beside them, in the dtype of the computation, or w1's.
+def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
+    """Return frozen weights and their adapters, in `dtype` (default w1's).
 
-    None: there are no adapters, or weights that are trained, too, or parametrised otherwise, or hooks on the adapters;
-    then the sums are read, which evaluates each parametrisation once.
+    None without adapters, or if the weights are trainable, otherwise parametrised, or have hooks on adapters. Callers
+    then read the sums, which evaluates each parametrisation once.
     """
-    updates, frozen = [_update(experts, name) for name in _MATRICES], []
-    if any(update is not None and first_hook(update, _OBSERVERS) is not None for update in updates):
+    updates, frozen = [_adapter_of(experts, name) for name in _MATRICES], []
+    if any(update is not None and find_hook(update, _OBSERVERS) is not None for update in updates):
         return None
     if any(parametrize.is_parametrized(experts, name) for name in ("b1", "b2")):
         return None
@@ -127,8 +127,8 @@ def adapted(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters]
     return Weights(w1.to(dtype), w2.to(dtype), b1, b2, experts.b2_start), Adapters(up, down)
 
 
-def _update(experts: Any, name: str) -> LowRankUpdate | None:
-    """Returns the adapter of a matrix; None if it is not parametrised, or by something else, or by more."""
+def _adapter_of(experts: Any, name: str) -> LowRankUpdate | None:
+    """Return the only parametrisation of a matrix if it is an adapter, else None."""
     parametrisations: Any = experts.parametrizations[name] if parametrize.is_parametrized(experts, name) else ()
     only = parametrisations[0] if len(parametrisations) == 1 else None
     return only if isinstance(only, LowRankUpdate) else None

@@ -1,7 +1,4 @@
-"""Parameters of a model over ranks: which are split, along which of their dimensions, and whether copies are equal.
-
-Modules say what they split in their attribute `shardings`; nothing else knows of it.
-"""
+"""Declared sharding of a model's parameters over ranks, and a check that replicas are equal."""
 
 from __future__ import annotations
 
@@ -20,61 +17,64 @@ from fusedmoe.experts.networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
 AXES = (*EXPERT_AXES, "mp")
-# In place of a dimension: it is not known how the tensor is split over this axis. `active_shardings` refuses it where
-# the axis has several ranks.
+# Special dimension: it is unknown how the axis splits the tensor. `active_shardings` raises if the axis has several
+# ranks.
 UNKNOWN = -2
 
 
 def parameter_shardings(model: nn.Module, *, marked: bool = True) -> dict[str, dict[str, int]]:
-    """Maps the names of split parameters and buffers to {axis: dimension}, axis one of "ep", "esp", "mp".
+    """Return the split parameters and buffers: name -> {axis: dimension} with axes "ep", "esp" and "mp".
 
-    The names are those of `model.state_dict()`; a tensor that several modules share appears under each of its names.
-    What is not in the result is replicated on every rank. A module says what it splits in its attribute `shardings`,
-    under names relative to itself. Where a dimension is split, ranks hold the pieces that `torch.chunk` makes. The
-    dimension `NAMED` says that each rank's tensor is a whole one with a name of its own.
+    Modules declare splits in the attribute `shardings`, under names relative to the module. Ranks hold the pieces of
+    `torch.chunk` along the dimension. With dimension `NAMED`, each rank has a whole tensor under a rank-specific name.
+    All other tensors are replicated. Keys of the result are names in `model.state_dict()`; a shared tensor appears
+    under each of its names.
 
     Raises:
         ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
-            whose owners disagree; a parameter that Tutel's mark calls an expert's, of which no module says more.
+            with conflicting declarations; a parameter with Tutel's expert mark without a declared split.
     """
     return {name: dict(stated.axes) for name, stated in _collect(model, marked=marked).items()}
 
 
 def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, dict[str, int]], set[str]]:
-    """Leaves of each sharding the axes that split over ranks; a tensor without any is replicated.
+    """Return the shardings restricted to axes with several ranks.
 
-    A layer's attribute `expert_ranks` says which ranks its own ep and esp have. Along an axis on which these are one
-    rank the layer's experts are replicated, whatever the topology; several ranks must be those of the topology.
+    A layer's attribute `expert_ranks` contains the ranks of its EP and ESP groups. Along an axis with one rank the
+    layer's experts are replicated, regardless of the topology; several ranks must equal the topology's.
 
     Returns:
-        The shardings by the names of `parameter_shardings`, and which of these are experts', split or not.
+        The shardings by the names of `parameter_shardings`, and the names of all expert tensors, split or not.
     Raises:
-        ConfigError: as `parameter_shardings`; a layer splits its experts over other ranks than the topology says; a
-            tensor whose split over an axis is not known.
+        ConfigError: as `parameter_shardings`; a layer and the topology have different ranks on an axis; a tensor's
+            split over an axis is unknown.
     """
     shardings = _collect(model)
     experts = {name for name, stated in shardings.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
     return {name: _active(name, *stated, topology) for name, stated in shardings.items()}, experts
 
 
-class _Stated(NamedTuple):
-    """Statements of modules on a tensor: its sharding, and the ranks along its layer's own axes."""
+class _Declaration(NamedTuple):
+    """A tensor's declared sharding.
+
+    Attributes:
+        axes: mesh axis -> dimension split over it, or `NAMED`.
+        ranks: `expert_ranks` of the enclosing layer: axis -> ranks.
+    """
 
     axes: Mapping[str, int]
     ranks: Mapping[str, tuple[int, ...]]
 
 
-def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
-    """Collects what the modules say by the names of `model.state_dict()`."""
-    stated: dict[str, _Stated] = {}
-    seen: dict[int, tuple[str, _Stated]] = {}  # by id: a tensor that several modules share has one sharding
-    layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # those around a module, from outside
+def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Declaration]:
+    """Return the modules' declarations by the names of `model.state_dict()`."""
+    stated: dict[str, _Declaration] = {}
+    seen: dict[int, tuple[str, _Declaration]] = {}  # by id: a shared tensor has one sharding
+    layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # enclosing layers, outermost first
     for prefix, module in model.named_modules(remove_duplicate=False):
         path = f"{prefix}." if prefix else ""
-        # `named_modules` goes depth first, so that the layers around a module are the last ones seen.
         while not path.startswith(layers[-1][0]):
             layers.pop()
-        # A layer may have other expert ranks than the model around it, or none.
         if (ranks := getattr(module, "expert_ranks", None)) is not None:
             layers.append((path, ranks))
         for own_name, axes in getattr(module, "shardings", {}).items():
@@ -83,8 +83,7 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
             if tensor is None:
                 continue
             _check(name, tensor, axes)
-            first, known = seen.setdefault(id(tensor), (name, _Stated(axes, layers[-1][1])))
-            # Tied weights: both names have one memory, so it cannot be split in two ways.
+            first, known = seen.setdefault(id(tensor), (name, _Declaration(axes, layers[-1][1])))
             if known.axes != axes:
                 raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
             stated[name] = known
@@ -93,10 +92,10 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
         if id(tensor) in seen:
             stated.setdefault(name, seen[id(tensor)][1])
         elif marked and hasattr(tensor, "_tutel_expert"):
-            # It would pass for a parameter that all ranks share.
+            # Without a declaration it would be treated as replicated.
             raise ConfigError(
-                f"{name} is an expert's parameter by its mark _tutel_expert, and no module says over which ranks it is "
-                "split. Give the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
+                f"{name} is an expert's parameter by its mark _tutel_expert, but no module declares over which ranks "
+                "it is split. Pass the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
             )
     return stated
 
@@ -104,27 +103,27 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
 def _active(
     name: str, axes: Mapping[str, int], of_layer: Mapping[str, tuple[int, ...]], topology: Topology
 ) -> dict[str, int]:
-    """Leaves the axes along which several ranks split a tensor, and refuses what cannot be."""
+    """Return a tensor's split dimension by axis, for axes with several ranks. Raises `ConfigError` for bad splits."""
     active = {}
     groups = {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
     for axis, dim in axes.items():
         group = groups[axis]
         ranks = of_layer.get(axis, group.ranks)
-        if len(ranks) == 1:  # its layer has these experts whole, whatever the topology given
+        if len(ranks) == 1:  # the layer does not split these experts, regardless of the topology
             continue
         if ranks != group.ranks:
             sizes = ", ".join(f"{each}={len(of_layer[each])}" for each in EXPERT_AXES)
             raise ConfigError(
-                f"rank {topology.rank}: {name} is split over the ranks {list(ranks)} by its layer, and {axis} of the "
-                f"topology given is the ranks {list(group.ranks)}: experts would be taken for copies of others. Give "
-                f"the layer's own topology, with {sizes}: Topology.from_sizes({sizes}), or from_mesh where its ranks "
+                f"rank {topology.rank}: {name} is split over the ranks {list(ranks)} by its layer, but {axis} of the "
+                f"given topology is the ranks {list(group.ranks)}: experts would be treated as copies of others. Pass "
+                f"the layer's own topology, with {sizes}: Topology.from_sizes({sizes}), or from_mesh if its ranks "
                 "are not consecutive"
             )
         if dim == UNKNOWN:
             raise ConfigError(
-                f"rank {topology.rank}: the ranks {list(ranks)} share an expert, and its module does not say how they "
-                f"split {name}. Say so where it is made: self.shardings = {{'{name.rpartition('.')[2]}': {{'ep': 0, "
-                "'esp': 1}}, if each has a slice along dimension 1 of [local experts, …], or {'ep': 0} if each has "
+                f"rank {topology.rank}: the ranks {list(ranks)} share an expert, but its module does not declare how "
+                f"they split {name}. Declare it in the module: self.shardings = {{'{name.rpartition('.')[2]}': {{'ep': "
+                "0, 'esp': 1}}, if each has a slice along dimension 1 of [local experts, …], or {'ep': 0} if each has "
                 "all of it"
             )
         active[axis] = dim
@@ -132,7 +131,7 @@ def _active(
 
 
 def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
-    """Finds a tensor by the name that its module uses; None: a place without a parameter, as of a bias."""
+    """Return a module's tensor by its relative name; None if the attribute is None, as an absent bias."""
     path, _, leaf = own_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -141,7 +140,7 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
     if parametrize.is_parametrized(owner, leaf):
         inside = f"{path}.parametrizations.{leaf}".lstrip(".")
         raise ConfigError(
-            f"{name} is parametrised (LoRA, weight norm), and how its parts are split is not known. Say so in the "
+            f"{name} is parametrised (LoRA, weight norm), and the split of its parts is unknown. Declare it in the "
             "module's shardings, after parametrising: "
             f"shardings[{inside + '.original'!r}] = shardings.pop({own_name!r}), and an entry such as "
             f"shardings['{inside}.0.A'] = {{'ep': 0}} for each parameter of the parametrisation "
@@ -155,7 +154,7 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
 
 def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
     for axis, dim in axes.items():
-        # A misspelt axis would leave the tensor replicated, and its gradients summed over strangers.
+        # A misspelt axis would leave the tensor replicated, with gradients summed over different parameters.
         if axis not in AXES:
             raise ConfigError(f"{name} is split over an unknown axis {axis!r}; the axes are {', '.join(AXES)}")
         if dim not in (NAMED, UNKNOWN) and not 0 <= dim < tensor.dim():
@@ -165,16 +164,16 @@ def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
 
 
 def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology, cure: str) -> None:
-    """Checks that the tensors of a name are equal on all ranks of their group. Collective over the topology.
+    """Check that named tensors are equal on all ranks of their group. Collective over the topology.
 
     Args:
-        held: by this rank; names may differ between ranks.
-        cure: a sentence for the error.
+        held: (name, group, tensor) on this rank; names may differ between ranks.
+        cure: a sentence appended to the error.
     Raises:
-        RankError: the same on every rank; it names the first tensor that differs, and the ranks.
+        RankError: a tensor differs. Every rank raises the same error, with the first such tensor and the ranks.
     """
-    # Names differ between pipeline stages, and replicas of a name between groups: the first rank tells groups apart.
-    # Gradients are the same on all of them: copies that begin apart stay apart, and nothing else would tell.
+    # Keyed by name and the group's first rank: names differ between pipeline stages, replicas of a name between groups.
+    # Unequal replicas receive equal gradients and stay unequal without any other symptom.
     own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in held if group.size > 1}
     every = all_gather_object(topology.world, own, "comparing copies of parameters")
     ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}
@@ -184,7 +183,6 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
     differ = {name: holders for (name, _), holders in ranks_by_digest.items() if len(holders) > 1}
     if not differ:
         return
-    # One name is enough to find the cause; the error counts the rest.
     name = next(iter(differ))
     holders = differ.pop(name)
     values = ", another on ".join(f"ranks {ranks}" for ranks in holders.values())
@@ -197,8 +195,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
-    """Returns a sum of the tensor's bits, which is another one for other random numbers."""
-    # Bits, not values: NaN equals itself, and a sum of integers does not depend on its order.
+    # Sum bits, not values: NaN then equals itself, and an integer sum does not depend on order.
     flat = tensor.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

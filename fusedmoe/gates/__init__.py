@@ -1,17 +1,14 @@
-"""Gates choose the experts of each token. `GATES` maps names in settings to classes.
-
-`router_logits`, `unit_vectors`, `top_experts` and `outside_autocast` are for gates of your own.
-"""
+"""Gates select the experts of each token. Custom gates: see `Gate` and `RouterGate`."""
 
 from __future__ import annotations
 
-from fusedmoe.gates.base import Gate, RouterGate, Routing, SoftRouting, outside_autocast, router_logits, unit_vectors
+from fusedmoe.gates.base import Gate, RouterGate, Routing
 from fusedmoe.gates.fixed import Hash, Random
 from fusedmoe.gates.sigmoid import DeepSeekV3, Sigmoid
 from fusedmoe.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE, top_experts
 from fusedmoe.gates.whole_batch import ExpertChoice, SoftMoE
 
-# By the names that settings and the command use; a new gate gets its line here.
+# Names used in settings and by the command; `names.GATES` lists those of the library for help texts.
 GATES: dict[str, type[Gate]] = {
     "topk": TopK,
     "switch": Switch,
@@ -27,7 +24,6 @@ GATES: dict[str, type[Gate]] = {
 }
 
 __all__ = [
-    "GATES",
     "BatchPrioritised",
     "DeepSeekV3",
     "ExpertChoice",
@@ -39,12 +35,8 @@ __all__ = [
     "Routing",
     "Sigmoid",
     "SoftMoE",
-    "SoftRouting",
     "Switch",
     "TopK",
     "XMoE",
-    "outside_autocast",
-    "router_logits",
     "top_experts",
-    "unit_vectors",
 ]

@@ -1,7 +1,6 @@
-"""The bases of gates, and what they return: `Gate`, and `RouterGate` for gates by logits.
+"""Base classes of gates, `Gate` and `RouterGate`, and their result, `Routing`.
 
-A gate reads the tokens of one rank and says which experts see them. It decides nothing about placement: dropping and
-ordering follow later, from `Routing`.
+A gate selects experts for the tokens of one rank. Tokens are dropped and sorted later, from the `Routing`.
 """
 
 from __future__ import annotations
@@ -10,38 +9,38 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
+from fusedmoe.autograd.gate import gate, router_product
 from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
-from fusedmoe.gates.choosing import Choosing, RouterTap, choosing
-from fusedmoe.kernels.backend import require_floats, uses_triton
+from fusedmoe.gates.choice_override import ChoiceOverride, RouterTap, active_override
+from fusedmoe.kernels.backend import require_float_dtype, uses_triton
 from fusedmoe.kernels.derivatives import Function
-from fusedmoe.kernels.gate import fits_kernels, has_kernels
+from fusedmoe.kernels.gate import GateChoice, GateRule, fits_kernels, has_kernels
 from fusedmoe.losses import Packing, balance_loss_of_sums, z_loss_of_sums
-from fusedmoe.sizes import MOST, require_room
+from fusedmoe.sizes import MAX_SIZE, require_elements
 
-# Shortens the product before it is rounded up: floats say 55.00000000000001 for 1.1 · 100 / 2.
+# Relative tolerance before rounding up: in floating point 1.1 · 100 / 2 is 55.00000000000001.
 _ROUNDING = 1e-12
 INIT_STD = 0.02
 
 
 @dataclass
 class Routing:
-    """The choice of experts for S tokens, K slots each.
+    """Expert choices of S tokens with K slots each.
 
     Attributes:
-        expert_SK: [S, K] int64 in [0, E), or -1 where a slot holds no expert.
+        expert_SK: [S, K] int64 in [0, E), or -1 for an empty slot.
         weight_SK: [S, K] float32 (float64 for float64 input), differentiable: the factor on the expert's output.
-        capacity: rows an expert accepts from this rank, None for no limit.
-        priority_S: [S] the token with the higher value is placed first; None for token order.
-        aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
-        logits_SE: [S, E] detached router logits, for the check on non-finite values; None if there are none.
-        bad: tokens whose logits that check refuses, an int64 scalar; None: to be counted yet.
+        capacity: maximum rows per expert from this rank; None: no limit.
+        priority_S: [S] tokens with higher values are kept first; None: token order.
+        aux_loss: scalar, the weighted sum of auxiliary losses.
+        logits_SE: [S, E] detached router logits, checked for non-finite values; None if there are none.
+        bad: int64 scalar, number of tokens with non-finite logits; None: not counted yet.
     """
 
     expert_SK: Tensor
@@ -58,11 +57,10 @@ class SoftRouting:
     """Mixing weights between S tokens and N = E·slots expert inputs; column n belongs to expert n // slots.
 
     Attributes:
-        dispatch_SN: [S, N] each column sums to one (S > 0): slot n's input is Σ_s dispatch[s, n] · x[s].
-        combine_SN: [S, N] each row sums to one: token s's output is Σ_n combine[s, n] · out[n].
+        dispatch_SN: [S, N], each column sums to one (S > 0): the input of slot n is Σ_s dispatch[s, n] · x[s].
+        combine_SN: [S, N], each row sums to one: the output of token s is Σ_n combine[s, n] · out[n].
         slots: slots per expert.
-        aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
-        logits_SE: [S, N] detached logits, for the check on non-finite values.
+        aux_loss, logits_SE: see `Routing`; logits are [S, N].
     """
 
     dispatch_SN: Tensor
@@ -72,8 +70,8 @@ class SoftRouting:
     logits_SE: Tensor | None
 
 
-def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:
-    """Returns whether the class that says a trait is not behind one that defines any of these methods anew."""
+def trait_applies(cls: type, trait: str, methods: Collection[str]) -> bool:
+    """Return whether the class attribute `trait` holds for `cls`: no subclass of its owner overrides any `methods`."""
     for base in cls.__mro__:
         if trait in vars(base):
             return True
@@ -83,15 +81,15 @@ def said_beside(cls: type, trait: str, methods: Collection[str]) -> bool:
 
 
 class Gate(Constructed, nn.Module):
-    """Base of all gates: names its parameters, fills them and routes tokens.
+    """Base class of all gates: defines and initializes parameters, and routes tokens.
 
-    A gate of your own is a subclass that says `parameter_shapes` and then one of two things. Either it defines `route`,
-    and looks at whole batches. Or it routes token by token: it says `splits = True` and defines `score` and `choose`
-    (and `draw`, where it draws random numbers), and `fusedmoe.pipeline` may split batches before it. A gate by logits
-    x·Wᵀ derives from `RouterGate` (`gates/base.py`), which has the matrix and its kernels. For settings and the
-    command, `GATES` in `gates/__init__.py` has its name.
+    A custom gate defines `parameter_shapes`, and either `route`, which receives the whole batch; or, for token-wise
+    routing, `splits = True`, `score` and `choose` (and `draw` for random numbers), which lets `fusedmoe.pipeline` split
+    batches before the gate. Gates on logits x·Wᵀ should subclass `RouterGate`, which provides the matrix and its
+    kernels. Equal scores choose the lower expert (`top_experts`). A program that adds the class to
+    `fusedmoe.gates.GATES` can select it by name in settings and in the command (`fusedmoe.cli.main.main`).
 
-    Worked example, a gate that sends a token to the k experts whose vectors are nearest to it:
+    Example, a gate that routes each token to the k experts with the nearest vectors:
 
         class Nearest(Gate):
             splits = True
@@ -100,50 +98,47 @@ class Gate(Constructed, nn.Module):
                 return {"center_EM": (self.experts, model_dim)}
 
             def score(self, x_SM, *drawn):
-                return (-torch.cdist(x_SM.float(), self.center_EM.float()),)
+                widest = torch.promote_types(x_SM.dtype, torch.float32)
+                x_SM, center_EM = x_SM.to(widest), self.center_EM.to(widest)
+                return (-torch.cdist(x_SM, center_EM, compute_mode="donot_use_mm_for_euclid_dist"),)
 
             def choose(self, logits_SE):
                 expert_SK = top_experts(logits_SE, self.k)
                 return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
 
-    Ranks compare the arguments that a gate was made with and its attributes without tensors when a layer is made;
-    `rank_specific` names those that may differ.
-
-    A gate is made without the model dimension; `MoELayer` calls `setup` once. Weights are drawn on the CPU in float32
-    from torch's default generator and then copied, so that a seed gives the same gate on every device, in every dtype
-    and in every world.
+    When a layer is created, ranks compare the gate's constructor arguments and non-tensor attributes, except those in
+    `rank_specific`. `MoELayer` calls `setup` with the model dimension. Weights are drawn on the CPU in float32 from
+    torch's default generator, so a seed gives the same gate for every device, dtype and world size.
 
     Args:
-        experts: E, number of experts in all.
+        experts: E, total number of experts.
         k: experts per token, 1 ≤ k ≤ E.
-        capacity_factor: f > 0 gives each expert ceil(k·f·S/E) rows of this rank's tokens; None: no limit.
-        aux: name of an auxiliary loss -> coefficient, out of the class's `losses`; None: the class's default.
+        capacity_factor: f > 0 limits each expert to ceil(k·f·S/E) rows of this rank's tokens; None: no limit.
+        aux: auxiliary loss name -> coefficient, with names from the class's `losses`; None: the class's default.
 
     Raises:
-        ConfigError: an argument is out of range, or `aux` is no mapping or names a loss that this gate does not define.
+        ConfigError: an argument is out of range, or `aux` is no mapping or has a loss that this gate does not define.
     """
 
     splits: ClassVar[bool] = False
-    """True where a batch may be split before the gate: each token's route depends on that token alone, and the gate
-    defines `score` and `choose`. A class with a `route` of its own that does not say so again cannot be split.
-    """
+    """True if a batch may be split before the gate: routing is token-wise, by `score` and `choose`. A subclass that
+    overrides `route` must set it again."""
     balances: ClassVar[bool] = False
-    """True where the gate does something with the load that `update` gives it."""
+    """True if `update` uses the load."""
     packs: ClassVar[bool] = False
-    """True where the gate defines `choose_packed`, which takes the balance loss in each packed sequence."""
+    """True if the gate defines `choose_packed`, with a balance loss per packed sequence."""
     losses: ClassVar[tuple[str, ...]] = ()
-    """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
+    """Names of the auxiliary losses this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
     rank_specific: ClassVar[Collection[str]] = ("tap",)
-    tap: RouterTap | None = None  # while choices are recorded or replayed, see `fusedmoe.routing`
+    tap: RouterTap | None = None  # set while choices are recorded or replayed, see `fusedmoe.routing`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A new route() or forward(), a mixin's too, may look at all tokens, and a pipeline calls neither.
-        if not said_beside(cls, "splits", ("route", "forward")):
+        # An overridden route() or forward(), also of a mixin, may depend on all tokens, and a pipeline calls neither.
+        if not trait_applies(cls, "splits", ("route", "forward")):
             cls.splits = False
         if "balances" not in vars(cls):
-            # A gate that defines `update` wants the load, without saying so.
             cls.balances = cls.update is not Gate.update
 
     def __init__(
@@ -154,84 +149,84 @@ class Gate(Constructed, nn.Module):
         check_count(self, "k", k)
         self.require(k <= experts, f"k = {k} is more than its {experts} experts")
         self.require(
-            capacity_factor is None or 0 < capacity_factor <= MOST,
-            f"capacity_factor must be positive and at most {MOST}, or None for no capacity; got {capacity_factor}",
+            capacity_factor is None or 0 < capacity_factor <= MAX_SIZE,
+            f"capacity_factor must be positive and at most {MAX_SIZE}, or None for no capacity; got {capacity_factor}",
         )
-        # {} turns the class's default losses off; None leaves them.
         aux = self.default_aux if aux is None else aux
         self.require(
-            isinstance(aux, Mapping), f"aux must give each loss a coefficient, {{'balance': 0.01}}, not {aux!r}"
+            isinstance(aux, Mapping),
+            f"aux must map loss names to coefficients, such as {{'balance': 0.01}}; got {aux!r}",
         )
         for name, coefficient in aux.items():
             self.require(
                 name in self.losses,
-                f"auxiliary loss {name!r} is not defined here; defined: {', '.join(self.losses) or 'none'}",
+                f"auxiliary loss {name!r} is not defined by this gate; defined: {', '.join(self.losses) or 'none'}",
             )
             self.require(math.isfinite(coefficient), f"coefficient of {name!r} must be finite, got {coefficient}")
         self.experts = experts
         self.k = k
         self.capacity_factor = capacity_factor
-        # A coefficient of 0 is as good as none: the loss is not computed.
+        # A loss with coefficient 0 is not computed.
         self.aux = {name: float(coefficient) for name, coefficient in aux.items() if coefficient != 0}
         self.model_dim: int | None = None
 
     def setup(
         self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Creates the parameters. A second call with the same `model_dim` changes nothing.
+        """Create the parameters. Repeated calls with the same `model_dim` are no-ops.
 
         Raises:
-            ConfigError: `model_dim` is not positive, or not that of the first call; a dtype that is none of floats.
+            ConfigError: `model_dim` is not positive or differs from the first call; `dtype` is not floating-point.
         """
         check_count(self, "model_dim", model_dim)
-        require_floats(type(self).__name__, dtype)
+        require_float_dtype(type(self).__name__, dtype)
         if self.model_dim is not None:
             self.require(
                 model_dim == self.model_dim,
-                f"already set up for model_dim = {self.model_dim}, asked for {model_dim}: one gate a layer",
+                f"already set up for model_dim = {self.model_dim}, got {model_dim}: use one gate per layer",
             )
             return
-        # Made empty, on any device, then filled: `reset_parameters` also serves modules made on "meta".
+        # `reset_parameters` also fills modules created on the meta device.
         for name, shape in self.parameter_shapes(model_dim).items():
-            require_room(type(self).__name__, name, shape)
+            require_elements(type(self).__name__, name, shape)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.model_dim = model_dim
         self.reset_parameters()
 
     @property
     def loss_sequence(self) -> int | None:
-        """Tokens of a sequence, where a loss is taken in each of them; None: losses are over all tokens."""
+        """Tokens per sequence of a loss computed per sequence; None: losses are over all tokens."""
         return None
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters that `setup` makes."""
+        """Return the shapes, by name, of the parameters that `setup` creates."""
         return {}
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew: normal, standard deviation 0.02, unless the class says otherwise."""
+        """Reinitialize the parameters: normal with standard deviation 0.02, unless the class overrides this."""
         for parameter in self.parameters(recurse=False):
             fill_normal(parameter, INIT_STD)
 
     def forward(self, x_SM: Tensor, packing: Packing | None = None) -> Routing | SoftRouting:
-        """Routes S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64), never autocast.
+        """Route S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64) without autocast.
 
-        `packing`: the tokens' sequences, where the gate takes its loss in each of them.
+        `packing`: the tokens' sequences, for gates with a loss per packed sequence.
 
         Raises:
-            ConfigError: before `setup`, or when the input is not [S, model_dim] floats.
+            ConfigError: before `setup`, or if the input is not floating-point [S, model_dim].
         """
         if self.model_dim is None:
-            raise self.error("no parameters yet: call setup(model_dim), or hand the gate to MoELayer")
+            raise self.error("no parameters yet: call setup(model_dim), or pass the gate to MoELayer")
         if x_SM.dim() != 2 or x_SM.shape[1] != self.model_dim or not x_SM.is_floating_point():
             raise self.error(f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}")
-        # In half precision near logits would change places, and with them the experts of a token.
+        # Rounding to half precision would reorder close logits and thus change experts.
         with outside_autocast(x_SM.device.type):
             if self.tap is None:
                 return self._route(x_SM, packing)
-            with Choosing(self.experts, self.tap.give) as choice:
+            with ChoiceOverride(self.experts, self.tap.next_experts) as choice:
                 routing = self._route(x_SM, packing)
             assert isinstance(routing, Routing)
-            self.tap.note(choice.chosen_TK, routing.expert_SK)
+            self.tap.record_choice(choice.chosen_TK, routing.expert_SK)
             return routing
 
     def _route(self, x_SM: Tensor, packing: Packing | None) -> Routing | SoftRouting:
@@ -240,25 +235,29 @@ class Gate(Constructed, nn.Module):
         return self.choose_packed(packing, *self.score(x_SM, *self.draw(x_SM)))
 
     def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
-        """Routes as `choose` does, with the balance loss taken in each packed sequence."""
+        """Route like `choose`, with the balance loss per packed sequence."""
         raise NotImplementedError(f"{type(self).__name__} defines no choose_packed()")
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
-        """Routes checked tokens [S, M], outside autocast: the three steps one after the other."""
+        """Route validated tokens [S, M], without autocast: `draw`, `score`, `choose`."""
         return self.choose(*self.score(x_SM, *self.draw(x_SM)))
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        """Draws what belongs to the tokens of a whole batch beside x, random numbers above all: [S, ...] each."""
+        """Return per-token tensors [S, ...] for `score`, drawn for the whole batch, such as random numbers."""
         return ()
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """Returns what the choice depends on, [S, ...] each, of every token by itself: some of the tokens, with what
-        was drawn for them, have the scores that they have in the whole batch."""
+        """Return tensors [S, ...], such as logits, from which `choose` selects experts.
+
+        A token's scores must depend only on the token and its rows of `drawn` (`draw`), as batches may be split.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor score()")
 
     def choose(self, *scores: Tensor) -> Routing | SoftRouting:
-        """Routes the tokens with these scores. Experts and weights depend on each token alone; capacity and losses are
-        those of these tokens."""
+        """Route the tokens with these scores.
+
+        Experts and weights depend on each token alone; capacity and losses are over the given tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor choose()")
 
     def routing(
@@ -269,49 +268,50 @@ class Gate(Constructed, nn.Module):
         terms: Mapping[str, Callable[[], Tensor]] | None = None,
         bad: Tensor | None = None,
     ) -> Routing:
-        """Makes the `Routing` of chosen experts and their weights, with this gate's capacity and losses.
+        """Build the `Routing` of selected experts and weights, with this gate's capacity and losses.
 
         Args:
-            logits_SE: what the experts were chosen by; None: nothing that a check could look at.
-            terms: how each auxiliary loss of the class's `losses` is computed.
-            bad: tokens whose logits are not finite, where they have been counted (`Routing.bad`).
+            logits_SE: logits used for the selection, to be checked for non-finite values; None: no check.
+            terms: for each name in `losses`, a function that computes the loss.
+            bad: see `Routing`.
         """
         aux_loss = self.weigh(weight_SK, terms or {})
         logits_SE = None if logits_SE is None else logits_SE.detach()
         return Routing(expert_SK, weight_SK, self.row_capacity(expert_SK.shape[0]), None, aux_loss, logits_SE, bad)
 
-    def row_capacity(self, tokens: int) -> int | None:
-        """Rows that one expert accepts from `tokens` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
+    def without_losses(self) -> Self:
+        """Return a shallow copy that computes no auxiliary losses."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__ | {"aux": {}})
+        return made
 
-        The product is taken with f as written: k = 1, f = 1.1, 100 tokens on 2 experts are 55 rows, not 56.
-        """
+    def row_capacity(self, tokens: int) -> int | None:
+        """Return the maximum rows per expert for `tokens` tokens of a rank (`rows_per_expert`); None: no limit."""
         if self.capacity_factor is None:
             return None
-        return share_of_rows(self.k, self.capacity_factor, tokens, self.experts)
+        return rows_per_expert(self.k, self.capacity_factor, tokens, self.experts)
 
     def rows_per_token(self, tokens: int) -> float:
-        """Rows that each of `tokens` tokens of a rank becomes where all experts are as full as they may be."""
+        """Return the average rows per token of a rank if all experts are filled to capacity."""
         capacity = self.row_capacity(tokens)
         return self.k if capacity is None else self.experts * capacity / tokens
 
     def update(self, load_E: Tensor) -> None:
-        """Takes, after an optimizer step, the tokens of all ranks per expert; by default it does nothing."""
+        """Update the gate's state from the step's token counts per expert over all ranks; by default a no-op."""
 
     def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
-        """Σ coefficient · loss over `aux`; a loss that is not asked for is not computed."""
+        """Return Σ coefficient · loss over `aux`. Other losses are not computed."""
         weighted = [
             terms[name]() * coefficient if coefficient != 1 else terms[name]() for name, coefficient in self.aux.items()
         ]
-        # A tensor also without losses, so that callers can add it up without asking.
+        # A tensor even without losses: callers add it unconditionally.
         return sum(weighted[1:], weighted[0]) if weighted else like.new_zeros(())
 
     def require(self, condition: bool, text: str) -> None:
-        """Raises ConfigError with the gate's name unless `condition` holds."""
         if not condition:
             raise self.error(text)
 
     def error(self, text: str) -> ConfigError:
-        """Makes an error that begins with the gate's name."""
         return ConfigError(f"{type(self).__name__} gate: {text}")
 
     def extra_repr(self) -> str:
@@ -319,65 +319,59 @@ class Gate(Constructed, nn.Module):
 
 
 def check_count(gate: Gate, name: str, value: int) -> None:
-    """Raises ConfigError unless `value` is an integer of at least one, and at most `MOST`."""
-    # True is an integer to Python; as a number of experts it is a mistake.
+    """Raise `ConfigError` unless `value` is an integer from 1 to `MAX_SIZE`."""
+    # bool is an int.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
-    gate.require(value <= MOST, f"{name} = {value} is out of bounds; the largest is {MOST}")
+    gate.require(value <= MAX_SIZE, f"{name} = {value} is out of bounds; the largest is {MAX_SIZE}")
 
 
-def share_of_rows(k: int, factor: float, tokens: int, experts: int) -> int:
-    """Rows of one expert: ceil(k·f·S/E), with f meant as it is written."""
-    # With f as written: k = 1, f = 1.1, 100 tokens on 2 experts are 55 rows, not 56.
+def rows_per_expert(k: int, factor: float, tokens: int, experts: int) -> int:
+    """Return the rows per expert, ceil(k·f·S/E), with f as a decimal: 1·1.1·100/2 is 55, not 56."""
     return math.ceil(k * factor * tokens / experts * (1 - _ROUNDING))
 
 
 def fill_normal(parameter: Tensor, std: float) -> None:
-    """Fills from torch's default CPU generator, whatever the device and the dtype; leaves meta tensors."""
+    """Fill from torch's default CPU generator for any device and dtype. Leaves meta tensors unchanged."""
     if parameter.is_meta:
         return
     with torch.no_grad():
-        # Drawn in float32 whatever the parameter's dtype, so that bfloat16 has the rounded numbers of float32.
+        # Drawn in float32 for every dtype: bfloat16 parameters are the rounded float32 values.
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)
 
 
-#: A shorter vector counts as one of length one where it is normalised: the gradient of its direction, which grows with
-#: 1/length, would drown the gradients of all others.
-LEAST_LENGTH = 1e-4
+#: Vectors shorter than this are not normalized: the gradient of the direction grows with 1/length.
+MIN_NORM = 1e-4
 
 
 def unit_vectors(x: Tensor, dim: int) -> Tensor:
-    """Divide vectors along `dim` by their length; vectors shorter than `LEAST_LENGTH` stay as they are.
-
-    A zero vector stays zero and receives the gradient of its result unchanged, as a vector of length one nearly does.
-    """
-    is_short = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < LEAST_LENGTH
-    # The second derivative of a length is NaN at zero, even where the length is not used.
+    """Normalize vectors along `dim`; vectors shorter than `MIN_NORM` and their gradients are unchanged."""
+    is_short = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < MIN_NORM
+    # The second derivative of a norm is NaN at zero, even if the norm is unused.
     length = torch.linalg.vector_norm(x.masked_fill(is_short, 1.0), dim=dim, keepdim=True)
     return x / length.masked_fill(is_short, 1.0)
 
 
 def router_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of router maths: float32, or float64 for float64 input."""
+    """Return the dtype of router computations: float32, or float64 for float64 input."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which autocast does not lower the precision of operations on `device_type`."""
-    # Only meta tensors have no autocast. (`is_autocast_available` would say so, too, but not in a compiled graph.)
+    """Return a context that disables autocast for `device_type`."""
+    # The meta device has no autocast; `is_autocast_available` does not work in compiled graphs.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 class RouterGate(Gate):
-    """Base of gates that choose experts by logits, token by token; most by x·Wᵀ.
+    """Base class of gates that select experts token by token from logits, usually x·Wᵀ.
 
-    A subclass defines `choose` in plain torch, and says with `rule` how the experts follow from the logits: where
-    kernels serve (`serves`), they make the choice. Where logits are x·Wᵀ and nothing else enters (`one_kernel`), one
-    kernel does product and choice.
+    A subclass defines `choose` in plain PyTorch, and the same choice as a `rule` for kernels, which are used where they
+    support the operands (`serves`). If `one_kernel`, one kernel fuses GEMM and selection.
 
-    Parameters: `weight_EM` [E, M], unless the class says otherwise.
+    Parameters: `weight_EM` [E, M], unless overridden.
     """
 
     splits: ClassVar[bool] = True
@@ -388,21 +382,21 @@ class RouterGate(Gate):
 
     @property
     def one_kernel(self) -> bool:
-        """True where x, W and the rule are all that the routing depends on, but for what `draw` gives."""
+        """True if the logits are x·Wᵀ and the routing depends only on them, the rule, and `draw`."""
         return True
 
     def rule(self) -> GateRule:
-        """Returns how experts and weights follow from logits, for `fusedmoe.autograd.gate`."""
+        """Return the rule that maps logits to experts and weights, for `fusedmoe.autograd.gate`."""
         raise NotImplementedError(f"{type(self).__name__} defines no rule()")
 
     def choice_bias(self) -> Tensor | None:
-        """Returns what is added to the scores for the choice alone, [E]; None: nothing."""
+        """Return the bias [E] added to the scores for the selection only; None: no bias."""
         return None
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         drawn = self.draw(x_SM)
-        # The kernel makes neither noise nor jitter: with any, it chooses from logits that are made here (`choose`).
-        # A parametrised weight is like what it is made of, and is evaluated once.
+        # The kernel supports neither noise nor jitter. `next(self.parameters())` does not evaluate a parametrized
+        # weight, and its original has the same metadata.
         if not drawn and self.one_kernel and self.serves(x_SM, next(self.parameters())):
             return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
         return self.choose(*self.score(x_SM, *drawn))
@@ -411,17 +405,17 @@ class RouterGate(Gate):
         return (router_logits(x_SM, self.weight_EM),)
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Returns whether kernels serve these operands: tokens and a matrix like the gate's, or logits."""
-        # Kernels choose by themselves: where experts are given, or noted, plain torch does.
+        """Return whether kernels support these operands: tokens and a router matrix, or logits."""
+        # Kernels select experts on their own: given or recorded choices need PyTorch.
         return (
             uses_triton(tensors[0])
             and fits_kernels(self.experts, self.k)
             and has_kernels(*tensors)
-            and choosing() is None
+            and active_override() is None
         )
 
     def make_rule(self, score: str, *, normalize: bool, scale: float = 1.0, sequence: int | None = None) -> GateRule:
-        """Makes a `GateRule` for this gate's k, with the sums that its auxiliary losses need."""
+        """Return a `GateRule` for this gate's k, with the statistics its auxiliary losses need."""
         balance = "balance" in self.aux
         return GateRule(
             self.k,
@@ -429,13 +423,13 @@ class RouterGate(Gate):
             normalize=normalize,
             scale=scale,
             statistics=balance,
-            # Sums per sequence are asked for only where a loss needs them: the kernel writes them for each.
+            # Sums per sequence cost kernel writes.
             sequence=sequence if balance else None,
             logsumexp="z" in self.aux,
         )
 
     def routing_of(self, choice: GateChoice, other_losses: Mapping[str, Callable[[], Tensor]] | None = None) -> Routing:
-        """Makes the routing of a choice that `fusedmoe.autograd.gate` made by this gate's rule."""
+        """Build the routing of a choice made by `fusedmoe.autograd.gate` with this gate's rule."""
 
         def balance() -> Tensor:
             assert choice.score_BE is not None and choice.count_BE is not None
@@ -450,9 +444,9 @@ class RouterGate(Gate):
 
 
 class _RouterLogits(Function):
-    # nn.functional.linear on a cast copy would keep that copy, S·M·4 bytes, alive until backward.
+    # F.linear on a cast copy would keep this copy, S·M·4 bytes, alive until backward.
 
-    operation, twice = "router_logits, the product of a gate", True
+    operation, double_backward = "router_logits, the product of a gate", True
 
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -475,10 +469,10 @@ class _RouterLogits(Function):
 
 
 def router_logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x · weightᵀ in `router_dtype(x)`: [S, M] and [E, M], each of any float dtype, give [S, E].
+    """Compute x·weightᵀ in `router_dtype(x)`: [S, M] and [E, M] of any float dtypes give [S, E].
 
-    Saves `x_SM` and `weight_EM` themselves for backward, no cast copies. Gradients come in the inputs' dtypes.
-    Differentiable twice where plain torch serves, once where Triton does.
+    Saves `x_SM` and `weight_EM` for backward, without cast copies. Gradients have the inputs' dtypes. Supports double
+    backward in plain PyTorch, but not in Triton.
     """
     if uses_triton(x_SM) and has_kernels(x_SM, weight_EM):
         return router_product(x_SM, weight_EM)

@@ -1,4 +1,4 @@
-"""Gates that learn nothing: Hash, whose experts follow from the token alone, and Random."""
+"""Gates without parameters: Hash, which maps tokens to fixed experts, and Random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusedmoe.gates.topk import top_experts
 
 
 def _wrap(value: int) -> int:
-    """`value` modulo 2^64 as a signed 64-bit integer."""
+    """Return `value` modulo 2^64 as a signed 64-bit integer."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -22,22 +22,20 @@ _SECOND = _wrap(0x94D049BB133111EB)
 
 
 class Hash(Gate):
-    """Experts from a fixed random hash (Roller et al. 2021, Hash Layers).
+    """Fixed random hash of tokens to experts (Roller et al. 2021, Hash Layers).
 
-    Every pair (token, expert) has a hash; the token goes to the k experts with the highest ones, which are distinct and
-    uniform over all k-subsets. The hash is the 64-bit finaliser of splitmix64, so that it is the same on every device,
-    in every process and in every version; `seed` gives another one (a different one per layer, say).
+    Every (token, expert) pair has a hash. A token is routed to the k experts with the highest hashes, which are uniform
+    over all k-subsets. The hash is the 64-bit finalizer of splitmix64, equal on every device, process and version;
+    `seed` selects another one (for example per layer).
 
-    What is hashed: the ids in the attribute `token_ids` when it is set (any integer tensor with S elements, in the
-    order of the tokens that this gate sees; it stays set until the caller replaces it), as in the paper. Otherwise the
-    token's row, rounded to bfloat16: equal rows go to equal experts and the result does not depend on the batch, but
-    any change of the row reshuffles it. Use ids in a model that trains.
+    The hash is of the ids in the attribute `token_ids` if set, as in the paper: an integer tensor with S elements in
+    token order, valid until replaced. Otherwise it is of the token's row rounded to bfloat16: equal rows select equal
+    experts, but any change of a row reshuffles them. Use ids for training.
 
-    weight = 1/k, a constant: the router has no parameters, no logits and no losses.
-    Random: nothing.
+    The weight is the constant 1/k. No parameters, logits, losses or random numbers.
 
-    Raises (forward):
-        ConfigError: `token_ids` does not hold one id per token.
+    Raises:
+        ConfigError: in forward, if `token_ids` does not have one id per token.
     """
 
     splits: ClassVar[bool] = True
@@ -48,13 +46,13 @@ class Hash(Gate):
         self.token_ids: Tensor | None = None
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        # Ids belong to the whole batch, as random numbers do: micro-batches take their part of them.
+        # Ids are per batch like random numbers, so micro-batches slice them.
         return () if self.token_ids is None else (self._id_keys(self.token_ids, x_SM),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
             key_S = drawn[0] if drawn else self._row_keys(x_SM)
-            # Each expert's salt is far from the others', and from those of another seed.
+            # Salts of different experts and seeds are far apart.
             salt_E = _mix(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
             expert_SK = top_experts(_mix(_mix(key_S)[:, None] + salt_E), self.k)
         return expert_SK, constant_weights(self, x_SM)
@@ -71,24 +69,22 @@ class Hash(Gate):
         return token_ids.reshape(-1).to(device=x_SM.device, dtype=torch.int64)
 
     def _row_keys(self, x_SM: Tensor) -> Tensor:
-        # + 0.0 makes the two zeros one. 32-bit integers wrap around, so that the order of the additions is free.
+        # + 0.0 maps -0 to 0. int32 addition wraps around, so the summation order does not matter.
         bits_SM = (x_SM.to(torch.bfloat16) + 0.0).view(torch.int16)
         factor_M = _mix(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
         return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
 
 
 class Random(Gate):
-    """k distinct experts per token, uniformly at random (Zuo et al. 2022, THOR; Lancet's random gate).
+    """Uniformly random k distinct experts per token (Zuo et al. 2022, THOR; Lancet's random gate).
 
-    weight = 1/k, a constant: the router has no parameters, no logits and no losses.
-    Random: the choice, in training and in evaluation, from the default generator of the input's device (S·E uniform
-    draws); `torch.manual_seed` repeats it.
+    The weight is the constant 1/k. No parameters, logits or losses. Random: the choice, in training and evaluation,
+    from the default generator of the input's device (S·E uniform draws); reproducible with `torch.manual_seed`.
     """
 
     splits: ClassVar[bool] = True
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        # The k highest of E uniform numbers are a uniform subset, without a loop over tokens.
         return (torch.rand(x_SM.shape[0], self.experts, dtype=torch.float32, device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
@@ -100,12 +96,10 @@ class Random(Gate):
 
 
 def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
-    """1/k for every slot."""
     return torch.full((x_SM.shape[0], gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
 
 
 def _mix(value: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, element by element; products wrap around."""
     value = (value ^ _logical_shift(value, 30)) * _FIRST
     value = (value ^ _logical_shift(value, 27)) * _SECOND
     return value ^ _logical_shift(value, 31)

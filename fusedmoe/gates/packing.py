@@ -1,4 +1,4 @@
-"""Checks of packed sequences, for a balance loss in each of them."""
+"""Validation of packed sequences (`cu_seqlens`), for balance losses per sequence."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import require_values
 from fusedmoe.errors import ConfigError
-from fusedmoe.gates.base import Gate, said_beside
+from fusedmoe.gates.base import Gate, trait_applies
 from fusedmoe.losses import Packing
 
 _VALUES = "cu_seqlens must ascend from 0 to the number of tokens"
 
 
 def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
-    """Check `cu_seqlens` and assign each token of x, [..., M], to its sequence. Never synchronizes with the device.
+    """Validate `cu_seqlens` and assign each token of x, [..., M], to its sequence, without device synchronization.
 
     Raises:
-        ConfigError: the gate takes no loss per packed sequence, or `cu_seqlens` has another dtype, shape or device, or
-            other values. On CUDA and in a graph an assertion on the device checks the values.
+        ConfigError: the gate has no loss per packed sequence, or `cu_seqlens` has an invalid dtype, shape, device or
+            values. On CUDA and in a graph a device-side assertion checks the values.
     """
     tokens, name = x.shape[:-1].numel(), type(gate).__name__
-    if not gate.packs or not said_beside(type(gate), "packs", ("forward", "route", "choose")):
-        raise ConfigError(f"MoELayer got cu_seqlens, but its {name} gate takes no loss per sequence; DeepSeekV3 does")
+    if not gate.packs or not trait_applies(type(gate), "packs", ("forward", "route", "choose")):
+        raise ConfigError(f"MoELayer got cu_seqlens, but its {name} gate has no loss per sequence; use DeepSeekV3")
     if gate.loss_sequence is not None:
         raise ConfigError(
-            f"MoELayer got cu_seqlens, but its {name} gate takes its loss in sequences of {gate.loss_sequence} tokens; "
-            "make the gate without `sequence`"
+            f"MoELayer got cu_seqlens, but its {name} gate computes its loss per {gate.loss_sequence} tokens; create "
+            "the gate without `sequence`"
         )
     if (
         not isinstance(cu_seqlens, Tensor)
@@ -39,8 +39,8 @@ def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
         is_tensor = isinstance(cu_seqlens, Tensor)
         got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
         raise ConfigError(
-            f"MoELayer got cu_seqlens that are {got}; it takes int32 or int64 [sequences + 1], the first token of each "
-            f"sequence and then the number of tokens, {tokens}"
+            f"MoELayer: cu_seqlens must be int32 or int64 [sequences + 1], the first token of each sequence and then "
+            f"the number of tokens, {tokens}; got {got}"
         )
     if cu_seqlens.device != x.device and cu_seqlens.device.type != "cpu":
         raise ConfigError(
@@ -55,5 +55,5 @@ def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
             given = f"{starts[:8]}"[:-1] + (", …]" if len(starts) > 8 else "]")
             raise ConfigError(f"MoELayer: {_VALUES}, {tokens}; got {given} that ends with {starts[-1]}")
     ends_B = cu_seqlens[1:].to(x.device, torch.long)
-    # The number of sequences that end at or before a token: empty sequences are skipped.
+    # A token's sequence is the number of sequences that end at or before it; this skips empty sequences.
     return Packing(torch.searchsorted(ends_B, torch.arange(tokens, device=x.device), right=True), len(ends_B))

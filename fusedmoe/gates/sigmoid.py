@@ -1,4 +1,4 @@
-"""Gates by sigmoids of logits: BASE layers' and StableMoE's, and DeepSeek-V3's, whose bias balances without a loss."""
+"""Sigmoid gates: that of BASE layers and StableMoE, and DeepSeek-V3's with loss-free balancing by a bias."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import GateRule
 from fusedmoe.gates.base import RouterGate, Routing, check_count
-from fusedmoe.gates.topk import pick, top_experts
-from fusedmoe.kernels.gate import share_of_sum
+from fusedmoe.gates.topk import gather_selected, top_experts
+from fusedmoe.kernels.gate import GateRule, normalize_by_sum
 from fusedmoe.losses import Packing, balance_loss, packed_balance_loss, z_loss
 
 
 class Sigmoid(RouterGate):
-    """The k highest logits, each weighted by its sigmoid (Lewis et al. 2021, BASE; Dai et al. 2022, StableMoE).
+    """Top-k of the logits, each weighted by its sigmoid (Lewis et al. 2021, BASE; Dai et al. 2022, StableMoE).
 
-    h = x·Wᵀ, weight = σ(h) of the chosen, not normalised over them: a helpful expert raises its own score without
-    lowering another's. Between equal logits the lower expert wins. The choice is greedy, as in StableMoE and in BASE's
-    evaluation; BASE's balanced assignment in training is not part of the gate.
+    h = x·Wᵀ, weight = σ(h) of the selected experts, not normalized. Ties select the lower index. The choice is greedy,
+    as in StableMoE and in BASE's evaluation; BASE's balanced assignment in training is not included.
 
-    Random: nothing. Parameters: `weight_EM` [E, M].
-    Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k choices), "z". Default: none.
+    Parameters: `weight_EM` [E, M]. Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k
+    choices), "z". Default: none.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
@@ -35,35 +33,34 @@ class Sigmoid(RouterGate):
         (logits_SE,) = scores
         expert_SK = top_experts(logits_SE, self.k)
         terms = {
-            "balance": lambda: balance_loss(share_of_sum(logits_SE.sigmoid()), expert_SK),
+            "balance": lambda: balance_loss(normalize_by_sum(logits_SE.sigmoid()), expert_SK),
             "z": lambda: z_loss(logits_SE),
         }
-        return self.routing(expert_SK, pick(logits_SE, expert_SK).sigmoid(), logits_SE, terms)
+        return self.routing(expert_SK, gather_selected(logits_SE, expert_SK).sigmoid(), logits_SE, terms)
 
 
 class DeepSeekV3(RouterGate):
-    """Sigmoid scores with a bias for the choice only (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2).
+    """Sigmoid gate with a bias for the selection only (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2).
 
-    s = σ(x·Wᵀ). Chosen by s + bias: first the `groups_kept` groups of E/groups neighbouring experts with the highest
-    sum of their two best, then the k best experts inside them; the lower index wins between equals. The weight comes
-    from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times `route_scale`. A sum below 1e-20
-    counts as one: where all chosen scores underflow, weights and gradients are zero.
+    s = σ(x·Wᵀ). Selects by s + bias: first the `groups_kept` of the `groups` groups of E/groups consecutive experts
+    with the highest sum of their two best experts, then the k best experts in these groups; ties by lower index. The
+    weight is s without the bias, times `route_scale`, and if `normalize` and k > 1 divided by Σ s over the selected
+    experts. A sum below 1e-20 counts as one: if all selected scores underflow, weights and gradients are zero.
 
-    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load): experts with too many tokens
-    become less likely. No gradient reaches the bias. It stays float32, whatever a module is cast to or loads.
+    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load). The bias has no gradient. It
+    stays float32, whatever dtype the module is cast to or loads.
 
-    Random: nothing. Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict.
-    Losses: "balance" on s divided by its sum over all experts, share of all k choices (the paper's eq. 17–20 when
-    `sequence` is given), "z". Default: none.
+    Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict. Losses: "balance" on s divided by
+    its sum over all experts, share of all k choices (the paper's eq. 17–20 with `sequence`), "z". Default: none.
 
     Args:
-        groups: number of expert groups, divides E (V3: 8 of 256 experts, one group per node).
-        groups_kept: groups that a token may use (V3: 4); None: all.
+        groups: number of expert groups, divides E (V3: 8 for 256 experts, one per node).
+        groups_kept: groups available to a token (V3: 4); None: all.
         normalize: divide the weights of a token by their sum (k > 1).
         route_scale: factor on the weights (V3: 2.5).
-        bias_rate: step of the bias (V3: 0.001); 0 leaves it.
-        sequence: tokens per sequence, for a balance loss per sequence, which a mask may leave out but not cut; None:
-            over all tokens of the rank, or per packed sequence where `MoELayer` is called with `cu_seqlens`.
+        bias_rate: step of the bias (V3: 0.001); 0 keeps it constant.
+        sequence: tokens per sequence for a balance loss per sequence; a mask may exclude only whole sequences. None:
+            over all tokens of the rank, or per packed sequence if `MoELayer` is called with `cu_seqlens`.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
@@ -90,7 +87,7 @@ class DeepSeekV3(RouterGate):
         check_count(self, "groups_kept", groups_kept)
         self.require(experts % groups == 0, f"{experts} experts do not divide into {groups} groups")
         self.require(groups_kept <= groups, f"groups_kept = {groups_kept} is more than its {groups} groups")
-        # Fewer would leave a token with the same expert twice, or with one outside its groups.
+        # With fewer reachable experts a token would get duplicates, or experts outside its groups.
         reachable = groups_kept * (experts // groups)
         self.require(k <= reachable, f"k = {k} is more than the {reachable} experts of {groups_kept} groups")
         self.require(0 <= bias_rate < torch.inf, f"bias_rate must be at least 0, got {bias_rate}")
@@ -107,7 +104,7 @@ class DeepSeekV3(RouterGate):
     def setup(
         self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        # Before the parameters: `reset_parameters`, which sets it to zero, is called at the end of `setup`.
+        # Before the parameters: `setup` ends with `reset_parameters`, which zeroes the bias.
         if self.model_dim is None:
             self.register_buffer("bias_E", torch.zeros(self.experts, dtype=torch.float32, device=device))
         super().setup(model_dim, device=device, dtype=dtype)
@@ -122,7 +119,7 @@ class DeepSeekV3(RouterGate):
 
     @property
     def one_kernel(self) -> bool:
-        return self.groups_kept == self.groups  # the kernel knows no groups
+        return self.groups_kept == self.groups  # the kernel does not support groups
 
     def rule(self) -> GateRule:
         normalize = self.normalize and self.k > 1
@@ -139,16 +136,15 @@ class DeepSeekV3(RouterGate):
 
     def _choose(self, logits_SE: Tensor, *, packing: Packing | None = None) -> Routing:
         score_SE = logits_SE.sigmoid()
-        # The bias enters the choice alone: the weight that the loss sees is the score's, without it.
-        expert_SK = self._best(score_SE.detach() + self.bias_E.to(score_SE.dtype))
+        expert_SK = self._select_in_groups(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)
         if self.normalize and self.k > 1:
-            weight_SK = share_of_sum(weight_SK)
+            weight_SK = normalize_by_sum(weight_SK)
 
         def balance() -> Tensor:
             if packing is not None:
-                return packed_balance_loss(share_of_sum(score_SE), expert_SK, packing)
-            return balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence)
+                return packed_balance_loss(normalize_by_sum(score_SE), expert_SK, packing)
+            return balance_loss(normalize_by_sum(score_SE), expert_SK, sequence=self.sequence)
 
         terms = {
             "balance": balance,
@@ -156,11 +152,10 @@ class DeepSeekV3(RouterGate):
         }
         return self.routing(expert_SK, weight_SK * self.route_scale, logits_SE, terms)
 
-    def _best(self, biased_SE: Tensor) -> Tensor:
+    def _select_in_groups(self, biased_SE: Tensor) -> Tensor:
         if self.groups_kept == self.groups:
             return top_experts(biased_SE, self.k)
         size = self.experts // self.groups
-        # A group counts by the sum of its two best experts; those outside the groups kept are never chosen.
         best_SG2 = biased_SE.unflatten(1, (self.groups, size)).topk(min(2, size), dim=2).values
         kept_SG = top_experts(best_SG2.sum(2), self.groups_kept)
         outside_SG = torch.ones(best_SG2.shape[:2], dtype=torch.bool, device=biased_SE.device)
@@ -169,25 +164,23 @@ class DeepSeekV3(RouterGate):
         return top_experts(biased_SE.masked_fill(outside_SE, -torch.inf), self.k)
 
     def update(self, load_E: Tensor) -> None:
-        """Moves the bias by ±`bias_rate` towards an even load.
+        """Move the bias by ±`bias_rate` towards an even load.
 
-        Args:
-            load_E: [E] tokens that chose each expert in the step, summed over all ranks (every rank passes
-                the same).
+        `load_E`: [E] tokens that selected each expert in the step, summed over all ranks.
 
         Raises:
-            ConfigError: not [E], or before `setup`.
+            ConfigError: wrong shape, or before `setup`.
         """
         self.require(self.model_dim is not None, "no bias yet: call setup(model_dim) before update()")
         self.require(load_E.shape == (self.experts,), f"load must be [{self.experts}], got {list(load_E.shape)}")
-        # In float64: a mean of counts must not round an even load to a step.
+        # In float64: rounding the mean must not turn an even load into a step.
         with torch.no_grad():
             self._widen()  # `bias_E.data` and the attribute can be assigned in any dtype
             load_E = load_E.to(device=self.bias_E.device, dtype=torch.float64)
             self.bias_E += self.bias_rate * (load_E.mean() - load_E).sign()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # A cast of the module must not reach the bias: near 1, bfloat16 cannot hold a step of 0.001.
+        # Module casts must not affect the bias: near 1, bfloat16 cannot represent a step of 0.001.
         before = getattr(self, "bias_E", None)
         module = super()._apply(fn, recurse)
         if before is not None and self.bias_E.dtype != torch.float32:
@@ -196,9 +189,8 @@ class DeepSeekV3(RouterGate):
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
-        self._widen()  # `assign=True` takes the state's own tensors
+        self._widen()  # `assign=True` uses the state's tensors
 
     def _widen(self) -> None:
-        """Convert the bias to float32; there is none before `setup`."""
         if getattr(self, "bias_E", None) is not None and self.bias_E.dtype != torch.float32:
             self.bias_E = self.bias_E.float()

@@ -1,4 +1,4 @@
-"""Gates by a softmax of logits: top-k, Switch, Batch-Prioritised routing, GShard's noisy gate, X-MoE's cosine gate."""
+"""Softmax gates: top-k, Switch, Batch-Prioritised Routing, GShard's noisy gate, and X-MoE's cosine gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
+from fusedmoe.autograd.gate import gate_from_logits
 from fusedmoe.gates.base import (
     INIT_STD,
     RouterGate,
@@ -22,8 +22,9 @@ from fusedmoe.gates.base import (
     router_logits,
     unit_vectors,
 )
-from fusedmoe.gates.choosing import OF_THREAD, choosing
+from fusedmoe.gates.choice_override import THREAD_STATE, active_override
 from fusedmoe.kernels.derivatives import linear
+from fusedmoe.kernels.gate import GateChoice, GateRule
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -31,20 +32,19 @@ _MAX_LOG_SCALE = math.log(100.0)
 
 
 class TopK(RouterGate):
-    """Softmax over all experts, the k most probable ones (Shazeer et al. 2017; Mixtral, Tutel).
+    """Softmax over all experts, then top-k (Shazeer et al. 2017; Mixtral, Tutel).
 
-    p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p; weight = p of the chosen, divided by their sum when
-    `normalize` and k > 1. Between equal logits the lower expert wins. With k = 1 the weight stays p, or the router
-    would get no gradient.
+    p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p, ties by lower index; weight = p of the selected experts,
+    divided by their sum if `normalize` and k > 1. With k = 1 the weight stays p: otherwise the router would get no
+    gradient.
 
-    Random: the noise, in training only and only when `noise` > 0 (one draw per token and expert).
-    Parameters: `weight_EM` [E, M].
-    Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the probabilities
-    without noise, load as Shazeer's: the threshold of an expert leaves that expert out).
+    Random: the noise, in training only if `noise` > 0 (one draw per token and expert). Parameters: `weight_EM` [E, M].
+    Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the noise-free
+    probabilities; Shazeer's load, whose threshold for an expert excludes that expert).
 
     Args:
         normalize: divide the weights of a token by their sum (k > 1).
-        noise: multiple of 1/E that is the standard deviation of the noise on the logits (V-MoE uses 1).
+        noise: standard deviation of the noise on the logits in units of 1/E (V-MoE uses 1).
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
@@ -64,7 +64,7 @@ class TopK(RouterGate):
         self.require(0 <= noise < torch.inf, f"noise must be at least 0, got {noise}")
         self.require(
             noise > 0 or "importance_load" not in self.aux,
-            "the load-and-importance loss is defined by the noise: give noise > 0",
+            "the loss 'importance_load' requires noise: pass noise > 0",
         )
         self.normalize = normalize
         self.noise = noise
@@ -82,7 +82,7 @@ class TopK(RouterGate):
         return (torch.randn(x_SM.shape[0], self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """Logits without noise; where noise was drawn, also those with it."""
+        """Return the noise-free logits and, if noise was drawn, the noisy logits."""
         clean_SE = router_logits(x_SM, self.weight_EM)
         return (clean_SE, *(clean_SE + noise_SE * (self.noise / self.experts) for noise_SE in drawn))
 
@@ -90,18 +90,17 @@ class TopK(RouterGate):
         clean_SE, logits_SE = scores[0], scores[-1]
 
         def importance_load() -> Tensor:
-            std = self.noise / self.experts  # Shazeer's load is smooth in the logits by the noise's distribution
+            std = self.noise / self.experts  # Shazeer's load is smooth in the logits through the noise distribution
             return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
-        # From here on as `fusedmoe.autograd.gate` does it, which also gives the sums that the losses need.
         if self.serves(logits_SE):
             return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)
-        # The probabilities of all experts are kept only where weights or losses are made of them.
+        # Compute the probabilities of all experts only if weights or losses need them.
         prob_SE = None
         if self.normalize and self.k > 1:
-            # softmax over the chosen logits is p / Σp of the chosen, without the underflow of p
-            weight_SK = pick(logits_SE, expert_SK).softmax(1)
+            # Softmax over the selected logits is p / Σp, without underflow of p.
+            weight_SK = gather_selected(logits_SE, expert_SK).softmax(1)
         else:
             prob_SE = logits_SE.softmax(1)
             weight_SK = prob_SE.gather(1, expert_SK)
@@ -114,19 +113,19 @@ class TopK(RouterGate):
 
 
 class Switch(TopK):
-    """One expert per token, weighted by its probability (Fedus et al. 2022, Switch Transformer).
+    """Top-1 gate weighted by the expert's probability (Fedus et al. 2022, Switch Transformer).
 
-    In training x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element, so that the router explores;
-    then p = softmax(x·Wᵀ), the expert is argmax p, and its weight p.
+    In training, x is first multiplied by U(1 − jitter, 1 + jitter), one draw per element. Then p = softmax(x·Wᵀ), the
+    expert is argmax p, and its weight p.
 
-    Random: the jitter, in training only (S·M draws; it and the jittered input are kept for backward).
-    Parameters: `weight_EM` [E, M]. Losses: "balance" (the paper's), "z".
+    Random: the jitter, in training only (S·M draws; saved for backward with the jittered input). Parameters:
+    `weight_EM` [E, M]. Losses: "balance" (as in the paper), "z".
 
     Args:
-        jitter: 0 ≤ jitter < 1; 0 turns it off.
+        jitter: 0 ≤ jitter < 1; 0 disables it.
     """
 
-    # No "importance_load": that loss is defined by noise on the logits, and Switch's is on x.
+    # "importance_load" needs noise on the logits; Switch jitters x.
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
 
     def __init__(
@@ -148,20 +147,18 @@ class Switch(TopK):
         return (factor_SM.uniform_(1 - self.jitter, 1 + self.jitter),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        # One factor, or none in evaluation; in float32, so that x is not rounded to half precision again.
+        # In float32: x is not rounded to half precision again.
         for factor_SM in drawn:
             x_SM = x_SM * factor_SM
         return super().score(x_SM)
 
 
 class BatchPrioritised(TopK):
-    """Top-k in which the surest tokens are placed first (Riquelme et al. 2021, V-MoE, algorithm 2).
+    """Top-k gate that keeps the most confident tokens first (Riquelme et al. 2021, V-MoE, algorithm 2).
 
-    As `TopK`, and `priority_S` = max_e p_e: when an expert is full, the tokens with the lowest priority are dropped
-    instead of the last ones. V-MoE uses `noise` = 1 and weights that are not normalised (the default here). A token's
-    fate depends on the whole batch.
-
-    Random, parameters, losses: those of `TopK`.
+    Like `TopK` with `priority_S` = max_e p_e: a full expert drops the tokens with the lowest priority instead of the
+    last tokens. V-MoE uses `noise` = 1 and unnormalized weights (the default here). Random, parameters, losses: as in
+    `TopK`.
     """
 
     def __init__(
@@ -177,11 +174,11 @@ class BatchPrioritised(TopK):
         super().__init__(experts, k, capacity_factor, normalize=normalize, noise=noise, aux=aux)
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
-        # A route of its own, and so a gate that cannot be split: which tokens are dropped depends on all of the rank's.
+        # Overriding `route` makes the gate unsplittable: dropping depends on all tokens of the rank.
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
-        # Weights that are not normalised begin with the highest probability already, but for experts that were given.
-        if (self.normalize and self.k > 1) or choosing() is not None:
+        # The first unnormalized weight is the highest probability, unless experts were given.
+        if (self.normalize and self.k > 1) or active_override() is not None:
             assert routing.logits_SE is not None
             priority_S = routing.logits_SE.softmax(1).amax(1)
         else:
@@ -190,17 +187,16 @@ class BatchPrioritised(TopK):
 
 
 class GShard(RouterGate):
-    """Noisy top-k with learned noise (Shazeer et al. 2017, eq. 3–5; FSMoE §2.1 under GShard's name).
+    """Noisy top-k with learned noise (Shazeer et al. 2017, eq. 3–5; called GShard in FSMoE §2.1).
 
     h = x·W_gᵀ + N(0,1)·softplus(x·W_noiseᵀ), weight = softmax(KeepTopK(h, k)), where KeepTopK sets all but the k
-    highest to −∞. Between equal h the lower expert wins. With k = 1 the weight is the constant 1, and
-    the router learns from the auxiliary losses alone: that is the equation; `Switch` is the gate for k = 1.
+    highest to −∞; ties by lower index. With k = 1 the weight is the constant 1 and only auxiliary losses train the
+    router: use `Switch`.
 
-    Random: the noise, in training only (one draw per token and expert); in evaluation h = x·W_gᵀ.
-    Parameters: `weight_EM` [E, M]; `noise_weight_EM` [E, M], zero at the start as in the paper (a standard deviation of
-    ln 2 everywhere).
-    Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (the paper's: importance from
-    the weights, load from the learned noise), "z" (of h).
+    Random: the noise, in training only (one draw per token and expert); in evaluation h = x·W_gᵀ. Parameters:
+    `weight_EM` [E, M]; `noise_weight_EM` [E, M], initially zero as in the paper (a standard deviation of ln 2
+    everywhere). Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (as in the paper:
+    importance from the weights, load from the learned noise), "z" (of h).
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
@@ -217,12 +213,12 @@ class GShard(RouterGate):
 
     def reset_parameters(self) -> None:
         fill_normal(self.weight_EM, INIT_STD)
-        # softplus(0) = ln 2 everywhere: all experts explore alike until the router has learned otherwise.
+        # softplus(0) = ln 2: initially all experts explore equally.
         nn.init.zeros_(self.noise_weight_EM)
 
     @property
     def one_kernel(self) -> bool:
-        return False  # the noise has a matrix of its own
+        return False  # the noise has its own matrix
 
     def rule(self) -> GateRule:
         return self.make_rule("softmax", normalize=True)
@@ -233,9 +229,9 @@ class GShard(RouterGate):
         return (torch.randn(x_SM.shape[0], self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """Noisy logits; where they are used, also those without noise and its standard deviation."""
+        """Return noisy logits and, in training or for the loss, noise-free logits and the noise's deviation."""
         if self.training or "importance_load" in self.aux:
-            # one product for both: x is read once, its gradient written once
+            # A single GEMM reads x and writes its gradient once.
             both = router_logits(x_SM, torch.cat((self.weight_EM, self.noise_weight_EM)))
             clean_SE, raw_SE = both.split(self.experts, dim=1)
             std_SE = nn.functional.softplus(raw_SE)
@@ -251,11 +247,11 @@ class GShard(RouterGate):
             expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
         else:
             expert_SK = top_experts(noisy_SE, self.k)
-            weight_SK = pick(noisy_SE, expert_SK).softmax(1)
+            weight_SK = gather_selected(noisy_SE, expert_SK).softmax(1)
 
         def importance_load() -> Tensor:
             _, clean_SE, std_SE = scores
-            # Importance is of the gate's values, zero where an expert was not chosen.
+            # Gate values are zero for experts not selected.
             gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
             return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
 
@@ -270,23 +266,21 @@ class GShard(RouterGate):
 
 
 class XMoE(TopK):
-    """Cosine between a low-dimensional projection and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
+    """Cosine similarity of low-dimensional token projections and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
 
-    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without noise. A side
-    shorter than 1e-4, as of an all-zero token, is not divided by its length: its gradient keeps its size. The low
-    dimension and the normalisation keep token representations from collapsing towards the experts' embeddings. τ is
-    learned as log(1/τ), bounded to 1/τ ≤ 100.
+    s_e = cos(W_proj·x, w_e) / τ, p = softmax(s); then as in `TopK` without noise. Vectors shorter than 1e-4 (all-zero
+    tokens) are not normalized, to bound their gradient. The low dimension and the normalization prevent representation
+    collapse towards the expert embeddings. τ is learned as log(1/τ), with 1/τ ≤ 100.
 
-    Random: nothing. Losses: "balance" (share of all k choices), "z".
-    Parameters: `proj_PM` [P, M] normal with standard deviation 1/√M; `expert_EP` [E, P] normal (only its direction
-    matters); `log_scale` [1].
+    Losses: "balance" (share of all k choices), "z". Parameters: `proj_PM` [P, M] normal with standard
+    deviation 1/√M; `expert_EP` [E, P] normal (only its direction matters); `log_scale` [1].
 
     Args:
-        proj_dim: P, dimension in which tokens and experts are compared (the authors' code uses 16).
-        temperature: τ at the start, at least 0.01.
+        proj_dim: P, dimension of the projections (the authors' code uses 16).
+        temperature: initial τ, at least 0.01.
     """
 
-    # As in the paper there is no noise, which "importance_load" would need.
+    # "importance_load" needs noise, which the paper does not use.
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
     proj_PM: nn.Parameter
     expert_EP: nn.Parameter
@@ -313,7 +307,7 @@ class XMoE(TopK):
         return {
             "proj_PM": (self.proj_dim, model_dim),
             "expert_EP": (self.experts, self.proj_dim),
-            "log_scale": (1,),  # not a scalar: fully sharded data parallelism splits dimension 0
+            "log_scale": (1,),  # not a scalar: FSDP shards dimension 0
         }
 
     def reset_parameters(self) -> None:
@@ -326,7 +320,6 @@ class XMoE(TopK):
         return False  # logits are cosines, not x·Wᵀ
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        # Both sides have length one: the product is the cosine, which 1/τ sharpens before the softmax.
         token_SP = unit_vectors(router_logits(x_SM, self.proj_PM), dim=1)
         expert_EP = unit_vectors(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
@@ -336,15 +329,15 @@ class XMoE(TopK):
 def noisy_load_importance(
     gate_SE: Tensor, clean_SE: Tensor, noisy_SE: Tensor, noise_std: Tensor | float, k: int
 ) -> Tensor:
-    """`load_importance_loss` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
+    """Compute `load_importance_loss` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
 
-    All tensors [S, E]; `noise_std` a number or a tensor.
+    All tensors are [S, E].
     """
     E = clean_SE.shape[1]
-    # Every expert is always chosen, so the load is even: there is no other one whose logit could be the threshold.
+    # All experts are always selected: the load is even, and no other expert defines a threshold.
     if k == E:
         return load_importance_loss(gate_SE, clean_SE.detach(), clean_SE.detach(), 1.0)
-    # The threshold leaves the expert out: for one that was chosen it is the first that was not, else the k-th.
+    # The threshold of a selected expert is the (k+1)-th value, that of another expert the k-th.
     best_SK = top_experts(noisy_SE, k + 1)
     value_SK = noisy_SE.gather(1, best_SK)
     chosen_SE = torch.zeros_like(noisy_SE, dtype=torch.bool).scatter_(1, best_SK[:, :k], True)
@@ -352,29 +345,28 @@ def noisy_load_importance(
     return load_importance_loss(gate_SE, clean_SE, threshold_SE, noise_std)
 
 
-# Measured on a CPU at 8192 tokens, k passes of max against one stable sort: 8 experts, k = 2: 0.3 and 0.8 ms;
-# 512 experts, k = 16: 45 and 165 ms.
+# CPU, 8192 tokens, k passes of max / one stable sort: 0.3 / 0.8 ms for 8 experts, k = 2; 45 / 165 ms for 512 experts,
+# k = 16.
 _MAX_PASSES = 32
 
 
 def top_experts(score_SE: Tensor, k: int) -> Tensor:
-    """The k highest columns of each row, best first; between equal scores the lower column wins.
+    """Return the k highest columns of each row, highest first, ties by lower column.
 
-    `torch.topk` leaves the order of equal scores open, so that two devices could route a token differently.
+    `torch.topk` leaves the order of equal scores unspecified; this order is equal on all devices. Not differentiable.
+    Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
 
     Args:
-        score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score, -inf as the lowest finite one, so that
-            the k columns of a row are distinct and in range whatever the scores are. No gradient.
+        score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score and -inf as the lowest finite one, so
+            the k columns of a row are always distinct and in range.
 
     Returns:
         [S, k] int64.
-
-    Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
     """
     score_SE = score_SE.detach()
-    choice = None if torch.compiler.is_compiling() else OF_THREAD.choosing
-    if choice is not None and choice.takes(score_SE):
-        return choice.top(score_SE, k, lambda: _top(score_SE, k))
+    choice = None if torch.compiler.is_compiling() else THREAD_STATE.override
+    if choice is not None and choice.is_selection(score_SE):
+        return choice.select(score_SE, k, lambda: _top(score_SE, k))
     return _top(score_SE, k)
 
 
@@ -387,20 +379,20 @@ def _top(score_SE: Tensor, k: int) -> Tensor:
     else:
         taken = torch.iinfo(score_SE.dtype).min
         lowest = taken + 1
-    # k passes of `max` leave the scores in place; a sort moves all E of them.
-    left_SE = score_SE.clamp(min=lowest)  # a copy; nothing in it is as low as a column already taken
+    # k passes of `max` keep the scores in place; a sort moves all E.
+    left_SE = score_SE.clamp(min=lowest)  # a copy, in which every value exceeds `taken`
     chosen = []
-    for place in range(k):
+    for choice in range(k):
         best_S1 = left_SE.max(dim=1, keepdim=True).indices  # documented: the first of equal maxima
         chosen.append(best_S1)
-        if place + 1 < k:
-            # Lower than the clamp: it cannot win again.
+        if choice + 1 < k:
+            # Below the clamp: not selected again.
             left_SE.scatter_(1, best_S1, taken)
     return torch.cat(chosen, dim=1)
 
 
-def pick(score_SE: Tensor, expert_SK: Tensor) -> Tensor:
-    """`score_SE.gather(1, expert_SK)` that does not keep the scores for backward, as torch's does for their shape."""
+def gather_selected(score_SE: Tensor, expert_SK: Tensor) -> Tensor:
+    """Gather the scores of selected experts. Unlike `Tensor.gather`, saves only the indices for backward."""
     shape = score_SE.shape
     return linear(
         score_SE,

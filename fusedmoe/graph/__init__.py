@@ -1,11 +1,8 @@
-"""Passes over captured training graphs (Lancet): all-to-alls of models that were not written for this library hide
-behind computation.
+"""Graph passes (Lancet): overlap the all-to-alls of any captured model with computation.
 
-    model = torch.compile(model, backend=fusedmoe.graph.backend)
+Usage: `model = torch.compile(model, backend=fusedmoe.graph.GraphBackend())`.
 """
 
-from fusedmoe.graph.compiler import GraphBackend, backend
-from fusedmoe.graph.operator_costs import OperatorCosts
-from fusedmoe.graph.planning import PassReport
+from fusedmoe.graph.compiler import GraphBackend
 
-__all__ = ["GraphBackend", "OperatorCosts", "PassReport", "backend"]
+__all__ = ["GraphBackend"]

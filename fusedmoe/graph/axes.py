@@ -1,38 +1,38 @@
-"""Axes along which operators can be split: those of the inputs that give chunks along an axis of the result.
+"""Axes along which operators can be split: the input axes whose chunks yield chunks along an axis of the result.
 
-    a result in chunks along                        needs in chunks
-    any axis of an elementwise operator            the same axis of its inputs; what is broadcast stays whole
-    view, reshape, squeeze, unsqueeze              the axis where the same elements lie
-    permute, transpose, t, expand, select, unbind  the axis that it was
+    result in chunks along                         required input chunks
+    any axis of an elementwise operator            same axis of its inputs; broadcast operands stay whole
+    view, reshape, squeeze, unsqueeze              axis with the same elements
+    permute, transpose, t, expand, select, unbind  corresponding axis
     rows or columns of mm, addmm                   rows of the first, or columns of the second factor
-    batch, rows or columns of bmm, baddbmm         the batch of both; rows of the first; columns of the second
-    sum, mean, amax, amin, argmax, argmin, any,    the axis that is left
+    batch, rows or columns of bmm, baddbmm         batch of both; rows of the first; columns of the second
+    sum, mean, amax, amin, argmax, argmin, any,    corresponding remaining axis
       all, var, prod
-    softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
+    softmax, log_softmax, cumsum, topk, sort,      same axis, unless it is the operation's
       gather, scatter, split, slice, cat, stack
-    cat, repeat, split, slice along their own      the same of all parts, where these are equally large
-    cumsum along its own axis, constant_pad_nd     the same, one chunk after the other
-      that moves rows on by one
-    native_layer_norm                              the same, if it is not normalised; weights stay whole
-    embedding, index_select, index (the first)     the indices, or the table's other axes
-    batch or heads of attention (CPU)              the same of queries, keys and values
-    all-to-all, and its wait                       the same, if it is not the first: that is of the ranks
+    cat, repeat, split, slice along their axis     same axis of all parts, if these are equally large
+    cumsum along its axis, constant_pad_nd         same axis, chunks in sequence
+      that shifts rows by one
+    native_layer_norm                              same axis, unless normalized; weights stay whole
+    embedding, index_select, index (the first)     indices, or the table's other axes
+    batch or heads of attention (CPU)              same axis of queries, keys and values
+    all-to-all, and its wait                       same axis, except the first, which counts ranks
 
-What is not in the table, and what draws random numbers or changes memory, is not split. All chunks are equally large.
+Other operators, and operators that draw random numbers or change memory, are not split. All chunks are equally large.
 
-Besides axes there are rows (`Rows`, Lancet's irregular axis). A product over the tokens that puts each token in a place
-of its own gives, of a chunk of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
-and the product that reads them back gives that chunk of the tokens again:
+Chunks may also be rows (`Rows`, Lancet's irregular axis). A GEMM over the tokens that assigns each token an exclusive
+slot maps a chunk of tokens to some rows of its result. All-to-alls send these rows, experts compute them, and the GEMM
+that reads them back yields the same chunk of tokens:
 
-    a result of which a chunk has some rows         needs
-    mm, bmm over the tokens                        the tokens of both factors in chunks
-    elementwise; view, permute; all-to-all         the same rows
-    mm, addmm, bmm, baddbmm of rows and weights    the same rows of the first factor
-    split, slice, chunk of what rows hold          the same rows
+    result with some rows per chunk                required inputs
+    mm, bmm over the tokens                        tokens of both factors in chunks
+    elementwise; view, permute; all-to-all         same rows
+    mm, addmm, bmm, baddbmm of rows and weights    same rows of the first factor
+    split, slice, chunk of the rows' contents      same rows
     and in chunks along the tokens:
-    mm, bmm over the places                        rows of the second factor, tokens of the first in chunks
+    mm, bmm over the slots                         rows of the second factor, tokens of the first in chunks
 
-Where tokens stand once for each choice, one choice after the other, a chunk has some tokens of each choice.
+If tokens are repeated once per choice, choice by choice, a chunk has some tokens of each choice.
 """
 
 from __future__ import annotations
@@ -45,30 +45,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_random, is_start, is_wait, mutates, name_of
+from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_mutating, is_random, is_start, is_wait, name_of
 
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
 _REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
-# Operators that go along one dimension, by the place of it among their arguments; and its default where it is not 0.
+# Argument position of the operator's dimension; defaults other than 0.
 _ALONG = {
     **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "sort", "slice"), 1),
     **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
 }
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
-# Operators that put equal parts together along a dimension, or take them apart.
+# Operators that concatenate or separate equal parts.
 _PARTS = frozenset({"cat", "repeat", "slice", "split"})
 PERMUTES = frozenset({"permute", "transpose", "t"})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
-# Of the ways to see a dimension as joined: the more there are, the longer the search.
+# Maximum number of `outer` factors tried per dimension: more lengthen the search.
 _OUTERS = 6
 
 
 class Axis(NamedTuple):
-    """Dimension `dim` seen as [outer, chunks, inner]; chunk j is [:, j, :]. `outer` is 1 where chunks are consecutive.
+    """Dimension `dim` viewed as [outer, chunks, inner]; chunk j is [:, j, :].
 
-    Where a reshape joins an axis with others (capacity with ranks, say), its chunks are no longer consecutive in the
-    joined dimension, but still elements that belong together.
+    `outer` is 1 for consecutive chunks, and larger after a reshape that joins the axis with a preceding dimension.
     """
 
     dim: int
@@ -76,37 +75,40 @@ class Axis(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Chunks are rows. Which of them a chunk has it knows itself, at run time; no two chunks have the same.
+    """Chunks are disjoint sets of rows, known only at run time.
 
-    `dims` count them, in order, without dimensions of size 1; what the others count a row holds. `trips`: the
-    all-to-alls that they have gone through, there and back.
+    Attributes:
+        dims: dimensions that count rows, in order, without dimensions of size 1. All other dimensions are a row's
+            contents.
+        hops: number of all-to-alls passed (dispatch, combine).
     """
 
     dims: tuple[int, ...]
-    trips: int
+    hops: int
 
 
 class OperatorSplit(NamedTuple):
-    """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
+    """One way to split an operator.
 
-    `crosses`: not 0 of a product that makes rows of a chunk of the tokens, or a chunk of the tokens of its rows: the
-    `outer` of the tokens' axis.
-    `carries`: a chunk needs the chunk before it, as in a running sum.
+    Attributes:
+        axis: axis along which all its results are in chunks.
+        inputs: axis of each input; None: every chunk needs the whole input.
+        crosses: for a GEMM from token chunks to rows or from rows to token chunks: `outer` of the token axis; else 0.
+        needs_previous: a chunk needs the previous chunk, as in a running sum.
     """
 
     axis: Axis | Rows
     inputs: dict[fx.Node, Axis | Rows | None]
     crosses: int = 0
-    carries: bool = False
+    needs_previous: bool = False
 
     @property
     def by_rows(self) -> bool:
-        """True where rows go in or out."""
         return any(isinstance(axis, Rows) for axis in (self.axis, *self.inputs.values()))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Returns the shape of a node's (first) tensor; None where there is none, or a size is not a plain number."""
+    """Return the shape of a node's first tensor; None without a tensor, or with symbolic sizes."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
@@ -116,13 +118,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of a node that is known to have one."""
     shape = shape_of(node)
     assert shape is not None
     return shape
 
 
-def fits(shape: Sequence[int], axis: Axis | Rows, chunks: int) -> bool:
+def can_split(shape: Sequence[int], axis: Axis | Rows, chunks: int) -> bool:
     if isinstance(axis, Rows):
         return bool(axis.dims) and 0 not in shape and all(shape[dim] > 1 for dim in axis.dims)
     return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * chunks) == 0
@@ -132,20 +133,20 @@ def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
     return [size // chunks if dim == axis.dim else size for dim, size in enumerate(shape)]
 
 
-def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
-    """Returns the axis of a reshape to `other` whose chunks hold the same elements; None where there is none."""
-    # The elements, in their order, lie in so many blocks, each of which is cut into the chunks. A dimension of `other`
-    # has the same blocks where the product of those in front of it divides their number.
+def reshape_axis(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
+    """Return the axis after a reshape to `other` whose chunks hold the same elements; None if there is none."""
+    # In element order there are `before` blocks, each cut into the chunks. A dimension of `other` has the same blocks
+    # if the product of the dimensions before it divides their number.
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
-        if prefix and before % prefix == 0 and fits(other, Axis(dim, before // prefix), chunks):
+        if prefix and before % prefix == 0 and can_split(other, Axis(dim, before // prefix), chunks):
             return Axis(dim, before // prefix)
     return None
 
 
-def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
-    """Returns the rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
+def reshape_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
+    """Return the rows after a reshape to `other`; None if a dimension joins counts and contents."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(other) if size != 1]
     dims: list[int] = []
@@ -160,43 +161,43 @@ def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | 
         if len(counting) > 1:
             return None
         dims += apart if counting == {True} else []
-    return Rows(tuple(dims), rows.trips)
+    return Rows(tuple(dims), rows.hops)
 
 
-def first_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
-    """Returns the axes along which an all-to-all can be split, and with `rows` also rows of it."""
+def all_to_all_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
+    """Return the axes along which an all-to-all can be split; with `rows`, also its rows."""
     shape = shape_of(node)
     if shape is None:
         return []
     found: list[Axis | Rows] = []
     if rows and 0 not in shape:
         counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
-        found += [Rows(dims, trips) for dims in dict.fromkeys(counting) if dims for trips in (1, 2)]
-    # Axes that begin inside of a joined dimension are not among them.
+        found += [Rows(dims, hops) for dims in dict.fromkeys(counting) if dims for hops in (1, 2)]
+    # Excludes axes that start inside a joined dimension.
     for dim in range(1, len(shape)):
-        outers = [outer for outer in range(1, shape[dim] // chunks + 1) if fits(shape, Axis(dim, outer), chunks)]
+        outers = [outer for outer in range(1, shape[dim] // chunks + 1) if can_split(shape, Axis(dim, outer), chunks)]
         found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
     return found
 
 
-def copies_of(node: fx.Node) -> int:
-    """Returns how many times the tokens of a product stand in it, one time after the other: once for each choice."""
+def repeats_of(node: fx.Node) -> int:
+    """Return the number of copies of the tokens in a GEMM operand: one per choice."""
     name, args, shape = name_of(node), node.args, shape_of(node)
     many: Any = args[0 if name == "cat" else 1] if name in ("cat", "repeat", "expand") and shape else ()
     if name == "cat" and _dim(args[1] if len(args) > 1 else 0, len(shape or ())) == 0:
         return len(many)
     if name == "repeat" or (name == "expand" and math.prod(shape or ()) > math.prod(shape_of(args[0]) or ())):  # type: ignore[arg-type]
         return int(many[0])
-    alike = (name in RESHAPES or name in PERMUTES or name in _LIKE) and len(node.all_input_nodes) == 1
-    return copies_of(node.all_input_nodes[0]) if alike else 1
+    is_unary = (name in RESHAPES or name in PERMUTES or name in _LIKE) and len(node.all_input_nodes) == 1
+    return repeats_of(node.all_input_nodes[0]) if is_unary else 1
 
 
-def outputs_from(
+def ways_from_input(
     node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, crossings: Sequence[int] = ()
 ) -> list[OperatorSplit]:
-    """Returns the ways to split `node` whose input `given` is in chunks along `axis`.
+    """Return the ways to split `node` if its input `given` is in chunks along `axis`.
 
-    `crossings`: numbers that `OperatorSplit.crosses` may be, for ways into rows and out of them.
+    `crossings`: values of `outer` of the token axis, for GEMMs between token chunks and rows; empty: no such GEMMs.
     """
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
@@ -204,60 +205,62 @@ def outputs_from(
     name = name_of(node)
     candidates: list[tuple[Axis | Rows, int]] = []
     if name in RESHAPES:
-        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, chunks)
+        found = (
+            reshape_rows(source, axis, shape) if isinstance(axis, Rows) else reshape_axis(source, axis, shape, chunks)
+        )
         candidates = [] if found is None else [(found, 0)]
     elif isinstance(axis, Rows):
-        moved = permuted(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
+        moved = permuted_dims(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
         dims = tuple(dim for dim, of in enumerate(moved) if of in axis.dims)
-        candidates = [(Rows(dims, axis.trips + is_all_to_all(node)), 0)]
+        candidates = [(Rows(dims, axis.hops + is_all_to_all(node)), 0)]
         if name in PRODUCTS:
-            candidates.append((Rows(_leading(shape), axis.trips), 0))
+            candidates.append((Rows(_leading(shape), axis.hops), 0))
             candidates += [(Axis(len(shape) - 2, outer), outer) for outer in crossings]
     else:
-        # Parts that are joined, or taken apart, have fewer blocks of their own.
+        # Parts that are concatenated or separated have fewer blocks.
         outers = {axis.outer}
         if name in _PARTS and source and all(source):
             outers |= {axis.outer * size // old for size, old in zip(shape[-len(source) :], source, strict=True)} - {0}
         candidates = [(Axis(dim, outer), 0) for dim in range(len(shape)) for outer in sorted(outers)]
         if name in PRODUCTS and axis.outer in crossings:
             candidates.append((Rows(_leading(shape), 0), axis.outer))
-    ways = [way for way in (way_of(node, *one, chunks=chunks) for one in candidates) if way is not None]
+    ways = [way for way in (split_way(node, *one, chunks=chunks) for one in candidates) if way is not None]
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -> OperatorSplit | None:
-    """Returns the way to split `node` that gives its (first) result in chunks along `axis`; None where none does."""
+def split_way(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -> OperatorSplit | None:
+    """Return the split of `node` that yields its result in chunks along `axis`; None if it cannot be split so."""
     shape = shape_of(node)
-    if shape is None or not fits(shape, axis, chunks) or is_random(node) or mutates(node):
+    if shape is None or not can_split(shape, axis, chunks) or is_random(node) or is_mutating(node):
         return None
     if node.target is operator.getitem:
         return None if crosses else _element(node, axis, chunks)
     if not isinstance(node.target, OPERATOR) or None in map(shape_of, node.all_input_nodes):
         return None
-    if node.target is torch.ops.aten.view.dtype:  # no reshape in spite of its name: bits as elements of another dtype
+    if node.target is torch.ops.aten.view.dtype:  # reinterprets bits as another dtype
         return None
     if crosses:
-        found = _crossed(node, axis, shape, crosses)
+        found = _token_row_gemm(node, axis, shape, crosses)
     else:
         found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
-    if not found or all(wanted is None for _, wanted in found):
+    if not found or all(input_axis is None for _, input_axis in found):
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
-    for source, wanted in found:
-        # An operator that takes a tensor twice needs the same chunks of it both times.
-        other = inputs.setdefault(source, wanted) != wanted
-        if other or wanted is not None and not fits(_shape(source), wanted, chunks):
+    for source, input_axis in found:
+        # An operator that reads a tensor twice needs the same chunks both times.
+        other = inputs.setdefault(source, input_axis) != input_axis
+        if other or input_axis is not None and not can_split(_shape(source), input_axis, chunks):
             return None
     for source in node.all_input_nodes:
         inputs.setdefault(source, None)
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         given = [one for one in value if one is not None]
-        if not all(isinstance(one, torch.Tensor) and fits(one.shape, axis, chunks) for one in given):
+        if not all(isinstance(one, torch.Tensor) and can_split(one.shape, axis, chunks) for one in given):
             return None
     carried = {"cumsum": lambda: _dim(node.args[1], len(shape)), "constant_pad_nd": lambda: _shifted(node)}
-    carries = isinstance(axis, Axis) and axis.dim == carried.get(name_of(node), lambda: None)()
-    return OperatorSplit(axis, inputs, crosses, carries)
+    needs_previous = isinstance(axis, Axis) and axis.dim == carried.get(name_of(node), lambda: None)()
+    return OperatorSplit(axis, inputs, crosses, needs_previous)
 
 
 def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | None:
@@ -265,7 +268,7 @@ def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | N
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if way_of(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
+    return None if split_way(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
 
 
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]
@@ -281,19 +284,19 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         return _joined(node, axis) if name in ("cat", "stack") else None
     source = _shape(first)
     if name in RESHAPES:
-        found = relocate(shape, axis, source, chunks)
+        found = reshape_axis(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(first, shape, axis))]
     if name in PERMUTES:
-        return [(first, Axis(permuted(name, args, len(shape))[axis.dim], axis.outer))]
+        return [(first, Axis(permuted_dims(name, args, len(shape))[axis.dim], axis.outer))]
     if name in PRODUCTS:
         return _product(name, args, shape, axis)
     if name in _ALONG:
-        place = _ALONG[name]
-        dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
+        index = _ALONG[name]
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
         if axis.dim == dim and name in ("slice", "split"):
             unit = _unit(node, dim)
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
@@ -303,7 +306,7 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         shifted = _shifted(node)
         return None if shifted is None or axis == Axis(shifted, axis.outer) != Axis(shifted) else [(first, axis)]
     if name == "repeat":
-        return _repeated(node, first, axis)
+        return _inputs_of_repeat(node, first, axis)
     if name in _REDUCES:
         return _reduced(node, first, source, axis)
     if name == "native_layer_norm":
@@ -316,11 +319,11 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
         dim = _dim(args[1] if len(args) > 1 else 0, len(source))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
-        alike = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
-        same = alike and len({_shape(tensor)[axis.dim] for tensor in tensors}) == 1
+        fits = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
+        same = fits and len({_shape(tensor)[axis.dim] for tensor in tensors}) == 1
         return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
     if name in ("embedding", "index_select", "index"):
-        return _looked_up(name, args, axis)
+        return _inputs_of_index(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         heads = len({_shape(tensor)[:2] for tensor in tensors}) == 1
         plain = "attn_mask" not in node.kwargs and (len(args) < 4 or args[3] == 0.0)
@@ -329,21 +332,21 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
 
 
 def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Returns the inputs of an operator that computes each row by itself."""
+    """Return the inputs of an operator that computes each row independently."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     source = _shape(first)
     if is_start(node):
-        # Equal shares, so that a row's place tells its rank; and the first dimension counts the ranks.
+        # Ranks in the first dimension with equal shares: a row's index determines its rank.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
-        return [(first, rows._replace(trips=rows.trips - 1))] if equal and rows.dims[0] == 0 and rows.trips else None
+        return [(first, rows._replace(hops=rows.hops - 1))] if equal and rows.dims[0] == 0 and rows.hops else None
     if name in RESHAPES:
-        found = same_rows(shape, rows, source)
+        found = reshape_rows(shape, rows, source)
         return None if found is None else [(first, found)]
     if name in PERMUTES:
-        order = permuted(name, args, len(shape))
-        # What a row holds stays in its order: rows are kept as vectors.
+        order = permuted_dims(name, args, len(shape))
+        # A row's contents stay in order: rows are stored as vectors.
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
@@ -352,28 +355,28 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
     if name == "expand":
         return [(first, rows)] if source == shape else None
     if name in PRODUCTS:
-        # addmm and baddbmm have what is added in front of the two factors.
+        # addmm and baddbmm have the addend before the two factors.
         given = args[-2:]
         if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
         rest: Inputs = [(tensor, None) for tensor in node.all_input_nodes if tensor is not given[0]]
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
-        place = _ALONG[name]
-        dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", 0), len(source))
+        index = _ALONG[name]
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source))
         held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
     return None
 
 
-def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], outer: int) -> Inputs | None:
-    """Returns the inputs of a product over the tokens, which makes rows, or over the places that rows have."""
+def _token_row_gemm(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], outer: int) -> Inputs | None:
+    """Return the inputs of a GEMM from tokens to rows, or from rows to tokens."""
     last = len(shape) - 1
     if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
         return None
     left, right = node.args[0], node.args[1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    # No trip made yet: the rows set out here. After two trips, there and back, they are read.
+    # Rows start before any all-to-all, and are read after two (dispatch and combine).
     if isinstance(axis, Rows):
         tokens: Inputs = [(left, Axis(last, outer)), (right, Axis(last - 1, outer))]
         return tokens if axis == Rows((last - 1,), 0) else None
@@ -381,19 +384,17 @@ def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], outer: in
 
 
 def _leading(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns all dimensions but the last, and but those of size 1."""
     return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
 
 
 def _broadcast(operand: fx.Node, shape: tuple[int, ...], axis: Axis) -> Axis | None:
-    """Returns the axis of an operand that is broadcast to `shape`; None where all chunks need the same of it."""
+    """Return the axis of an operand broadcast to `shape`; None if all chunks need all of it."""
     own = _shape(operand)
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
 
 
-def permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
-    """Returns for each dimension of the result that of the input."""
+def permuted_dims(name: str, args: Sequence[Any], count: int) -> list[int]:
     if name == "permute":
         return [_dim(dim, count) for dim in args[1]]
     order = list(range(count))
@@ -408,7 +409,7 @@ def _product(name: str, args: Sequence[Any], shape: tuple[int, ...], axis: Axis)
     if name in ("addmm", "baddbmm"):
         added, args = [(args[0], _broadcast(args[0], shape, axis))], args[1:]
     last = len(shape) - 1
-    # Columns need all of the first factor, rows all of the second; a batch is one of both.
+    # Columns need the whole first factor, rows the whole second; a batch splits both.
     left, right = None if axis.dim == last else axis, None if axis.dim == last - 1 else axis
     return [*added, (args[0], left), (args[1], right)]
 
@@ -435,20 +436,19 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
         if name_of(node) != "cat" or not equal or axis.outer % len(tensors):
             return None
         return [(tensor, Axis(dim, axis.outer // len(tensors))) for tensor in tensors if isinstance(tensor, fx.Node)]
-    # A stack has one dimension more than what is stacked.
     moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
     return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
 def _shifted(node: fx.Node) -> int | None:
-    """Returns the dimension along which a `constant_pad_nd` moves all rows on by one, zeros first, and nothing else."""
+    """Return the dimension along which a `constant_pad_nd` shifts rows by one, or None."""
     pads: Any = node.args[1]
     if len(node.args) > 2 or pads[-2:] != [1, -1] or any(pads[:-2]):
         return None
     return len(_shape(node)) - len(pads) // 2
 
 
-def _repeated(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | None:
+def _inputs_of_repeat(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | None:
     repeats: Any = node.args[1]
     dim = axis.dim - (len(repeats) - len(_shape(first)))
     if dim < 0 or axis.outer % repeats[axis.dim]:
@@ -457,8 +457,7 @@ def _repeated(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | None:
 
 
 def _unit(node: fx.Node, dim: int) -> int:
-    """Returns the size of equal parts along a dimension of which a slice has some, or a split gives one each; 0 where
-    there are none."""
+    """Return the largest equal part size along `dim` that divides all borders of a split or slice; 0 if none."""
     args, first = node.args, node.args[0]
     assert isinstance(first, fx.Node)
     whole, size = _shape(first)[dim], _shape(node)[dim]
@@ -468,28 +467,27 @@ def _unit(node: fx.Node, dim: int) -> int:
 
 
 def start_of(node: fx.Node) -> int:
-    """Returns where a slice begins."""
     given: Any = node.args
     dim, start = (0, None) if len(given) < 2 else (given[1], given[2] if len(given) > 2 else None)
     source = _shape(given[0])
     return range(source[_dim(dim, len(source))])[slice(start, None)].start
 
 
-def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:
-    table, indices, place = args[0], args[-1], 0
+def _inputs_of_index(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:
+    table, indices, first = args[0], args[-1], 0
     if name == "embedding":
         indices = args[1]
     elif name == "index_select":
-        place = _dim(args[1], len(_shape(table)))
+        first = _dim(args[1], len(_shape(table)))
     else:
-        # A mask gives as many rows as it has ones: its chunks would not be equally large.
+        # A boolean mask yields chunks of unequal size.
         if len(indices) != 1 or not isinstance(indices[0], fx.Node) or indices[0].meta["val"].dtype == torch.bool:
             return None
         indices = indices[0]
     count = len(_shape(indices))
-    if place <= axis.dim < place + count:
-        return [(indices, Axis(axis.dim - place, axis.outer)), (table, None)]
-    dim = axis.dim if axis.dim < place else axis.dim - count + 1
+    if first <= axis.dim < first + count:
+        return [(indices, Axis(axis.dim - first, axis.outer)), (table, None)]
+    dim = axis.dim if axis.dim < first else axis.dim - count + 1
     return [(indices, None), (table, Axis(dim, axis.outer))]
 
 

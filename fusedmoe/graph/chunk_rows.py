@@ -1,7 +1,7 @@
-"""Rows of a buffer that travel by themselves: those of a chunk of the tokens, or those that are not 0 (Lancet §5.1).
+"""Chunks of buffer rows: the rows of one token chunk, or the nonzero rows of a buffer (Lancet §5.1).
 
-A chunk has a few rows of a tensor, with the place of each (`ChunkRows`). `operation_of` returns what an operator does
-with them, `whole_of` how the rows of all chunks make the tensor.
+`row_operation` returns an operator's implementation on `ChunkRows`; `assemble_rows` assembles the tensor from all
+chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted, shape_of
+from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted_dims, shape_of
 from fusedmoe.graph.instructions import argument_of, describe, group_of, is_all_to_all, is_wait, name_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,42 +24,45 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 class StartedAllToAll(NamedTuple):
-    """An all-to-all that has started: the rows to be received, and their places. `sent`: how many this rank sends."""
+    """An all-to-all in flight.
 
-    came_NM: Tensor
-    place_N: Tensor
+    Attributes:
+        received_NM, slot_N: rows to be received, and their indices in the buffer.
+        sent: number of rows this rank sends.
+    """
+
+    received_NM: Tensor
+    slot_N: Tensor
     sent: int
 
     def rows(self) -> Tensor:
-        """Waits for the rows, and returns them."""
-        came_NM: Tensor = _wait(self.came_NM)
-        return came_NM
+        received_NM: Tensor = _wait(self.received_NM)
+        return received_NM
 
 
-def start_some(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
-    """Sends rows of a buffer of P places, of which each rank gets an equal share.
+def start_row_all_to_all(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
+    """Start an all-to-all of the occupied rows of a buffer. An equal share of its P rows belongs to each rank.
 
-    `rows_NM`: the rows that are sent, in the order of their places. `sends_P`: bool, the places that have one.
+    `sends_P` (bool) marks the occupied rows; `rows_NM` has these rows in order. Synchronizes with the host.
     """
     share = [len(sends_P) // ranks] * ranks
-    comes_P = _wait(_all_to_all(sends_P.to(torch.uint8), share, share, group)).bool()
-    # The host waits here: how many rows each rank sends and receives is part of the call.
-    counts = torch.stack([comes_P.reshape(ranks, -1).sum(-1), sends_P.reshape(ranks, -1).sum(-1)]).tolist()
-    return StartedAllToAll(_all_to_all(rows_NM, *counts, group), comes_P.nonzero().squeeze(-1), sum(counts[1]))
+    received_P = _wait(_all_to_all(sends_P.to(torch.uint8), share, share, group)).bool()
+    # The row counts per rank are host-side arguments of the call.
+    counts = torch.stack([received_P.reshape(ranks, -1).sum(-1), sends_P.reshape(ranks, -1).sum(-1)]).tolist()
+    return StartedAllToAll(_all_to_all(rows_NM, *counts, group), received_P.nonzero().squeeze(-1), sum(counts[1]))
 
 
 class IrregularAllToAlls:
-    """Irregular all-to-alls of captured passes, and how many of their rows travelled.
+    """Replaces the all-to-alls of captured passes by ones that omit all-zero rows (padding); receivers fill in zeros.
 
-    Attributes:
-        rows: of all buffers that were sent. `sent`: those of them that travelled.
+    `rows`, `sent`: counters of the rows of all buffers, and of the rows sent.
     """
 
     def __init__(self) -> None:
         self.rows = self.sent = 0
 
-    def put_into(self, graph: fx.Graph) -> None:
-        """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
+    def apply_to(self, graph: fx.Graph) -> None:
+        """Replace a graph's all-to-alls, except for vectors, complex dtypes and unequal shares."""
         for node in graph.nodes:
             if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(wait := next(iter(node.users))):
                 continue
@@ -71,21 +74,20 @@ class IrregularAllToAlls:
                 wait.target = self.wait
 
     def start(self, x: Tensor, ranks: int, group: object) -> tuple[StartedAllToAll, torch.Size]:
-        """Sends an equal share of the first dimension to each rank."""
+        """Start sending an equal share of the first dimension to each rank, without zero rows."""
         x_NM = x.flatten(0, -2).contiguous()
-        # Bits, not values: −0 and NaN travel, so that results are the same to the last bit.
+        # Compare bits, not values: −0 and NaN are sent, so results are bitwise equal.
         sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
-        started = start_some(x_NM[sends_N], sends_N, ranks, group)
+        started = start_row_all_to_all(x_NM[sends_N], sends_N, ranks, group)
         self.rows += len(x_NM)
         self.sent += started.sent
         return started, x.shape
 
-    def wait(self, under_way: tuple[StartedAllToAll, torch.Size]) -> Tensor:
-        """Returns the buffer of that shape, zeros where no row came."""
-        started, shape = under_way
-        came_NM = started.rows()
-        out = came_NM.new_zeros(shape)
-        out.flatten(0, -2).index_copy_(0, started.place_N, came_NM)
+    def wait(self, in_flight: tuple[StartedAllToAll, torch.Size]) -> Tensor:
+        started, shape = in_flight
+        received_NM = started.rows()
+        out = received_NM.new_zeros(shape)
+        out.flatten(0, -2).index_copy_(0, started.slot_N, received_NM)
         return out
 
 
@@ -96,146 +98,147 @@ class ChunkRows(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
-        values_NF: what they hold, as vectors.
-        place_N: where each is, counted along the dimensions that count rows, the last one fastest.
+        values_NF: the rows' contents, flattened.
+        slot_N: flat index of each row over the dimensions that count rows, in row-major order.
     """
 
     values_NF: Tensor
-    place_N: Tensor
+    slot_N: Tensor
 
 
 Operation = Callable[..., Any]
 
 
-#: What is done where a place is not one token's own.
-Refuse = Callable[[str], object]
+#: Called with a message if a slot is not exclusive to one token.
+OnViolation = Callable[[str], object]
 
 
-def refuse(message: str) -> None:
-    """Raises `ConfigError`."""
+def raise_violation(message: str) -> None:
     raise ConfigError(
-        f"captured graph, rank {dist.get_rank()}: {message}, although each place was to be one token's own, as "
-        "own_places=True says: leave own_places out of the GraphBackend, on every rank"
+        f"captured graph, rank {dist.get_rank()}: {message}, but own_places=True requires slots that are "
+        "exclusive to one token: remove own_places from the GraphBackend on every rank"
     )
 
 
-def operation_of(node: fx.Node, way: OperatorSplit, refuse: Refuse = refuse) -> Operation:
-    """Returns an instruction that rows go into or come out of as a function of chunks of its inputs, in order."""
+def row_operation(node: fx.Node, way: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
+    """Return a function that computes the rows of one chunk of `node` from the chunks of its inputs, in order."""
     if way.crosses:
-        return _take(node, refuse) if isinstance(way.axis, Rows) else _give(node, refuse)
+        return (
+            _dispatch_gemm(node, raise_violation)
+            if isinstance(way.axis, Rows)
+            else _combine_gemm(node, raise_violation)
+        )
     assert isinstance(way.axis, Rows)
     if is_all_to_all(node):
-        return _start(node, way.axis)
+        return _start_all_to_all(node, way.axis)
     if is_wait(node):
-        return _arrive
+        return _wait_for_rows
     name = name_of(node)
     if name in RESHAPES or name == "expand":
-        return _stay
+        return _unchanged
     if name in PERMUTES:
         return _permute(node, way)
     if name in PRODUCTS:
         return _multiply(node, way.axis)
     if name in _OF_COLUMNS:
-        return _columns(node)
+        return _slice_contents(node)
     if name == "":
         return _element(node)
-    return _each(node, way.axis)
+    return _elementwise(node, way.axis)
 
 
-def _take(node: fx.Node, refuse: Refuse) -> Operation:
-    """Returns a product over the tokens of a chunk: its rows."""
+def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
+    """Return a function that computes the dispatch GEMM of one chunk: the rows of the slots that its tokens fill."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
-    def take_rows(*given: Tensor) -> ChunkRows:
+    def dispatch_rows(*given: Tensor) -> ChunkRows:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
-            refuse(f"a place of {text} has several tokens")
-        place_N = taken_P.nonzero()[:, 0]  # the host waits here, once for each chunk and layer
-        return ChunkRows(tokens_PS[place_N] @ x_SF, place_N)
+            raise_violation(f"a slot of {text} has several tokens")
+        slot_N = taken_P.nonzero()[:, 0]  # synchronizes with the host, once per chunk and layer
+        return ChunkRows(tokens_PS[slot_N] @ x_SF, slot_N)
 
-    return take_rows
+    return dispatch_rows
 
 
-def _give(node: fx.Node, refuse: Refuse) -> Operation:
-    """Returns a product over the places of a chunk's rows: its tokens."""
+def _combine_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
+    """Return a function that computes the combine GEMM of one chunk: each token's sum over the filled slots."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
     dims = len(shape_of(node) or ())
 
-    def give_rows(*given: Any) -> Tensor:
+    def combine_rows(*given: Any) -> Tensor:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
-        # Other places hold rows of other chunks, which no token of this one may read.
-        own_SN = weight_SP[:, rows.place_N]
+        # Other slots hold rows of other chunks, which no token of this chunk may read.
+        own_SN = weight_SP[:, rows.slot_N]
         out_SF = own_SN @ rows.values_NF
         more_S = (weight_SP != 0).sum(1) != (own_SN != 0).sum(1)
         if more_S.any():
             spoiled_S = ~weight_SP.isfinite().all(1)  # NaN times any row is NaN
             if (more_S & ~spoiled_S).any():
-                refuse(f"in {text} a token reads a place that it has not filled")
+                raise_violation(f"in {text} a token reads a slot that it did not fill")
             out_SF = out_SF.masked_fill(spoiled_S[:, None], math.nan)
         return out_SF if dims == 2 else out_SF[None]
 
-    return give_rows
+    return combine_rows
 
 
-def check_places(node: fx.Node, refuse: Refuse = refuse) -> Operation:
-    """Returns a function that refuses rows of two chunks in one place."""
+def check_slots(node: fx.Node, raise_violation: OnViolation = raise_violation) -> Operation:
+    """Return a function of all chunks that reports a violation if two of them have rows in the same slot."""
     text = describe(node)
 
-    def one_place_each(*chunks: ChunkRows) -> None:
-        place_N = torch.cat([rows.place_N for rows in chunks])
-        if len(place_N.unique()) < len(place_N):
-            refuse(f"tokens of two micro-batches are in one place of {text}")
+    def check_exclusive(*chunks: ChunkRows) -> None:
+        slot_N = torch.cat([rows.slot_N for rows in chunks])
+        if len(slot_N.unique()) < len(slot_N):
+            raise_violation(f"tokens of two micro-batches share a slot of {text}")
 
-    return one_place_each
+    return check_exclusive
 
 
-def _start(node: fx.Node, rows: Rows) -> Operation:
+def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
     ranks, group = len(argument_of(node, "input_split_sizes")), group_of(node)
-    places = math.prod(_sizes(node, rows))
+    num_slots = math.prod(_sizes(node, rows))
 
     def start_rows(chunk: ChunkRows) -> StartedAllToAll:
-        # In the order of places, which is that of the ranks.
-        place_N, order_N = chunk.place_N.sort()
-        sends_P = place_N.new_zeros(places, dtype=torch.bool)
-        sends_P[place_N] = True
-        return start_some(chunk.values_NF[order_N], sends_P, ranks, group)
+        slot_N, order_N = chunk.slot_N.sort()
+        sends_P = slot_N.new_zeros(num_slots, dtype=torch.bool)
+        sends_P[slot_N] = True
+        return start_row_all_to_all(chunk.values_NF[order_N], sends_P, ranks, group)
 
     return start_rows
 
 
-def _arrive(started: StartedAllToAll) -> ChunkRows:
-    return ChunkRows(started.rows(), started.place_N)
+def _wait_for_rows(started: StartedAllToAll) -> ChunkRows:
+    return ChunkRows(started.rows(), started.slot_N)
 
 
-def _stay(chunk: ChunkRows) -> ChunkRows:
+def _unchanged(chunk: ChunkRows) -> ChunkRows:
     return chunk
 
 
 def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
-    """Returns a permutation: rows are counted in another order."""
     (source,) = node.all_input_nodes
     before, after = way.inputs[source], way.axis
     assert isinstance(before, Rows) and isinstance(after, Rows)
-    moved = permuted(name_of(node), node.args, len(shape_of(node) or ()))
+    moved = permuted_dims(name_of(node), node.args, len(shape_of(node) or ()))
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
     order = [moved[dim] for dim in after.dims]
 
     def permute_rows(chunk: ChunkRows) -> ChunkRows:
         if order == [*before.dims]:
             return chunk
-        index = dict(zip(before.dims, _unravel(chunk.place_N, [*sizes.values()]), strict=True))
-        return chunk._replace(place_N=_ravel([index[dim] for dim in order], [sizes[dim] for dim in order]))
+        index = dict(zip(before.dims, _unravel(chunk.slot_N, [*sizes.values()]), strict=True))
+        return chunk._replace(slot_N=_ravel([index[dim] for dim in order], [sizes[dim] for dim in order]))
 
     return permute_rows
 
 
 def _multiply(node: fx.Node, rows: Rows) -> Operation:
-    """Returns a product: each row times the matrix of its place in the batch."""
+    """Return a function that multiplies each row by the matrix at its position in the batch."""
     numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
-    shape, at_places = shape_of(node), _at_places(node, rows)
+    shape, gather_slots = shape_of(node), _gather_broadcast(node, rows)
     assert shape is not None
 
     def multiply_rows(*given: Any) -> ChunkRows:
@@ -243,24 +246,24 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
         if right.dim() == 2 or len(right) == 1:
             chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
         else:
-            # Grouped by matrix: one product for each, as a batch of equal sizes cannot hold them.
-            batch_N, order_N = (chunk.place_N // shape[1]).sort(stable=True)
+            # Grouped by matrix, one GEMM each: groups have unequal sizes, so bmm does not apply.
+            batch_N, order_N = (chunk.slot_N // shape[1]).sort(stable=True)
             counts = batch_N.bincount(minlength=len(right)).tolist()
             rows_of_matrices = chunk.values_NF[order_N].split(counts)
             out = torch.cat([rows @ matrix for rows, matrix in zip(rows_of_matrices, right, strict=True)])
-            chunk = ChunkRows(out, chunk.place_N[order_N])
+            chunk = ChunkRows(out, chunk.slot_N[order_N])
         if len(numbers) < 3:
             return chunk
-        return chunk._replace(values_NF=chunk.values_NF + at_places(given[numbers[0]], chunk.place_N))
+        return chunk._replace(values_NF=chunk.values_NF + gather_slots(given[numbers[0]], chunk.slot_N))
 
     return multiply_rows
 
 
-def _columns(node: fx.Node) -> Operation:
-    """Returns columns of each row: the dimension is the only one that rows hold, and so that of their vectors."""
-    place, target = 1 if name_of(node) == "slice" else 2, node.target
+def _slice_contents(node: fx.Node) -> Operation:
+    """Return a function that slices or splits each row's contents, which must have one dimension."""
+    position, target = 1 if name_of(node) == "slice" else 2, node.target
     args, kwargs = [*node.args[1:]], {key: value for key, value in node.kwargs.items() if key != "dim"}
-    args[place - 1 : place] = [1]
+    args[position - 1 : position] = [1]
     assert callable(target)
 
     def take_columns(chunk: ChunkRows) -> Any:
@@ -281,68 +284,66 @@ def _element(node: fx.Node) -> Operation:
     return element_of
 
 
-def _each(node: fx.Node, rows: Rows) -> Operation:
-    """Returns an elementwise operator of rows and rows, or of rows and tensors that are broadcast to them."""
+def _elementwise(node: fx.Node, rows: Rows) -> Operation:
     inputs, args, kwargs, target = node.all_input_nodes, node.args, dict(node.kwargs), node.target
-    at_places = _at_places(node, rows)
+    gather_slots = _gather_broadcast(node, rows)
     assert callable(target)
 
-    def each_row(*given: Any) -> ChunkRows:
+    def elementwise_rows(*given: Any) -> ChunkRows:
         chunks = [value for value in given if isinstance(value, ChunkRows)]
-        place_N = chunks[0].place_N
-        if all(chunk.place_N is place_N or torch.equal(chunk.place_N, place_N) for chunk in chunks):
+        slot_N = chunks[0].slot_N
+        if all(chunk.slot_N is slot_N or torch.equal(chunk.slot_N, slot_N) for chunk in chunks):
             ordered = [chunk.values_NF for chunk in chunks]
         else:
-            # Each choice of a token has rows of its own, in places that the others do not have.
-            place_N = torch.cat([chunk.place_N for chunk in chunks]).unique()
-            ordered = [_in_order(chunk, place_N) for chunk in chunks]
+            # The choices of a token have separate rows, in disjoint slots.
+            slot_N = torch.cat([chunk.slot_N for chunk in chunks]).unique()
+            ordered = [_reorder(chunk, slot_N) for chunk in chunks]
         rest = iter(ordered)
-        values = [next(rest) if isinstance(value, ChunkRows) else at_places(value, place_N) for value in given]
+        values = [next(rest) if isinstance(value, ChunkRows) else gather_slots(value, slot_N) for value in given]
         own_args, own_kwargs = fx.node.map_arg((args, kwargs), lambda one: values[inputs.index(one)])
-        return ChunkRows(target(*own_args, **own_kwargs), place_N)
+        return ChunkRows(target(*own_args, **own_kwargs), slot_N)
 
-    return each_row
+    return elementwise_rows
 
 
-def _in_order(chunk: ChunkRows, place_N: Tensor) -> Tensor:
-    """Returns the values of a chunk in the order of these places, zeros where it has none."""
-    # Products group rows by matrix, all-to-alls by rank: two ways that lead to one operator may differ in it. What puts
-    # tokens into places leaves zeros in all others; whether they still are zeros here the first run compares.
-    found = chunk.values_NF.new_zeros(len(place_N), chunk.values_NF.shape[1])
-    found[torch.searchsorted(place_N, chunk.place_N)] = chunk.values_NF
+def _reorder(chunk: ChunkRows, slot_N: Tensor) -> Tensor:
+    # GEMMs order rows by matrix, all-to-alls by rank. Dispatch leaves zeros in unused slots; the first run checks that
+    # they are still zero here.
+    found = chunk.values_NF.new_zeros(len(slot_N), chunk.values_NF.shape[1])
+    found[torch.searchsorted(slot_N, chunk.slot_N)] = chunk.values_NF
     return found
 
 
-def _at_places(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function of a tensor that is broadcast to a node's result, and places: its rows there, [N, F]."""
+def _gather_broadcast(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that gathers rows, [N, F], of a tensor broadcast to the node's result."""
     shape, sizes = shape_of(node) or (), _sizes(node, rows)
     order = [*rows.dims, *(dim for dim in range(len(shape)) if dim not in rows.dims)]
 
-    def at_places(tensor: Tensor, place_N: Tensor) -> Tensor:
+    def gather_slots(tensor: Tensor, slot_N: Tensor) -> Tensor:
         if tensor.dim() == 0:
             return tensor
-        return tensor.expand(shape).permute(order)[tuple(_unravel(place_N, sizes))].flatten(1)
+        return tensor.expand(shape).permute(order)[tuple(_unravel(slot_N, sizes))].flatten(1)
 
-    return at_places
+    return gather_slots
 
 
-def whole_of(node: fx.Node, rows: Rows) -> Operation:
-    """Returns the function that puts all chunks of an instruction together, with its strides and zeros elsewhere."""
-    like, places = node.meta["val"], _sizes(node, rows)
+def assemble_rows(node: fx.Node, rows: Rows) -> Operation:
+    """Return a function that assembles all chunks into the tensor, with zeros elsewhere."""
+    like, slot_sizes = node.meta["val"], _sizes(node, rows)
     shape, strides = tuple(like.shape), like.stride()
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]
     sizes = [shape[dim] for dim in held]
 
-    def whole_rows(*chunks: ChunkRows) -> Tensor:
+    def assemble(*chunks: ChunkRows) -> Tensor:
         first = chunks[0].values_NF
-        # Rows that no token has are in no chunk. The backward pass, say, reads the whole tensor: there they are zeros.
+        # Other readers, such as the backward pass, read the whole tensor.
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
         ordered = whole.permute([*rows.dims, *held])
         for chunk in chunks:
-            ordered[tuple(_unravel(chunk.place_N, places))] = chunk.values_NF.reshape(-1, *sizes)
+            ordered[tuple(_unravel(chunk.slot_N, slot_sizes))] = chunk.values_NF.reshape(-1, *sizes)
         return whole
 
-    return whole_rows
+    return assemble
 
 
 def _sizes(node: fx.Node, rows: Rows) -> list[int]:
@@ -351,16 +352,16 @@ def _sizes(node: fx.Node, rows: Rows) -> list[int]:
     return [shape[dim] for dim in rows.dims]
 
 
-def _unravel(place_N: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _unravel(slot_N: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     index = []
     for size in reversed(sizes):
-        index.append(place_N % size)
-        place_N = place_N // size
+        index.append(slot_N % size)
+        slot_N = slot_N // size
     return index[::-1]
 
 
 def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    place_N = index[0]
+    slot_N = index[0]
     for one, size in zip(index[1:], sizes[1:], strict=True):
-        place_N = place_N * size + one
-    return place_N
+        slot_N = slot_N * size + one
+    return slot_N

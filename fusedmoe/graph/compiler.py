@@ -1,15 +1,12 @@
-"""The backend for `torch.compile`: captured passes, planned and put in order.
-
-    model = torch.compile(model, backend=fusedmoe.graph.backend)
+"""`torch.compile` backend that plans and reorders captured passes to hide all-to-alls.
 
     own = fusedmoe.graph.GraphBackend(chunks=4)
     model = torch.compile(model, backend=own)
-    ...                                     # a training step
-    for report in own.reports:
-        print(report)
+    ...                                              # a training step
+    print(*own.reports)
 
-Results are those of the model as it is. What lies around an all-to-all goes in micro-batches; backward, weight
-gradients run while rows are on the wire.
+Results are unchanged. Instructions around an all-to-all run in micro-batches; in backward, weight gradients overlap
+with the all-to-alls.
 """
 
 from __future__ import annotations
@@ -24,38 +21,46 @@ from torch import fx, nn
 from fusedmoe.compat.torch import compile_passes, generate_boxed, tracing_context
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.chunk_rows import IrregularAllToAlls
-from fusedmoe.graph.instructions import draw_by_shape, is_all_to_all, is_assertion, shift_in_one, wait_once
+from fusedmoe.graph.instructions import (
+    decouple_random_draws,
+    fuse_shifts,
+    insert_single_waits,
+    is_all_to_all,
+    is_assertion,
+)
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
 
 
 class GraphBackend:
-    """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
+    """Backend of `torch.compile` that overlaps all-to-alls with computation.
+
+    Every rank of their process groups must compile the same graphs in the same order.
 
     Args:
-        chunks: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
-        groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
-            consist of whole groups, at most of as many as lie between two MoE layers (its ι).
-        own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
-            batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
-            the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
-            behind the layer. The host waits for the counts of each micro-batch's rows. The first run of each graph
-            checks it (`fusedmoe.graph.own_places`): it takes about as long as two steps.
-        irregular: rows of zeros, such as places that no token took, do not travel (Lancet §5.1). A small all-to-all,
-            for which the host waits, tells every rank which rows come; what was not sent is zero again on the other
-            side. Only a row whose bits are all 0 stays, so results are the same to the last bit. Plans are made as if
-            all rows travelled.
-        costs: what operators and all-to-alls take; None: measured by all ranks at the same time, once for each machine,
-            and kept on disk by the first of them.
-        timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
+        chunks: maximum number of micro-batches of a range (Lancet's ρ); 2, 4, … up to it are tried. 1: no
+            micro-batches.
+        groups: number of instruction groups per MoE layer (its γ). A range consists of whole groups, at most the number
+            between two MoE layers (its ι).
+        own_places: declares that each slot of an expert's buffer is exclusive: at most one token of a rank's batch
+            fills it, and only that token reads it back, as with any gate that drops tokens beyond the capacity. Forward
+            micro-batches then extend across the experts, at the cost of one host synchronization per micro-batch for
+            its row counts. The first run of each graph checks the declaration (`fusedmoe.graph.own_places`) and takes
+            about as long as two steps.
+        irregular: do not send rows whose bits are all zero, typically unused slots (Lancet §5.1). A small all-to-all
+            first announces the rows sent, and the host waits for it. Results are bitwise equal. Plans assume that all
+            rows are sent.
+        costs: seconds of operators and all-to-alls; None: measured by all ranks concurrently, once per machine, and
+            cached on disk by the first rank.
+        timeout_s: seconds a rank waits for the same graph on the other ranks, and for the first rank's plan.
     Attributes:
-        reports: of every pass that was planned, in order.
-        irregular: None, or counts of the rows that were to travel and of those that did.
+        reports: one per planned pass, in order.
+        irregular: None, or counts of buffer rows and of rows sent.
     Raises:
-        ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
-        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed. When it runs for
-            the first time: places are not one token's own, though `own_places` says so (on one rank `ConfigError`).
+        ConfigError: an argument is out of range; at planning: splitting without OR-Tools (`fusedmoe[plan]`).
+        RankError: at planning: ranks captured different graphs, or one failed or timed out. At the first run: slots are
+            not exclusive although `own_places` is set (`ConfigError` on a single rank).
     """
 
     def __init__(
@@ -80,12 +85,12 @@ class GraphBackend:
         self.reports: list[PassReport] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Called by `torch.compile` with each graph that it has captured."""
-        # Older captures keep parameters and buffers in the module; the passes then have them as their first inputs.
+        """Compile one captured graph; called by `torch.compile`."""
+        # Older captures keep parameters and buffers in the module; the passes have them as first inputs.
         own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
-        # Shared by the passes of this graph, which PyTorch compiles in its own time.
+        # Shared by the passes of this graph, which PyTorch compiles at different times.
         failed: list[BaseException] = []
         check: OwnPlacesCheck | None = None
         saved: list[str] = []
@@ -97,15 +102,15 @@ class GraphBackend:
             return run
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            # What fails while the forward pass is compiled PyTorch keeps to itself, and comes again when a gradient is
-            # asked for. The ranks have ended by then, and would say no more than that.
+            # PyTorch swallows errors of compiling backward along with forward, and compiles again at the first
+            # backward. The other ranks have ended by then, so raise the original error.
             if failed:
                 raise failed[0]
             captured = CapturedBackward(graph_module.graph, saved)
             try:
                 run, _ = self._compiled(graph_module, "backward", is_parameter)
                 if check is not None:
-                    check.use_backward(captured, run)
+                    check.register_backward(captured, run)
                 return run
             except BaseException as error:
                 failed.append(error)
@@ -120,17 +125,16 @@ class GraphBackend:
     def _compiled(
         self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
     ) -> tuple[Callable[..., Any], OwnPlacesCheck | None]:
-        """Returns the pass as it runs, and the check that its first run makes, if any."""
+        """Return the compiled pass, and the check of its first run, if any."""
         began = time.monotonic()
         if phase == "backward":
-            # What the forward pass has asserted holds, and what served these assertions only is dead.
+            # Forward has checked the assertions; removing them frees their inputs' computation.
             for node in reversed(module.graph.nodes):
                 if is_assertion(node) and not node.users:
                     module.graph.erase_node(node)
-        # Authors wait where they like; plans need one wait for each collective.
-        wait_once(module.graph)
-        draw_by_shape(module.graph)
-        shift_in_one(module.graph)
+        insert_single_waits(module.graph)
+        decouple_random_draws(module.graph)
+        fuse_shifts(module.graph)
         module.graph.eliminate_dead_code()
         if not any(map(is_all_to_all, module.graph.nodes)):
             return _boxed(_runnable(module)), None
@@ -138,20 +142,15 @@ class GraphBackend:
         report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
         report.planning_s = time.monotonic() - began
         self.reports.append(report)
-        # After planning, which knows captured operators only.
+        # After planning, which supports only captured operators.
         if self.irregular is not None:
-            self.irregular.put_into(module.graph)
+            self.irregular.apply_to(module.graph)
         run = _runnable(module)
         if check is not None:
-            run = check.first_then(run)
+            run = check.check_then(run)
         if report.ranges:
-            run = _explained(run, max(one.chunks for one in report.ranges))
+            run = _with_memory_advice(run, max(one.chunks for one in report.ranges))
         return _boxed(run), check
-
-
-def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-    """The backend as it is by default; a `GraphBackend` of one's own has settings and reports."""
-    return GraphBackend()(gm, example_inputs)
 
 
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
@@ -161,41 +160,40 @@ def _outputs(graph: fx.Graph) -> Sequence[Any]:
 
 
 def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
-    """Returns the results of a backward pass that are gradients of parameters and nothing else."""
     results = _outputs(graph)
-    # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
-    # are needed at the end only.
+    # One flag per forward input. If the counts differ, treat all outputs as parameter gradients, needed only at the
+    # end.
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
     other = {node for node, flag in zip(results, flags, strict=True) if not flag}
     return {node for node in results if isinstance(node, fx.Node)} - other
 
 
 def _results(phase: str) -> int | None:
-    """Returns how many results of the pass are not kept for the backward pass; None: all, or unknown."""
+    """Return the number of leading outputs that are not saved for backward. None: all outputs, or unknown."""
     context = tracing_context()
     metadata = None if context is None else context.fw_metadata
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
-def _explained(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
-    """Returns a pass with ranges in chunks whose error says what to do where these need too much memory."""
+def _with_memory_advice(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
+    """Wrap a pass with chunked ranges to add a remedy to its out-of-memory errors."""
 
     def call(args: list[Any]) -> Any:
         try:
             return run(args)
-        # A rank cannot go back to fewer chunks by itself: the others already send it theirs.
+        # A rank cannot reduce its chunks alone: the other ranks already send theirs.
         except torch.OutOfMemoryError as error:
             fewer = f"chunks={chunks // 2}" if chunks > 2 else "chunks=1, which splits nothing"
             raise torch.OutOfMemoryError(
-                f"{error}\nThis pass runs in up to {chunks} micro-batches, which are all in memory where they are put "
-                f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
+                f"{error}\nThis pass runs in up to {chunks} micro-batches, which are all in memory when they are "
+                f"joined: compile with fusedmoe.graph.GraphBackend({fewer}) on every rank"
             ) from error
 
     return call
 
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
-    """Returns the graph as a function that empties the list of its inputs, which are freed as soon as they are used."""
+    """Return the graph as a function that empties its list of inputs, freeing each after its last use."""
     generate_boxed(module.graph)
     module.recompile()
     code = module.forward
@@ -203,10 +201,9 @@ def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as one that takes its inputs as a list, which it empties."""
     from functorch.compile import make_boxed_func
 
-    # Marked alike: PyTorch's own boxed function would keep its inputs.
+    # Copy the marks: PyTorch's own wrapper would keep the inputs alive.
     marks = vars(make_boxed_func(lambda: None))
     vars(run).update({name: mark for name, mark in marks.items() if name != "__wrapped__"})
     return run

@@ -1,4 +1,4 @@
-"""The ranks that run a captured graph together, and what they tell each other."""
+"""Agreement between the ranks that run a captured graph together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fusedmoe.comm.failure.board import Board, Verdict
 from fusedmoe.compat.torch import default_store, group_named
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.threads import LOOK_S
+from fusedmoe.threads import POLL_S
 
 _PLANNING = "planning a captured graph"
 _CURE = (
@@ -22,116 +22,111 @@ _CURE = (
     "mark these dimensions as dynamic on all of them"
 )
 
-# How long a rank whose connection broke may take to say why.
+# Seconds that a rank with a broken connection may take to report the reason.
 _EXIT_S = 1.0
 
 T = TypeVar("T")
 
 
 class GraphRanks:
-    """The ranks that run a graph together.
+    """Ranks that run a graph together. All methods are collective, except `run_guarded` and `wait`.
 
     Args:
-        groups: the process groups of the graph's collectives, at least one, or their names.
-        timeout_s: how long a rank waits for the others.
+        groups: process groups of the graph's collectives, or their names; at least one.
     Attributes:
-        ranks: their numbers in the job.
-        leader: whether this rank decides.
+        ranks: global ranks, ascending.
+        is_leader: this is the first rank, which decides.
     """
 
     def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
-        members = [tuple(dist.get_process_group_ranks(resolve(group))) for group in groups]
+        members = [tuple(dist.get_process_group_ranks(resolve_group(group))) for group in groups]
         together = sorted({rank for ranks in members for rank in ranks})
-        # Groups that cross each other can touch all ranks, step by step.
+        # Overlapping groups may connect all ranks transitively.
         whole = any(set(ranks) == set(together) for ranks in members)
         self.ranks = together if whole else list(range(dist.get_world_size()))
         self._rank = dist.get_rank()
-        self.leader = self._rank == self.ranks[0]
+        self.is_leader = self._rank == self.ranks[0]
         self._timeout_s = timeout_s
-        # They meet at the job's store. Nothing is sent over the process groups of the graph: a rank that captures a
-        # graph which others do not is told so, and does not disturb what these send meanwhile.
+        # Exchange metadata through the job's store, not the graph's process groups: a rank that captured a different
+        # graph gets an error without disturbing messages of the other ranks.
         self._board = None if len(self.ranks) < 2 else Board(default_store(), self._rank)
 
-    def all(self, text: str, operation: str = _PLANNING) -> list[str]:
-        """Returns what each rank brings, in the order of `ranks`; `RankError` where one failed or did not come.
-
-        Collective, as are the methods below.
-        """
+    def all_gather(self, text: str, operation: str = _PLANNING) -> list[str]:
+        """All-gather a text, in the order of `ranks`. Raises `RankError` if a rank failed or timed out."""
         if self._board is None:
             return [text]
-        return self._board.meet(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
+        return self._board.all_gather_json(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
 
     def require_same(self, text: str) -> None:
-        """Raises `RankError`, on every rank, where they do not all bring the same text."""
-        # The store carries little: graphs have thousands of lines.
-        digests = self.all(hashlib.sha256(text.encode()).hexdigest()[:16])
+        """Raise `RankError` on every rank unless all ranks pass the same text."""
+        # Send digests: the store is slow, and graphs have thousands of lines.
+        digests = self.all_gather(hashlib.sha256(text.encode()).hexdigest()[:16])
         odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
         if odd:
             raise RankError(
-                f"{_PLANNING}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
-                "rank take another way through the model"
+                f"{_PLANNING}: ranks {odd} captured a different graph than rank {self.ranks[0]}; {_CURE}, and "
+                "all ranks must take the same control flow through the model"
             )
 
-    def require_none(self, operation: str, findings: Sequence[str], cure: str) -> None:
-        """Raises, on every rank, a `RankError` with what each rank has found wrong; on one rank a `ConfigError`."""
-        texts = self.all("; ".join(findings), operation)
+    def raise_findings(self, operation: str, findings: Sequence[str], cure: str) -> None:
+        """Raise all ranks' findings, if any, on every rank: `RankError`, or `ConfigError` on a single rank."""
+        texts = self.all_gather("; ".join(findings), operation)
         wrong = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
         if wrong:
             message = f"captured graph, {operation}: {'. '.join(wrong)}. {cure}"
             raise ConfigError(message) if len(self.ranks) == 1 else RankError(message, agreed=True)
 
-    def from_first(self, decide: Callable[[], Any]) -> Any:
-        """Returns what the first rank decides, as JSON can hold it; an exception there ends all ranks."""
-        text = self.guarded(lambda: json.dumps(decide())) if self.leader else ""
-        return json.loads(self.all(text)[0])
+    def broadcast_decision(self, decide: Callable[[], Any]) -> Any:
+        """Call `decide` on the first rank; return its (JSON-serializable) result on all. If it raises, all raise."""
+        text = self.run_guarded(lambda: json.dumps(decide())) if self.is_leader else ""
+        return json.loads(self.all_gather(text)[0])
 
-    def guarded(self, run: Callable[[], T], operation: str = _PLANNING) -> T:
-        """Returns what `run` returns. An exception in it ends all ranks, at the next meeting."""
+    def run_guarded(self, run: Callable[[], T], operation: str = _PLANNING) -> T:
+        """Return `run()`. If it raises, all other ranks raise at their next exchange."""
         try:
             return run()
-        except BaseException as error:  # an interrupt, too: the others would wait until their time is up
+        except BaseException as error:  # including interrupts: the other ranks would wait until they time out
             if self._board is not None:
                 self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
             raise
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective of Gloo, `timeout_s` seconds at most; NCCL's watchdog bounds its own.
+        """Wait at most `timeout_s` for a Gloo collective; NCCL's watchdog bounds NCCL collectives.
 
         Raises:
-            RankError: a rank failed or did not come, or a connection broke.
+            RankError: a rank failed or timed out, or a connection broke.
         """
         if self._board is None or dist.get_backend() == "nccl":
             work.wait()
             return
         deadline = time.monotonic() + self._timeout_s
         while True:
-            broke: RuntimeError | None = None
+            connection_error: RuntimeError | None = None
             try:
-                work.wait(timedelta(seconds=LOOK_S))
+                work.wait(timedelta(seconds=POLL_S))
                 return
             except RuntimeError:
                 if work.is_completed():
-                    # It may have ended well between the time-out and this look.
+                    # It may have completed between the time-out and this check.
                     try:
                         work.wait()
                         return
                     except RuntimeError as error:
-                        broke = error
-            said: Verdict | str | None = self._board.read(_EXIT_S if broke else 0.0)
+                        connection_error = error
+            verdict: Verdict | str | None = self._board.read(_EXIT_S if connection_error else 0.0)
             text = ""
-            if said is None and broke:
-                text = f"a connection to it broke ({broke}); see its log"
-            elif said is None and time.monotonic() > deadline:
+            if verdict is None and connection_error:
+                text = f"a connection to it broke ({connection_error}); see its log"
+            elif verdict is None and time.monotonic() > deadline:
                 text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
             if text:
-                # Who has ended, or else who waits for nobody.
+                # Blame a rank that has ended, or otherwise a rank that is not waiting.
                 others = tuple(rank for rank in self.ranks if rank != self._rank)
-                missing = (self._board.gone(others) or self._board.absent(others) or others)[0]
-                said = self._board.blame(missing, _PLANNING, text)
-            if said is not None:
-                raise RankError(f"rank {self._rank}: {_PLANNING} ended because {said}") from broke
+                missing = (self._board.ended_ranks(others) or self._board.absent_ranks(others) or others)[0]
+                verdict = self._board.blame(missing, _PLANNING, text)
+            if verdict is not None:
+                raise RankError(f"rank {self._rank}: {_PLANNING} ended because {verdict}") from connection_error
 
 
-def resolve(group: Any) -> Any:
-    """Returns the process group of that name; a process group is itself."""
+def resolve_group(group: Any) -> Any:
     return group_named(group) if isinstance(group, str) else group

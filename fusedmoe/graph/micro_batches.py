@@ -1,9 +1,10 @@
-"""The choice of ranges of a pass that run in chunks, by predicted seconds, and of their tensors' axes (Lancet §5).
+"""Selection of the instruction ranges of a pass that run in micro-batches, and of their tensors' axes (Lancet §5).
 
-The axes of a range are a constraint problem for OR-Tools CP-SAT. Every instruction is split in one way, or runs as a
-whole, before all that is split or after it. One tensor has one axis, or its chunks are rows. What is split takes chunks
-of what ran before, or chunks along the same axis of what is split; what it needs whole has run before. All all-to-alls
-are split; besides these as much computation as possible, by its seconds.
+Dynamic programming over predicted seconds selects ranges. OR-Tools CP-SAT selects the axes of a range: every
+instruction is split in one way, or runs whole before or after all split instructions. A tensor has one axis, or its
+chunks are rows. An input in chunks is cut from a tensor computed earlier, or is the result of an instruction split
+along the same axis; other inputs are computed whole beforehand. All all-to-alls are split, and the largest possible
+part of other computation, weighted by seconds.
 """
 
 from __future__ import annotations
@@ -20,27 +21,25 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, copies_of, first_axes, outputs_from, way_of
-from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_random, is_start, is_wait, mutates, name_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, all_to_all_axes, repeats_of, split_way, ways_from_input
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_mutating, is_random, is_start, is_wait, name_of
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
 from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
 
-# Of the solver's work (`fusedmoe.schedule.policies.lancet_plans`).
+# Solver limit in the units of `lancet_plans.solved`; resolution of the objective.
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 
 
 @dataclass
 class Pipelined:
-    """A range that runs in chunks, as a report shows it.
+    """Report on a range that runs in chunks.
 
     Attributes:
-        first, last: the names of its first and its last instruction.
-        chunks: how many.
-        split: how many of its instructions run in chunks, of `count`; the others run as a whole.
-        all_to_alls: how many of them it has.
-        seconds: predicted for all of it; `whole_s`: the same where nothing is split.
+        first, last: names of its first and last instruction.
+        split, count: number of instructions that run in chunks; number of all instructions.
+        seconds, whole_s: predicted seconds of the range in chunks; the same without splitting.
     """
 
     first: str
@@ -53,14 +52,13 @@ class Pipelined:
     whole_s: float
 
 
-#: How ranges are split, None where they cannot be, and the instructions of the first such range; by what they are
-#: (`split_key`) and chunks.
-KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
+#: Splits found (None if impossible) with the instructions of the first such range, by `split_key` and chunk count.
+SplitCache = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Settings of plans; see `GraphBackend`."""
+    """Planning settings, with the meaning of the arguments of `GraphBackend`."""
 
     chunks: int
     groups: int
@@ -68,29 +66,29 @@ class PlanSettings:
     timeout_s: float = 1200.0
 
 
-def chosen_ranges(
+def select_ranges(
     instructions: Instructions,
     node_s: Callable[[fx.Node], float],
     hidden_s: Mapping[int, float],
     costs: OperatorCosts,
     settings: PlanSettings,
     show: Callable[[int, int], object],
-    known: KnownSplits,
+    split_cache: SplitCache,
 ) -> list[tuple[InstructionRange, Pipelined]]:
-    """Returns the ranges of a pass that are worth splitting, by the dynamic programme.
+    """Select the ranges of a pass that are worth splitting, by dynamic programming.
 
     Args:
-        hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
+        hidden_s: per position of a collective's start, seconds of computation that overlap with it without splitting.
+        split_cache: cache of splits for the same graph and `node_s`; extended here.
     """
-    groups, layers = grouped(instructions, node_s, settings.groups)
-    # Lancet's ι: as many groups as lie between two MoE layers.
+    groups, layers = group_instructions(instructions, node_s, settings.groups)
+    # Lancet's ι: the number of groups between two MoE layers.
     longest = -(-len(groups) // layers)
     degrees = [2**power for power in range(1, settings.chunks.bit_length())]
     options: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
     costed: dict[Any, tuple[Any, float]] = {}
-    said: dict[fx.Node, str] = {}
-    ways = KnownWays()  # ranges overlap: an instruction is looked at once
+    descriptions: dict[fx.Node, str] = {}
+    ways = WayCache()  # ranges overlap: analyse each instruction once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
@@ -99,60 +97,62 @@ def chosen_ranges(
             if is_all_to_all(instructions.nodes[index])
         )
         whole_s.append(exposed_s + sum(map(node_s, instructions.nodes[start:stop])))
-    taken: dict[tuple[str, int], float] = {}
-    asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
+    range_s: dict[tuple[str, int], float] = {}
+    num_requests, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
     def seconds(first: int, last: int, chunks: int) -> float:
-        nonlocal asked
-        asked += 1
-        show(asked, total)
+        nonlocal num_requests
+        num_requests += 1
+        show(num_requests, total)
         if chunks == 1:
             return whole_s[first]
         start, stop = groups[first][0], groups[last - 1][1]
         nodes = instructions.nodes[start:stop]
-        if not any(map(is_all_to_all, nodes)):  # nothing to hide: its chunks would only be slower
+        if not any(map(is_all_to_all, nodes)):  # nothing to hide: chunks would only be slower
             return float("inf")
-        key = (split_key(nodes, said), chunks)
-        if key not in known:
-            # Layers are alike: how one is split, all are.
-            order = in_order(instructions, start, stop)
-            known[key] = infer(nodes, chunks, node_s, order, settings.own_places, ways), nodes
-        split, example = known[key]
+        key = (split_key(nodes, descriptions), chunks)
+        if key not in split_cache:
+            order = ordered_pairs(instructions, start, stop)
+            split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, ways), nodes
+        split, example = split_cache[key]
         if split is None:
             return float("inf")
-        if key not in taken:
-            taken[key] = pipeline_s(example, split, chunks, node_s, costs, costed)
-        places = {node: place for place, node in enumerate(example)}
-        axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
-        early = tuple(places[node] for node in split.before)
+        if key not in range_s:
+            range_s[key] = pipeline_s(example, split, chunks, node_s, costs, costed)
+        positions = {node: position for position, node in enumerate(example)}
+        axes = tuple((positions[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+        early = tuple(positions[node] for node in split.before)
         options[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
-            nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
+            nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), range_s[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
-        return taken[key]
+        return range_s[key]
 
     ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
     return [options[best] for best in ranges if best.parts > 1]
 
 
-def grouped(
+def group_instructions(
     instructions: Instructions, node_s: Callable[[fx.Node], float], count: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Returns consecutive instructions in groups, about `count` of equal time for a MoE layer, and how many layers."""
-    # Two all-to-alls count as a layer, there and back.
+    """Cut the instructions into consecutive groups (first, end) of about equal time, about `count` for each MoE layer.
+
+    Returns the groups and the number of layers. `end` is exclusive.
+    """
+    # Two all-to-alls (dispatch and combine) count as one layer.
     layers = max(1, sum(map(is_all_to_all, instructions.nodes)) // 2)
     share_s = sum(map(node_s, instructions.nodes)) / layers / count
     groups, start, taken_s, until, waits = [], 0, 0.0, -1, False
     for index, node in enumerate(instructions.nodes):
-        # An all-to-all begins a group, and its wait ends one, so that a range can begin and end at either.
+        # Ranges start and end at group boundaries.
         if is_all_to_all(node) and until < index > start:
             groups.append((start, index))
             start, taken_s, waits = index, 0.0, False
         until = max(until, index)
-        # A collective stays in one group with its wait, and what has several results with those who take them apart:
-        # chunks are cut off tensors only.
+        # Keep a collective in one group with its wait, and an instruction with several results with their readers: only
+        # tensors can be cut into chunks.
         if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
-            until = max([until, *(instructions.place[user] for user in node.users if user in instructions.place)])
+            until = max([until, *(instructions.position[user] for user in node.users if user in instructions.position)])
         taken_s += node_s(node)
         waits |= is_wait(node) and is_all_to_all(node.all_input_nodes[0])
         if index >= until and (taken_s >= share_s > 0 or waits):
@@ -163,48 +163,46 @@ def grouped(
     return groups, layers
 
 
-def in_order(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
+def ordered_pairs(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return index pairs of instructions that must keep their order: random, mutating, and unsplit collective ones."""
     nodes = instructions.nodes[start:stop]
-    odd = [index for index, node in enumerate(nodes) if is_random(node) or mutates(node)]
+    odd = [index for index, node in enumerate(nodes) if is_random(node) or is_mutating(node)]
     pairs = list(pairwise(odd))
     for index in odd:
-        if mutates(nodes[index]):
+        if is_mutating(nodes[index]):
             pairs += [(first, index) for first in range(index)]
             pairs += [(index, second) for second in range(index + 1, len(nodes))]
-    # Collectives that are not split, too: all ranks send in one order.
+    # All ranks must issue unsplit collectives in the same order.
     pairs += pairwise(index for index, node in enumerate(nodes) if is_start(node) and not is_all_to_all(node))
     return pairs
 
 
-def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
-    """Returns a text that is the same for ranges that are split alike: of the same operators, shapes and users.
+def split_key(nodes: Sequence[fx.Node], descriptions: dict[fx.Node, str]) -> str:
+    """Return a key equal for ranges that are split equally: same operators, shapes and users.
 
-    `said`: what is known of the result of each node, filled as needed.
+    `descriptions`: cache.
     """
-    places = {node: place for place, node in enumerate(nodes)}
+    positions = {node: position for position, node in enumerate(nodes)}
 
     def describe(value: Any) -> Any:
         return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
     def name(node: fx.Node) -> str:
-        if node not in said:
-            said[node] = str(map_aggregate(node.meta.get("val"), describe))
-        return said[node]
+        if node not in descriptions:
+            descriptions[node] = str(map_aggregate(node.meta.get("val"), describe))
+        return descriptions[node]
 
     lines = []
     for node in nodes:
         number = {one: f"<{index}>" for index, one in enumerate(node.all_input_nodes)}
         rest = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
-        needs = [f"%{places[one]}" if one in places else name(one) for one in node.all_input_nodes]
-        outside = any(user not in places for user in node.users)
+        needs = [f"%{positions[one]}" if one in positions else name(one) for one in node.all_input_nodes]
+        outside = any(user not in positions for user in node.users)
         lines.append(f"{node.target} {rest} {needs} {name(node)} {outside}")
     return "\n".join(lines)
 
 
 class SplitKey(NamedTuple):
-    """One of the ways of an instruction: see `OperatorSplit`."""
-
     axis: Axis | Rows
     crosses: int
 
@@ -212,68 +210,68 @@ class SplitKey(NamedTuple):
 Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
-class KnownWays:
-    """Ways to split the instructions of a graph, each found once: ranges overlap."""
+class WayCache:
+    """Caches ways to split a graph's instructions, which overlapping ranges share."""
 
     def __init__(self) -> None:
-        self.way_of, self.outputs_from = cache(way_of), cache(outputs_from)
+        self.split_way, self.ways_from_input = cache(split_way), cache(ways_from_input)
 
 
-def ways_in(nodes: Sequence[fx.Node], chunks: int, rows: bool, known: KnownWays) -> Ways:
-    """Returns all ways to split each instruction that lead to or from a split all-to-all. `rows`: also by rows."""
+def find_ways(nodes: Sequence[fx.Node], chunks: int, rows: bool, way_cache: WayCache) -> Ways:
+    """Return all ways to split instructions connected to a split all-to-all; with `rows`, also by rows."""
     inside = set(nodes)
     ways: Ways = {}
-    # In a product that makes rows tokens may stand once for each choice.
+    # A GEMM that produces rows may contain the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
-    crossings = tuple(sorted({1, *(copies_of(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
+    crossings = tuple(sorted({1, *(repeats_of(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
-    def note(node: fx.Node, way: OperatorSplit | None) -> None:
+    def add_way(node: fx.Node, way: OperatorSplit | None) -> None:
         if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
             return
-        # Rows are cut off nothing: what has them is of the range.
-        if all(source in inside for source, wanted in way.inputs.items() if isinstance(wanted, Rows)):
+        # Rows cannot be cut off a tensor: their producer must be in the range.
+        if all(source in inside for source, input_axis in way.inputs.items() if isinstance(input_axis, Rows)):
             ways[node][key] = way
             ends.append((node, way))
 
     for node in nodes:
         if is_all_to_all(node):
-            for axis in first_axes(node, chunks, rows):
-                note(node, known.way_of(node, axis, 0, chunks=chunks))
-    # From the all-to-alls outwards: a way that leads to none of them is of no use.
+            for axis in all_to_all_axes(node, chunks, rows):
+                add_way(node, way_cache.split_way(node, axis, 0, chunks=chunks))
+    # Search outwards from the all-to-alls: ways connected to none of them are useless.
     while ends:
         node, way = ends.pop()
-        for source, wanted in way.inputs.items():
-            if wanted is not None:
+        for source, input_axis in way.inputs.items():
+            if input_axis is not None:
                 for crosses in (0, *crossings):
-                    note(source, known.way_of(source, wanted, crosses, chunks=chunks))
+                    add_way(source, way_cache.split_way(source, input_axis, crosses, chunks=chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, known.way_of(user, way.axis, 0, chunks=chunks))
+                add_way(user, way_cache.split_way(user, way.axis, 0, chunks=chunks))
             elif user in inside:
-                for found in known.outputs_from(user, node, way.axis, chunks, crossings):
-                    note(user, found)
+                for found in way_cache.ways_from_input(user, node, way.axis, chunks, crossings):
+                    add_way(user, found)
     return ways
 
 
-def infer(
+def infer_split(
     nodes: Sequence[fx.Node],
     chunks: int,
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
     rows: bool = False,
-    known: KnownWays | None = None,
+    way_cache: WayCache | None = None,
 ) -> RangeSplit | None:
-    """Returns the split of a range into so many chunks; None where some all-to-all of it cannot be split.
+    """Return the split of a range into chunks; None if an all-to-all in it cannot be split.
 
     Args:
-        ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
-        rows: whether chunks may be rows.
-        known: ways that other ranges of the graph have been split in, and from now on those of this one.
+        ordered: index pairs in `nodes` that must stay in order without a data dependency.
+        rows: chunks may be rows.
+        way_cache: cache of ways found for other ranges of the graph; extended here.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    ways = ways_in(nodes, chunks, rows, known or KnownWays())
+    ways = find_ways(nodes, chunks, rows, way_cache or WayCache())
     if not all(node in ways for node in nodes if is_all_to_all(node)):
         return None
     try:
@@ -282,7 +280,7 @@ def infer(
         raise ConfigError(
             "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
         ) from None
-    # One boolean for each instruction and way; early and late for those that run as a whole.
+    # One boolean per instruction and way; early and late for unsplit instructions.
     model = cp_model.CpModel()
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
@@ -292,66 +290,68 @@ def infer(
     def split(node: fx.Node) -> list[cp_model.IntVar]:
         return [chosen[node, key] for key in ways.get(node, ())]
 
-    def along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
+    def options_along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
         return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
 
-    def follows(node: fx.Node, source: fx.Node) -> None:
+    def constrain_order(node: fx.Node, source: fx.Node) -> None:
         model.add_implication(early[node], early[source])
         model.add_implication(late[source], late[node])
 
-    def needs(node: fx.Node, key: SplitKey, *some: cp_model.IntVar) -> None:
+    def require_option(node: fx.Node, key: SplitKey, *some: cp_model.IntVar) -> None:
         model.add_bool_or([chosen[node, key].negated(), *some])
 
     for node in nodes:
         model.add_exactly_one(early[node], late[node], *split(node))
-        if is_all_to_all(node):  # a range that leaves one whole hides nothing of it
+        if is_all_to_all(node):  # an unsplit all-to-all cannot be hidden by this range
             model.add_bool_or(split(node))
         for source in node.all_input_nodes:
             if source not in inside:
                 continue
-            follows(node, source)
+            constrain_order(node, source)
             for key, way in ways.get(node, {}).items():
-                wanted = way.inputs[source]
-                allowed = [] if wanted is None else along(source, wanted)
-                # Chunks are cut off tensors only, not off several at a time, and along axes only.
-                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[source]]
-                needs(node, key, *allowed, *whole)
-            # Several results are put together one by one, and rows on the wire not at all.
+                input_axis = way.inputs[source]
+                allowed = [] if input_axis is None else options_along(source, input_axis)
+                # Chunks can be cut only off single tensors, along axes.
+                whole = [] if node.target is operator.getitem or isinstance(input_axis, Rows) else [early[source]]
+                require_option(node, key, *allowed, *whole)
+            # Several results are joined one by one, and rows in flight cannot be joined.
             if node.target is operator.getitem or is_wait(node):
                 for key in ways.get(source, ()):
-                    needs(source, key, *along(node, key.axis))
-    # Rows that set out come back: whoever gives them has somebody who takes them.
+                    require_option(source, key, *options_along(node, key.axis))
+    # Rows sent out must be returned: each producer of rows has a consumer.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
             of_users = [(user, other, way) for user in node.users for other, way in ways.get(user, {}).items()]
-            needs(node, key, *(chosen[user, other] for user, other, way in of_users if way.inputs[node] == key.axis))
+            require_option(
+                node, key, *(chosen[user, other] for user, other, way in of_users if way.inputs[node] == key.axis)
+            )
     for first, second in ordered:
-        follows(nodes[second], nodes[first])
+        constrain_order(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    # Of ways that split the same, the one whose chunks are consecutive: others cost copies, and rows most.
+    # Among equal splits prefer consecutive chunks: others cost copies, rows the most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
-    model.maximize(sum((worth[node] - _copies(key.axis)) * source for (node, key), source in chosen.items()))
+    model.maximize(sum((worth[node] - _copy_penalty(key.axis)) * source for (node, key), source in chosen.items()))
     solver = solved(model, _LIMIT)
     if solver is None:
         return None
-    taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
-    # What needs no chunk may run beside what does, and so fill the time in which rows are on the wire.
+    picked = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
+    # Unsplit instructions may overlap with split ones, and fill the time while rows are in flight.
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in ordered:
         before[nodes[second]].append(nodes[first])
-    behind: set[fx.Node] = set()
+    after: set[fx.Node] = set()
     for node in nodes:
-        waits = is_start(node) or is_wait(node) or any(source in taken or source in behind for source in before[node])
-        if node not in taken and solver.value(late[node]) and waits:
-            behind.add(node)
+        waits = is_start(node) or is_wait(node) or any(source in picked or source in after for source in before[node])
+        if node not in picked and solver.value(late[node]) and waits:
+            after.add(node)
     return RangeSplit(
-        tuple(node for node in nodes if node not in taken and node not in behind),
-        taken,
-        tuple(node for node in nodes if node in behind),
+        tuple(node for node in nodes if node not in picked and node not in after),
+        picked,
+        tuple(node for node in nodes if node in after),
     )
 
 
-def _copies(axis: Axis | Rows) -> int:
+def _copy_penalty(axis: Axis | Rows) -> int:
     most = _SCATTERED // 2
     return most if isinstance(axis, Rows) else min(axis.outer, most - 1)

@@ -1,8 +1,8 @@
-"""A range of a pass in chunks: the graph with them, and its predicted seconds.
+"""Rewriting of a range of a pass into chunks, and its predicted seconds.
 
-Values are cut along an axis, computed chunk by chunk, and joined again. The chunks run stage by stage: what can be
-computed without another all-to-all, of one chunk after the other; each chunk's all-to-all starts as soon as its stage
-has been computed, and runs beside the following chunks.
+Values are cut along an axis, computed chunk by chunk, and joined again. A stage is everything computable without
+another all-to-all. Chunks run stage by stage: each chunk's all-to-all starts as soon as its stage is computed, and
+overlaps with the following chunks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, start_of, way_of
-from fusedmoe.graph.chunk_rows import check_places, operation_of, whole_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, split_way, start_of
+from fusedmoe.graph.chunk_rows import assemble_rows, check_slots, row_operation
 from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
     is_all_to_all,
+    is_mutating,
     is_random,
     is_start,
     is_view,
     is_wait,
-    mutates,
     name_of,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
@@ -35,13 +35,13 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import Task
 
 _aten = torch.ops.aten
-#: Calls an operator: on tensors, or by adding a node to a graph.
+#: Calls an operator on tensors, or adds a node to a graph.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
 
 
 class RangeSplit(NamedTuple):
-    """The split of a range: what runs before, what in chunks and in which way, what after."""
+    """Split of a range: instructions that run whole before the chunks, that run in chunks, and that run whole after."""
 
     before: tuple[fx.Node, ...]
     split: dict[fx.Node, OperatorSplit]
@@ -49,10 +49,12 @@ class RangeSplit(NamedTuple):
 
 
 class InstructionRange(NamedTuple):
-    """Instructions `start` to `stop` (without it) in so many chunks.
+    """Instructions [start, stop) to run in chunks.
 
-    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
-    `before`: the places of those that run before.
+    Attributes:
+        axes: per split instruction: its position from `start`, the fields of its `Axis` or `Rows`, and
+            `OperatorSplit.crosses`.
+        before: positions of the instructions that run whole before the chunks.
     """
 
     start: int
@@ -62,38 +64,37 @@ class InstructionRange(NamedTuple):
     before: tuple[int, ...]
 
     def split(self, instructions: Instructions) -> RangeSplit:
-        """Returns the split of the instructions, as they stand in the graph now."""
+        """Return the split for the instructions in the graph's current order."""
         nodes = instructions.nodes[self.start : self.stop]
         ways = {}
-        for place, fields, crosses in self.axes:
+        for position, fields, crosses in self.axes:
             first, second = fields
             axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
-            way = way_of(nodes[place], axis, crosses, chunks=self.chunks)
-            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
-            ways[nodes[place]] = way
-        early = tuple(nodes[place] for place in self.before)
+            way = split_way(nodes[position], axis, crosses, chunks=self.chunks)
+            assert way is not None, f"{nodes[position].name} was split along {axis} and cannot be"
+            ways[nodes[position]] = way
+        early = tuple(nodes[position] for position in self.before)
         taken = {*ways, *early}
         return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
 def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
-    """Returns chunk number `chunk` of a tensor of that shape; a view where the chunks are consecutive."""
+    """Return one chunk of a tensor with this shape; a view if chunks are consecutive."""
     dim, outer = axis
     if outer == 1:
         size = shape[dim] // chunks
         return call(_aten.slice.Tensor, (whole, dim, chunk * size, (chunk + 1) * size), {})
     inner = shape[dim] // (outer * chunks)
-    # A joined dimension is taken apart, the chunk selected, and the dimension joined again.
     apart = call(_aten.reshape.default, (whole, [*shape[:dim], outer, chunks, inner, *shape[dim + 1 :]]), {})
     mine = call(_aten.select.int, (apart, dim + 1, chunk), {})
     return call(_aten.reshape.default, (mine, chunk_shape(shape, axis, chunks)), {})
 
 
 def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
-    """Returns the tensor of these chunks, with the shape and the strides of `like`."""
+    """Assemble chunks into a tensor with the shape and strides of `like`."""
     dim, outer = axis
     shape, chunks = [int(size) for size in like.shape], len(values)
-    # Strides are part of the captured graph: views behind it were captured for them.
+    # Strides are part of the captured graph: later views rely on them.
     order = _layout(like)
     moved = order != list(range(len(shape)))
     if outer == 1:
@@ -119,11 +120,11 @@ def run_chunk(
     value: Callable[[fx.Node, Axis | Rows | None], Any],
     before: Any = None,
 ) -> Any:
-    """Returns one chunk of an instruction that is split along axes.
+    """Run one chunk of an instruction that is split along axes.
 
     Args:
-        value: of an input the chunk along an axis, or the whole.
-        before: the chunk before, of `carried_from`; None for the first one.
+        value: (input, axis) -> the input's chunk along the axis, or the whole for None.
+        before: previous chunk of `carry_source`; None for the first.
     """
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
@@ -141,29 +142,29 @@ def run_chunk(
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
-            # Collectives send memory as it lies.
+            # Collectives send memory in storage order.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
     chunk = call(target, args, kwargs)
-    if not way.carries or before is None:
+    if not way.needs_previous or before is None:
         return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
-    if name == "aten::constant_pad_nd":  # the first row is the last one of the chunk before, in place of zeros
+    if name == "aten::constant_pad_nd":  # the chunk's first row is the previous chunk's last one instead of zeros
         rest = call(_aten.slice.Tensor, (chunk, axis.dim, 1, last + 1), {})
         return call(_aten.cat.default, ([so_far, rest], axis.dim), {})
-    # A running sum goes on from the last sum of the chunk before.
+    # A running sum continues from the previous chunk's last sum.
     return call(_aten.add.Tensor, (chunk, so_far), {})
 
 
-def carried_from(node: fx.Node) -> fx.Node:
-    """Returns of what a chunk needs the chunk before: of the result of a running sum, else of what is moved."""
+def carry_source(node: fx.Node) -> fx.Node:
+    """Return the node whose previous chunk a chunk of `node` reads: itself for a cumsum, its input for a shift."""
     return node if node.target is _aten.cumsum.default else node.all_input_nodes[0]
 
 
 def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
-    """Returns the arguments of a slice or a split along the axis of its chunks; None where it goes along another.
+    """Return the arguments of a slice or split for one chunk, of length `size` along `way.axis`.
 
-    `size`: of a part of a chunk.
+    None if the input is chunked along the same axis: the arguments remain valid.
     """
     (given,) = way.inputs.values()
     if given == way.axis:
@@ -175,8 +176,8 @@ def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: in
     return (args[0], way.axis.dim, start, start + size)
 
 
-def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
-    """Returns the split instruction of whose result that of `node` is a view; None: it is joined from its chunks."""
+def view_source(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
+    """Return the split instruction of which `node` is a view; None: join `node` from its chunks."""
     sources = [one for one in node.all_input_nodes if one in split]
     if len(sources) != 1 or not is_view(node):
         return None
@@ -184,13 +185,10 @@ def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | 
 
 
 def plain_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator on tensors."""
     return target(*args, **kwargs)
 
 
 def fake_call(mode: Any) -> Call:
-    """Calls operators on fake tensors."""
-
     def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode, torch.no_grad():
             return target(*args, **kwargs)
@@ -198,8 +196,8 @@ def fake_call(mode: Any) -> Call:
     return call
 
 
-def node_call(graph: fx.Graph) -> Call:
-    """Adds nodes where the graph inserts, each with its fake value."""
+def make_node_caller(graph: fx.Graph) -> Call:
+    """Return a `Call` that adds nodes with fake values at the insertion point."""
 
     def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
@@ -213,7 +211,7 @@ def node_call(graph: fx.Graph) -> Call:
 
 
 def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
-    """Returns the fake value of a chunk; for rows, whose number nobody knows yet, that of the whole."""
+    """Return a chunk's fake value; for rows, whose count is unknown, the whole tensor's."""
     like = node.meta["val"]
     if isinstance(axis, Rows):
         return like
@@ -222,7 +220,7 @@ def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
 
 
 def _layout(like: torch.Tensor) -> list[int]:
-    """Returns the dimensions in their order in memory; as they are where the tensor has gaps or overlaps."""
+    """Return the dimensions in memory order; unchanged for a tensor with gaps or overlaps."""
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
     step = 1
@@ -234,7 +232,7 @@ def _layout(like: torch.Tensor) -> list[int]:
 
 
 def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
-    """Returns how many all-to-alls each split instruction has behind it."""
+    """Return the stage of each split instruction: the number of all-to-alls it depends on."""
     stages: dict[fx.Node, int] = {}
     for node in split.split:
         behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
@@ -242,13 +240,15 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
     return stages
 
 
-def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns two lists of what runs before: what the split instructions need, and what may as well run beside them."""
+def dependencies_and_loose(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Divide `split.before` into dependencies of split instructions, and loose instructions.
+
+    Loose instructions run after the first stage, while the first chunks' rows are sent.
+    """
     early = set(split.before)
-    # Loose instructions run behind the first stage, so that they hide the first chunks' rows.
     needed: set[fx.Node] = set()
-    # What stays in order stays before, and so does all that may read what is changed then.
-    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
+    # Ordered instructions stay before, and so does everything that may read memory they changed.
+    last = max((position for position, node in enumerate(split.before) if is_mutating(node)), default=-1)
     ends = [one for node in split.split for one in node.all_input_nodes]
     ends += split.before[: last + 1]
     ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
@@ -261,26 +261,24 @@ def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
-    """Returns the split instructions whose whole results are needed."""
     return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
 
 
 def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRange) -> None:
-    """Puts a range in chunks into the graph."""
     nodes, split, chunks = instructions.nodes[chosen.start : chosen.stop], chosen.split(instructions), chosen.chunks
     anchor = nodes[-1].next
-    needed, loose = runs_before(split)
+    needed, loose = dependencies_and_loose(split)
     stages = stages_of(split)
-    call = node_call(graph)
+    call = make_node_caller(graph)
     chunks_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
     cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
     wholes: dict[fx.Node, fx.Node] = {}
 
-    def move(some: Sequence[fx.Node]) -> None:
+    def move_nodes(some: Sequence[fx.Node]) -> None:
         for node in some:
             anchor.prepend(node)
 
-    def made(operation: Callable[..., Any], given: Sequence[fx.Node], like: Any) -> fx.Node:
+    def add_node(operation: Callable[..., Any], given: Sequence[fx.Node], like: Any) -> fx.Node:
         node = graph.call_function(operation, tuple(given))
         node.meta["val"] = like
         return node
@@ -298,20 +296,19 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
     def add_chunk(node: fx.Node, way: OperatorSplit, chunk: int) -> None:
         if way.by_rows:
             given = [value(chunk, source, way.inputs[source]) for source in node.all_input_nodes]
-            new = made(operation_of(node, way), given, chunk_like(node, way.axis, chunks))
+            new = add_node(row_operation(node, way), given, chunk_like(node, way.axis, chunks))
         else:
-            before = value(chunk - 1, carried_from(node), way.axis) if chunk and way.carries else None
+            before = value(chunk - 1, carry_source(node), way.axis) if chunk and way.needs_previous else None
             new = run_chunk(call, node, way, chunks, partial(value, chunk), before)
         chunks_of[node].append(new)
-        # Before the first trip, where rows of all choices have come together.
-        if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.trips == 1:  # type: ignore[union-attr]
-            graph.call_function(check_places(node), tuple(chunks_of[node.all_input_nodes[0]]))
+        # Check slots before the first all-to-all: its input has the merged rows of all choices.
+        if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.hops == 1:  # type: ignore[union-attr]
+            graph.call_function(check_slots(node), tuple(chunks_of[node.all_input_nodes[0]]))
 
     def whole(node: fx.Node) -> fx.Node:
-        """Returns a split instruction's whole result: of its chunks, or as a view."""
         if node in wholes:
             return wholes[node]
-        source, axis = rebuilt(node, split.split), split.split[node].axis
+        source, axis = view_source(node, split.split), split.split[node].axis
         if source is not None:
             under = whole(source)
             args, kwargs = fx.node.map_arg(
@@ -319,26 +316,25 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
             )
             wholes[node] = call(node.target, args, kwargs)
         elif isinstance(axis, Rows):
-            wholes[node] = made(whole_of(node, axis), chunks_of[node], node.meta["val"])
+            wholes[node] = add_node(assemble_rows(node, axis), chunks_of[node], node.meta["val"])
         else:
             wholes[node] = join(call, chunks_of[node], node.meta["val"], axis)
         return wholes[node]
 
-    move(needed)
+    move_nodes(needed)
     with graph.inserting_before(anchor):
         for stage in range(max(stages.values()) + 1):
             for chunk in range(chunks):
                 for node, way in split.split.items():
                     if stages[node] == stage:
                         add_chunk(node, way, chunk)
-            if stage == 0:  # behind the first stage, while its rows are on the wire
-                move(loose)
+            if stage == 0:  # after the first stage, while its rows are in flight
+                move_nodes(loose)
         for node in joined_nodes(nodes, split):
             whole(node)
-    move(split.after)
+    move_nodes(split.after)
     for node, joined in wholes.items():
         node.replace_all_uses_with(joined, delete_user_cb=lambda user: user not in chunks_of)
-    # Users first.
     for node in reversed(split.split):
         graph.erase_node(node)
 
@@ -349,29 +345,28 @@ def pipeline_s(
     chunks: int,
     node_s: Callable[[fx.Node], float],
     costs: OperatorCosts,
-    known: dict[Any, tuple[Any, float]],
+    cache: dict[Any, tuple[Any, float]],
 ) -> float:
-    """Returns the seconds of a range in chunks, by the simulator: Lancet's P(i, n, k).
+    """Predict the seconds of a range in chunks by simulation: Lancet's P(i, n, k).
 
-    `known`: of chunks of instructions in other ranges the fake value, and the seconds with those of cutting inputs;
-    from now on also of those of this one.
+    `cache`: fake values and seconds of chunks, including cuts of inputs.
     """
     mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
     plain = fake_call(mode)
-    taken_s = 0.0
+    total_s = 0.0
 
     def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal taken_s
+        nonlocal total_s
         result = plain(target, args, kwargs)
-        # Views cost nothing, and functions of this room are costed with their instruction.
+        # Views cost nothing, and this package's functions are costed with their instruction.
         if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
-            taken_s += costs.operator_s(target, args, kwargs)
+            total_s += costs.operator_s(target, args, kwargs)
         return result
 
-    # All chunks take as long, so that the first is measured for all. Values are fake: nothing is computed here.
+    # Equal chunks: cost the first for all. Values are fake; nothing is computed.
     stages = stages_of(split)
-    compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
-    comm: dict[int, float] = {}
+    compute_s = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
+    comm_s: dict[int, float] = {}
     values: dict[fx.Node, Any] = {}
 
     def value(source: fx.Node, axis: Axis | Rows | None) -> Any:
@@ -382,48 +377,47 @@ def pipeline_s(
         assert isinstance(axis, Axis), "rows are cut off nothing"
         return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
 
-    def costed(node: fx.Node, way: OperatorSplit) -> tuple[Any, float]:
-        nonlocal taken_s
-        if way.by_rows:  # as many in each chunk, as far as one can tell
+    def chunk_cost(node: fx.Node, way: OperatorSplit) -> tuple[Any, float]:
+        nonlocal total_s
+        if way.by_rows:  # assumes equally many rows per chunk
             return chunk_like(node, way.axis, chunks), node_s(node) / chunks
-        taken_s = 0.0
+        total_s = 0.0
         chunk = run_chunk(call, node, way, chunks, value)
-        if way.carries:
+        if way.needs_previous:
             call(_aten.add.Tensor, (chunk, chunk), {})
-        return chunk, taken_s
+        return chunk, total_s
 
-    def costed_whole(node: fx.Node, axis: Axis | Rows) -> tuple[Any, float]:
-        nonlocal taken_s
-        taken_s = 0.0
+    def join_cost(node: fx.Node, axis: Axis | Rows) -> tuple[Any, float]:
+        nonlocal total_s
+        total_s = 0.0
         if isinstance(axis, Rows):
             call(_aten.clone.default, (node.meta["val"],), {})
         else:
             join(call, [values[node]] * chunks, node.meta["val"], axis)
-        return None, taken_s
+        return None, total_s
 
     for node, way in split.split.items():
         key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
-        if key not in known:
-            known[key] = costed(node, way)
-        values[node], seconds_s = known[key]
-        compute[stages[node]] += seconds_s
+        if key not in cache:
+            cache[key] = chunk_cost(node, way)
+        values[node], seconds_s = cache[key]
+        compute_s[stages[node]] += seconds_s
         if is_all_to_all(node):
-            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
+            comm_s[stages[node]] = comm_s.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / chunks)
     around_s = sum(map(node_s, split.after))
     for node in joined_nodes(nodes, split):
-        if rebuilt(node, split.split) is None:
+        if view_source(node, split.split) is None:
             axis = split.split[node].axis
-            if (node, axis, chunks) not in known:
-                known[node, axis, chunks] = costed_whole(node, axis)
-            around_s += known[node, axis, chunks][1]
-    needed, loose = runs_before(split)
+            if (node, axis, chunks) not in cache:
+                cache[node, axis, chunks] = join_cost(node, axis)
+            around_s += cache[node, axis, chunks][1]
+    needed, loose = dependencies_and_loose(split)
     around_s += sum(map(node_s, needed))
-    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), chunks)
-    return around_s + makespan(plan, Durations(seconds))
+    plan, durations_s = stage_plan(compute_s, comm_s, sum(map(node_s, loose)), chunks)
+    return around_s + makespan(plan, Durations(durations_s))
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether a result lies in the memory of an argument."""
     if not isinstance(result, torch.Tensor):
         return False
     memory = result.untyped_storage()
@@ -431,23 +425,23 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def stage_plan(
-    compute: dict[int, float], comm: dict[int, float], loose_s: float, chunks: int
+    compute_s: dict[int, float], comm_s: dict[int, float], loose_s: float, chunks: int
 ) -> tuple[Plan, dict[Task, float]]:
-    """Returns a range as a plan: each chunk of stage s computes for `compute[s]` seconds and sends for `comm[s]`."""
+    """Return a range as a plan: a chunk of stage s computes `compute_s[s]` and sends `comm_s[s]` seconds."""
     order: dict[str, list[Task]] = {"compute": [], "inter": []}
     after: dict[Task, tuple[Task, ...]] = {}
-    seconds: dict[Task, float] = {}
+    durations_s: dict[Task, float] = {}
     before: list[tuple[Task, ...]] = [()] * chunks
-    for stage in range(max([*compute, *comm], default=0) + 1):
+    for stage in range(max([*compute_s, *comm_s], default=0) + 1):
         for chunk in range(chunks):
-            for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
+            for kind, where, given in (("expert", "compute", compute_s), ("dispatch", "inter", comm_s)):
                 if stage in given:
-                    # A layer of the plan for each stage, so that no rule of layers applies.
+                    # A layer number per stage and kind: the standard dependencies within a layer do not apply.
                     task = Task(kind, chunk, 2 * stage + (kind == "dispatch"))
                     order[where].append(task)
-                    after[task], seconds[task], before[chunk] = before[chunk], given[stage], (task,)
+                    after[task], durations_s[task], before[chunk] = before[chunk], given[stage], (task,)
         if stage == 0:
-            task = Task("gate", None, 2 * len(compute) + 2)
+            task = Task("gate", None, 2 * len(compute_s) + 2)
             order["compute"].append(task)
-            after[task], seconds[task] = (), loose_s
-    return Plan.from_orders(order, after), seconds
+            after[task], durations_s[task] = (), loose_s
+    return Plan.from_orders(order, after), durations_s

@@ -1,7 +1,6 @@
-"""Weight gradients beside all-to-alls, and the order of a whole pass (Lancet §4).
+"""Overlap of weight gradients with all-to-alls, and the instruction order of a whole pass (Lancet §4).
 
-A pass runs what the next collective waits for, starts it, and then all that it can before it waits: first what was due
-anyway, then the weight gradients that were placed beside this all-to-all, and only then the wait.
+Before it waits for a collective, a pass runs instructions independent of it, then the weight gradients assigned to it.
 """
 
 from __future__ import annotations
@@ -13,44 +12,43 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait, union
+from fusedmoe.graph.instructions import Instructions, elements, is_all_to_all, is_compute, is_start, is_wait, union
 from fusedmoe.schedule.policies.lancet_plans import Gap, Placement, place_exactly, place_greedily, with_leftovers
 
-# Up to so many choices (a weight gradient and an all-to-all) the exact programme is asked, and for so long.
+# Solve exactly for up to this many pairs of weight gradient and all-to-all, within this time in seconds.
 _EXACT, _LIMIT = 400, 2.0
 
 
 @dataclass
-class Skeleton:
-    """The order of a pass without its weight gradients.
+class BaseOrder:
+    """Order of a pass without its weight gradients.
 
     Attributes:
-        units: the weight gradients, as sets of instructions that run together: no other instruction lies between them.
-        rest: weight gradients in no unit, and what depends on their collectives; they come last.
-        order: all other instructions. A negative number −1 − i stands before the first wait for collective `starts[i]`.
-        due_s: for each start, seconds of what runs beside it in any case.
-        reached: for each start, all that runs before the wait for it.
+        units: weight gradients as sets of instructions that run together, with no other instruction in between.
+        rest: weight gradients in no unit, and the dependents of their collectives; they run last.
+        order: all other instructions; −1 − i marks the position before the first wait for collective `starts[i]`.
+        overlap_s: per start, seconds of computation that overlaps with its collective, without weight gradients.
+        run_before_wait: per start, the set of instructions that run before its wait.
     """
 
     units: list[int]
     rest: int
     order: list[int] = field(default_factory=list)
-    due_s: dict[int, float] = field(default_factory=dict)
-    reached: dict[int, int] = field(default_factory=dict)
+    overlap_s: dict[int, float] = field(default_factory=dict)
+    run_before_wait: dict[int, int] = field(default_factory=dict)
 
 
 def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list[int]:
-    """Returns the weight gradients in units: instructions that depend on each other and on the same all-to-alls."""
-    # A unit's instructions need nothing between them that is not of the unit, and none of them has a path to or from an
-    # all-to-all that another one has not: they can run as one, wherever one of them can.
+    """Group weight gradients into units: connected instructions that depend on the same all-to-alls."""
+    # The instructions of a unit have the same all-to-alls before and after them and no other dependencies in between:
+    # they can run as one, wherever any of them can.
     free = instructions.weight_gradients(gradients)
     collectives = union(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
     seen = 0
     units = []
-    for first in bits(free):
+    for first in elements(free):
         if seen >> first & 1:
             continue
-        # All of a unit waits for the same all-to-alls, so that one place in the order suits all of it.
         behind = instructions.ancestors[first] & collectives
         unit, ends = 0, [first]
         while ends:
@@ -60,142 +58,138 @@ def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list
             seen |= 1 << index
             unit |= 1 << index
             near = [*instructions.nodes[index].all_input_nodes, *instructions.nodes[index].users]
-            ends += [instructions.place[node] for node in near if node in instructions.place]
-        # Views alone hide nothing: they run where they are needed.
-        if any(map(computes, instructions.nodes_of(unit))):
+            ends += [instructions.position[node] for node in near if node in instructions.position]
+        # Units of views only hide nothing; they run where they are needed.
+        if any(map(is_compute, instructions.nodes_of(unit))):
             units.append(unit)
     return units
 
 
-def skeleton(
+def base_order_of(
     instructions: Instructions, gradients: Collection[fx.Node], seconds: Callable[[fx.Node], float]
-) -> Skeleton:
-    """Returns the order without weight gradients: collectives start as early, and end as late, as can be."""
+) -> BaseOrder:
+    """Order a pass without weight gradients: collectives start as early and are waited for as late as possible."""
     units = units_of(instructions, gradients)
     inside = union(units)
-    # What comes behind a weight gradient and is none itself, for instance its all-reduce.
-    bare = Skeleton(units, union(instructions.descendants[index] for index in bits(inside)) & ~inside)
-    later = inside | bare.rest
+    # Dependents of weight gradients that are no weight gradients (their all-reduce).
+    base_order = BaseOrder(units, union(instructions.descendants[index] for index in elements(inside)) & ~inside)
+    later = inside | base_order.rest
     done = 0
     pending: list[int] = []
 
     def run(indices: int) -> None:
         nonlocal done
-        for index in bits(indices & ~done):
-            bare.order.append(index)
+        for index in elements(indices & ~done):
+            base_order.order.append(index)
             done |= 1 << index
-            # Collectives of a link run one after the other: what is computed now hides the first of them.
-            if pending and computes(instructions.nodes[index]):
-                bare.due_s[pending[0]] += seconds(instructions.nodes[index])
+            # Collectives of a link run one by one: computation now hides the oldest pending one.
+            if pending and is_compute(instructions.nodes[index]):
+                base_order.overlap_s[pending[0]] += seconds(instructions.nodes[index])
 
-    def behind_pending() -> int:
-        waits = (wait for start in pending for wait in bits(instructions.waits[start]))
+    def after_pending() -> int:
+        waits = (wait for start in pending for wait in elements(instructions.waits[start]))
         return union(instructions.descendants[wait] | 1 << wait for wait in waits)
 
     def run_late(indices: int) -> None:
-        """Runs these instructions, each wait after all that does not need it."""
+        """Append these instructions to the order, each wait after all instructions that do not need it."""
         while True:
-            run(indices & ~behind_pending())
-            # A wait ends the time in which its collective is hidden: the oldest that is needed is waited for first.
+            run(indices & ~after_pending())
+            # A wait ends the overlap of its collective: first wait for the oldest needed one.
             oldest = next((start for start in pending if instructions.waits[start] & indices & ~done), None)
             if oldest is None:
                 break
-            bare.order.append(-1 - instructions.starts.index(oldest))
-            bare.reached[oldest] = done
+            base_order.order.append(-1 - instructions.starts.index(oldest))
+            base_order.run_before_wait[oldest] = done
             pending.remove(oldest)
             run(instructions.waits[oldest] & indices)
 
     for start in instructions.starts:
         if later >> start & 1:
             continue
-        # Only what this collective needs: all else can still hide it.
+        # Only this collective's dependencies: everything else can still hide it.
         run_late(instructions.ancestors[start] & ~later & ~done)
         run(1 << start)
         if instructions.waits[start]:
             pending.append(start)
-            bare.due_s[start] = 0.0
-        # What would have run by now in the order as captured, and need not wait.
-        run(((1 << start) - 1) & ~later & ~done & ~behind_pending())
+            base_order.overlap_s[start] = 0.0
+        run(((1 << start) - 1) & ~later & ~done & ~after_pending())
     run_late(((1 << len(instructions.nodes)) - 1) & ~later & ~done)
-    return bare
+    return base_order
 
 
-def gaps_of(
-    instructions: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]
+def exposed_gaps(
+    instructions: Instructions, base_order: BaseOrder, comm_s: Callable[[fx.Node], float]
 ) -> tuple[list[int], list[Gap]]:
-    """Returns the all-to-alls that are waited for, and of each the seconds that nothing hides yet, with its units."""
+    """Return the all-to-alls with waits and, for each, its exposed seconds and the units that may hide it."""
     nodes = instructions.nodes
     collectives = union(1 << start | waits for start, waits in instructions.waits.items())
-    starts = [start for start in instructions.starts if start in bare.reached and is_all_to_all(nodes[start])]
+    starts = [
+        start for start in instructions.starts if start in base_order.run_before_wait and is_all_to_all(nodes[start])
+    ]
     gaps = []
     for start in starts:
-        beside, late = instructions.beside(start), collectives & ~bare.reached[start]
+        overlappable, late = instructions.overlappable(start), collectives & ~base_order.run_before_wait[start]
         allowed = frozenset(
             number
-            for number, unit in enumerate(bare.units)
-            # No path either way, and no other collective is needed that has not ended by then.
-            if not unit & instructions.computing & ~beside
-            and not any(instructions.ancestors[index] & late for index in bits(unit))
+            for number, unit in enumerate(base_order.units)
+            # No path in either direction, nor a dependency on a collective that has not completed.
+            if not unit & instructions.computing & ~overlappable
+            and not any(instructions.ancestors[index] & late for index in elements(unit))
         )
-        gaps.append(Gap(max(0.0, comm_s(nodes[start]) - bare.due_s[start]), allowed))
+        gaps.append(Gap(max(0.0, comm_s(nodes[start]) - base_order.overlap_s[start]), allowed))
     return starts, gaps
 
 
-def place(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
-    """Returns the all-to-all beside which each unit runs, leftovers too; exact where choices are few, with OR-Tools."""
+def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
+    """Assign each unit of weight gradients to an all-to-all: optimal with OR-Tools for few choices, else greedy."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
-        with suppress(ConfigError):  # without OR-Tools the greedy placement stands
+        with suppress(ConfigError):  # without OR-Tools, keep the greedy placement
             placed = place_exactly(gaps, seconds, limit=_LIMIT)
     return with_leftovers(placed, gaps)
 
 
-def ordered(instructions: Instructions, bare: Skeleton, beside: dict[int, list[int]]) -> list[int]:
-    """Returns the whole order. `beside`: for each start the units beside it; the others come last."""
+def ordered(instructions: Instructions, base_order: BaseOrder, units_of_start: dict[int, list[int]]) -> list[int]:
+    """Return the order of the whole pass. `units_of_start`: overlapped units; other units run last."""
     done, order = 0, []
 
     def run(indices: int) -> None:
         nonlocal done
-        for index in bits(indices):
-            for needed in bits((instructions.ancestors[index] | 1 << index) & ~done):
+        for index in elements(indices):
+            for needed in elements((instructions.ancestors[index] | 1 << index) & ~done):
                 order.append(needed)
                 done |= 1 << needed
 
     def start_ready() -> None:
-        """Starts the collectives of gradients that are there."""
-        for index in bits(bare.rest & ~done):
+        for index in elements(base_order.rest & ~done):
             needed = instructions.ancestors[index] & ~done
-            # Not one that needs what has not run yet, nor one that has to wait.
-            ready = is_start(instructions.nodes[index]) and not needed & ~bare.rest
+            # Exclude collectives whose dependencies have not run or that would have to wait.
+            ready = is_start(instructions.nodes[index]) and not needed & ~base_order.rest
             if ready and not any(map(is_wait, instructions.nodes_of(needed))):
                 run(1 << index)
 
-    for index in bare.order:
+    for index in base_order.order:
         if index >= 0:
             run(1 << index)
             continue
-        for unit in sorted(beside.get(instructions.starts[-1 - index], ()), key=bare.units.__getitem__):
-            run(bare.units[unit])
+        for unit in sorted(units_of_start.get(instructions.starts[-1 - index], ()), key=base_order.units.__getitem__):
+            run(base_order.units[unit])
         start_ready()
-    # Units beside no all-to-all hold nothing up at the end.
-    run(union(bare.units) & ~done)
+    # At the end, units without an all-to-all delay no other instruction.
+    run(union(base_order.units) & ~done)
     start_ready()
     run((1 << len(instructions.nodes)) - 1)
     return order
 
 
 def reorder(graph: fx.Graph, instructions: Instructions, order: Sequence[int]) -> None:
-    """Puts the nodes of a graph into an order.
-
-    Raises `ConfigError` for one in which an instruction stands before one that it waits for.
-    """
+    """Reorder the nodes of a graph. Raises `ConfigError` if an instruction would precede a dependency."""
     done = 0
     for index in order:
         if early := instructions.ancestors[index] & ~done:
             node, late = instructions.nodes[index], instructions.nodes_of(early)[0]
-            raise ConfigError(f"graph: {node.name} stands before {late.name}, for which it waits")
+            raise ConfigError(f"graph: {node.name} precedes {late.name}, on which it depends")
         done |= 1 << index
-    # Inputs stay in front, the output behind.
     end = next(iter(reversed(graph.nodes)))
     for index in order:
         end.prepend(instructions.nodes[index])

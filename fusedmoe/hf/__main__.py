@@ -1,6 +1,6 @@
-"""`python -m fusedmoe.hf` prints how each class of experts of the installed transformers is computed, as a table.
+"""`python -m fusedmoe.hf` prints a table of the installed transformers' expert classes and their computation.
 
-The table of docs/guides/hugging-face.md is this one; tests compare each class's numbers with those of its own code.
+docs/guides/hugging-face.md contains this table. Tests compare each class with transformers' own implementation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import transformers
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.module_experts import check_experts, fused_activation, is_clamped_swiglu
 
-#: Ways in which experts are computed, in the order of the table.
-WAYS = (
+COMPUTATIONS = (
     "one fused operation",
     "grouped products, gpt-oss's activation by a kernel",
     "grouped products, the module's own activation",
@@ -27,7 +26,7 @@ WAYS = (
 
 
 class StandInConfig:
-    """A configuration with a number or name, by what it is called, for whatever a class of experts asks."""
+    """Configuration that returns a plausible value for any attribute an expert class reads."""
 
     _experts_implementation = "eager"
 
@@ -46,12 +45,12 @@ class StandInConfig:
 
 
 def expert_classes() -> list[tuple[str, str]]:
-    """Returns (module, class) of all that transformers' `use_experts_implementation` decorates."""
+    """Return (module, class) of each class that `use_experts_implementation` decorates in transformers."""
     classes = []
     assert transformers.__file__ is not None
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        # Reading is cheap; most of these modules take seconds to import.
+        # Most of these modules take seconds to import.
         for node in ast.parse(text).body if "@use_experts_implementation" in text else ():
             decorators = node.decorator_list if isinstance(node, ast.ClassDef) else ()
             if any("use_experts_implementation" in ast.unparse(decorator) for decorator in decorators):
@@ -61,32 +60,30 @@ def expert_classes() -> list[tuple[str, str]]:
 
 
 def make_experts(module: str, name: str) -> Any:
-    """Makes a module of experts, of four small ones."""
     return getattr(import_module(module), name)(StandInConfig())
 
 
-def way_of(experts: Any) -> str:
-    """Returns the way in which a module of experts is computed, one of `WAYS`."""
+def computation_of(experts: Any) -> str:
+    """Return the computation used for an expert module, one of `COMPUTATIONS`."""
     try:
         check_experts(experts)
     except ConfigError:
-        return WAYS[3]
+        return COMPUTATIONS[3]
     if fused_activation(experts) is not None:
-        return WAYS[0]
-    return WAYS[1] if experts.has_gate and is_clamped_swiglu(experts) else WAYS[2]
+        return COMPUTATIONS[0]
+    return COMPUTATIONS[1] if experts.has_gate and is_clamped_swiglu(experts) else COMPUTATIONS[2]
 
 
 def census() -> dict[str, list[str]]:
-    """Returns the names of all classes of experts by way, without what all their names end with."""
-    by_way: dict[str, list[str]] = {way: [] for way in WAYS}
+    """Return the names of all expert classes by computation, without their common suffix."""
+    by_computation: dict[str, list[str]] = {way: [] for way in COMPUTATIONS}
     for module, name in expert_classes():
-        by_way[way_of(make_experts(module, name))].append(name.removesuffix("Experts"))
-    return by_way
+        by_computation[computation_of(make_experts(module, name))].append(name.removesuffix("Experts"))
+    return by_computation
 
 
-def table(by_way: Mapping[str, Sequence[str]]) -> str:
-    """Returns a census as a table in Markdown."""
-    rows = [f"| {way} | {', '.join(sorted(names)) or 'none'} |" for way, names in by_way.items()]
+def table(by_computation: Mapping[str, Sequence[str]]) -> str:
+    rows = [f"| {way} | {', '.join(sorted(names)) or 'none'} |" for way, names in by_computation.items()]
     return "\n".join(["| computed as | classes |", "|---|---|", *rows])
 
 

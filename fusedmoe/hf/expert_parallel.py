@@ -1,4 +1,4 @@
-"""Expert parallelism of transformers' models by this library's exchange."""
+"""Expert parallelism for transformers' models with this library's token dispatch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from transformers.distributed.expert_parallel import EPImplementation
 
 from fusedmoe import autograd
+from fusedmoe.autograd.parallel import join_rows, name_for_graphs, split_counts, split_rows
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.hf.module_experts import (
@@ -25,18 +26,18 @@ from fusedmoe.hf.module_experts import (
     read_parameters,
     row_dtype,
 )
-from fusedmoe.hf.peft_adapters import factors_in_use, refuse_split_merges, require_shared, stored
+from fusedmoe.hf.peft_adapters import active_factors, base_parameter, forbid_split_merges, require_synchronized
 from fusedmoe.hf.quantised import QuantisedMatrices
 from fusedmoe.kernels import Layout
-from fusedmoe.kernels.derivatives import constant_in_graphs, graph_takes_sizes
+from fusedmoe.kernels.derivatives import graph_allows_dynamic_sizes, mark_constant_in_graphs
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange, shared_topology
 
 
 class _LocalExperts(ExternalExperts):
-    """The experts of this rank as dispatchers call them."""
+    """This rank's experts, with the interface of dispatchers."""
 
     def __init__(self, experts: Any, ranks: int) -> None:
-        widths = stored(experts, "down_proj").shape[1:]
+        widths = base_parameter(experts, "down_proj").shape[1:]
         model_dim, hidden = reversed(widths) if experts.is_transposed else widths
         super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
 
@@ -44,20 +45,19 @@ class _LocalExperts(ExternalExperts):
         return compute(self.module, read_parameters(self.module), x_SM, layout, weight_N)
 
     @property
-    def reads_once(self) -> bool:  # type: ignore[override]
-        # peft's factors are read as they are.
-        return fused_activation(self.module) is not None or bool(factors_in_use(self.module))
+    def reads_parameters_once(self) -> bool:  # type: ignore[override]
+        return fused_activation(self.module) is not None or bool(active_factors(self.module))
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        # transformers calls the module itself, around all that the ranks do.
+        # transformers itself calls the module, around the whole exchange.
         return ((name, module) for name, module in self.module.named_modules() if name)
 
-    def in_graphs(self) -> nn.Module:
+    def graph_module(self) -> nn.Module:
         return _Computed(self.module)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        experts, activation, factors = self.module, fused_activation(self.module), factors_in_use(self.module)
-        quantised = any(isinstance(stored(experts, name), QuantisedMatrices) for name in matrix_names(experts))
+        experts, activation, factors = self.module, fused_activation(self.module), active_factors(self.module)
+        quantised = any(isinstance(base_parameter(experts, name), QuantisedMatrices) for name in matrix_names(experts))
         if activation is None or factors or quantised:
             return AutogradExperts(self, [*experts.parameters(), *factors], experts)
         up, _, up_bias, down, _, down_bias = read_parameters(experts).to(x_SM.dtype)
@@ -65,8 +65,6 @@ class _LocalExperts(ExternalExperts):
 
 
 class _Computed(nn.Module):
-    """A module of experts whose forward is `compute`."""
-
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self._experts = experts
@@ -76,86 +74,87 @@ class _Computed(nn.Module):
 
 
 class ExpertParallel(EPImplementation):
-    """Sends a token once to each rank with experts for it, and one sum back: `ep_implementation="fusedmoe"`.
+    """Expert parallelism with this library's dispatch (`ep_implementation="fusedmoe"`).
 
-    Ranks that share a batch (`tp_mesh`) send a chunk of its tokens each, and gather the results. Under autocast
-    tokens travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+    Each token is sent once to each rank that hosts its experts, which returns one sum per token. Ranks that share a
+    batch (`tp_mesh`) each send a part of its tokens and gather the results. Under autocast tokens are sent in the lower
+    precision. This library computes the experts, whatever `experts_implementation` is.
 
-    "fusedmoe" sends one thing after the other, since measuring would surprise whoever asks a model for one answer;
-    "fusedmoe-auto", and "fusedmoe-" before the name of a policy, send by this schedule, as `apply(model, schedule=…)`.
+    "fusedmoe" runs without a schedule and takes no measurements. "fusedmoe-auto", or "fusedmoe-" and the name of a
+    policy, uses that schedule, as does `apply(model, schedule=…)`.
 
-    Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
-        Making one is collective over both.
+    Args: as in transformers: the experts' module, the mesh that splits the experts, and the mesh that shares a batch.
+        Construction is collective over both.
     Attributes:
-        schedule: that modules begin with.
+        schedule: initial schedule of modules.
     Raises:
-        ConfigError: experts that cannot be computed (`check_experts`).
-        RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
-            that are NaN or infinite; adapters of peft that `apply` has not seen.
+        ConfigError: unsupported experts (`check_experts`).
+        RankError: a rank failed or did not join. In a step also: a rank has NaN or infinite tokens or weights, or peft
+            adapters that `apply` has not synchronised.
     """
 
     schedule = "off"
-    # Layers through which no pass with gradients has gone since peft made an adapter: the first pass checks, for all
-    # layers, whether adapters are shared.
-    _unasked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
+    # Layers without a training pass since peft added an adapter; the first pass checks that adapters of all layers are
+    # shared.
+    _unchecked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
     _layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        constant_in_graphs(graph_takes_sizes)
-        self._unasked.add(self)
+        mark_constant_in_graphs(graph_allows_dynamic_sizes)
+        self._unchecked.add(self)
         self._layers.add(self)
         check_experts(experts)
-        refuse_split_merges()
+        forbid_split_merges()
         self._experts: Any = experts
         self._topology = shared_topology(ep_mesh.get_group())
         self._sharing = shared_topology(tp_mesh.get_group()).world
-        autograd.name_for_graphs(self._sharing)
+        name_for_graphs(self._sharing)
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
         setattr(experts, EXCHANGE, self._exchange)
 
     @classmethod
     def check_adapters_again(cls) -> None:
-        """Have the next pass with gradients check whether adapters are shared."""
-        cls._unasked.update(cls._layers)
+        """Make the next training pass check again that adapters are synchronised across ranks."""
+        cls._unchecked.update(cls._layers)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
+        """Return [T, M] in the dtype of `hidden_states`, from [T, M], [T, K] global expert indices and [T, K] weights.
 
-        Compiled models take it into their graphs, with `fullgraph=True`; without, they call it as it is.
+        Compiled models include it in their graphs with `fullgraph=True`, and otherwise call it eagerly.
         """
-        if not (torch.compiler.is_compiling() and graph_takes_sizes()):
-            return self._called(hidden_states, top_k_index, top_k_weights)
+        if not (torch.compiler.is_compiling() and graph_allows_dynamic_sizes()):
+            return self._forward_eager(hidden_states, top_k_index, top_k_weights)
         sharing, exchange = self._sharing, self._exchange
-        counts = autograd.split_counts(hidden_states.shape[0], sharing)
+        counts = split_counts(hidden_states.shape[0], sharing)
         given = (hidden_states, top_k_index, top_k_weights)
-        x_TH, number_TK, weight_TK = (autograd.split_rows(value, sharing, counts) for value in given)
-        bad = exchange.checks.of_given(x_TH, weight_TK)
-        x_TH = x_TH.to(row_dtype(stored(self._experts, "down_proj"), hidden_states))
-        layout = autograd.order(number_TK, self.num_local_experts * self._topology.ep.size)
-        y_TH = exchange.in_graph(Routed(x_TH, layout, weight_TK), bad)
-        return autograd.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+        x_TM, expert_TK, weight_TK = (split_rows(value, sharing, counts) for value in given)
+        bad = exchange.checks.nonfinite_flag(x_TM, weight_TK)
+        x_TM = x_TM.to(row_dtype(base_parameter(self._experts, "down_proj"), hidden_states))
+        layout = autograd.order(expert_TK, self.num_local_experts * self._topology.ep.size)
+        y_TM = exchange.in_graph(Routed(x_TM, layout, weight_TK), bad)
+        return join_rows(y_TM, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
-    def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _forward_eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts = self._experts
-        if self in self._unasked and torch.is_grad_enabled():
-            require_shared(experts)
-            self._unasked.clear()
-        # A parametrisation is evaluated once in a forward, whatever the number of chunks.
+        if self in self._unchecked and torch.is_grad_enabled():
+            require_synchronized(experts)
+            self._unchecked.clear()
+        # A parametrisation is evaluated once per forward, for any number of chunks.
         with parametrize.cached() if parametrize.is_parametrized(experts) else nullcontext():
-            return self._exchanged(hidden_states, top_k_index, top_k_weights)
+            return self._dispatch_and_combine(hidden_states, top_k_index, top_k_weights)
 
-    def _exchanged(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _dispatch_and_combine(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
-        self._exchange.checks.tell_logits()
-        counts = autograd.split_counts(len(hidden_states), sharing)
-        # Ranks that share a batch route the same tokens: each sends its chunk of them only.
+        self._exchange.checks.raise_deferred()
+        counts = split_counts(len(hidden_states), sharing)
+        # Ranks that share a batch route the same tokens, and each sends its part.
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
-        x_TH, weight_TK = (autograd.split_rows(value, sharing, counts) for value in (hidden_states, top_k_weights))
-        refusal = self._exchange.checks.for_exchange(x_TH, weight_TK)
-        x_TH = x_TH.to(row_dtype(stored(experts, "down_proj"), hidden_states))
+        x_TM, weight_TK = (split_rows(value, sharing, counts) for value in (hidden_states, top_k_weights))
+        refusal = self._exchange.checks.values_refusal(x_TM, weight_TK)
+        x_TM = x_TM.to(row_dtype(base_parameter(experts, "down_proj"), hidden_states))
         layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
-        y_TH = self._exchange.by_plan(Routed(x_TH, layout, weight_TK, refusal))
-        return autograd.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+        y_TM = self._exchange.run_by_plan(Routed(x_TM, layout, weight_TK, refusal))
+        return join_rows(y_TM, sharing, counts).to(hidden_states.dtype)

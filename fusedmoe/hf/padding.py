@@ -1,4 +1,4 @@
-"""Padding that goes to no expert, in models of Hugging Face transformers."""
+"""Padding tokens without experts, in Hugging Face transformers models."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ from transformers import Cache, PreTrainedModel
 from fusedmoe.autograd.checks import require_values
 from fusedmoe.compat.torch import checkpoints
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
-from fusedmoe.engine.dispatcher import recomputing
-from fusedmoe.engine.recomputation import Remembered
+from fusedmoe.engine.dispatcher import is_recomputing
+from fusedmoe.engine.recomputation import CheckpointedValues
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.callbacks import named_input, registered_experts
+from fusedmoe.hf.callbacks import expert_inputs, find_experts
 
-# What is added to logits of keys that are left out: −10,000 or less, rounded to any dtype.
+# Additive masks use at most −10,000 for masked keys, rounded to any dtype.
 _MASKED = -9e3
 
 
 def mask_padding(model: Any) -> Any:
-    """Has tokens that a model's `attention_mask` leaves out go to no expert, from now on; returns the model.
+    """Route no token that the model's `attention_mask` masks. Modifies the model and returns it.
 
-    Such a token has no row in experts, and none travels; `MetricsCallback` leaves it out, and experts give it zero. (A
-    shared expert is the model's own, and computes padding as before. Transformers' own balance loss takes the same
-    mask by itself.)
+    Masked tokens have no expert rows, are not sent, and are excluded from `MetricsCallback`; their expert output is
+    zero. A shared expert still computes them. Transformers' balance loss already uses the same mask.
 
     Args:
-        model: with this library's experts (`fusedmoe.hf.apply`, `experts_implementation="fusedmoe"`), bare or in
-            wrappers. Masks are [batch, tokens]; with a cache, the last tokens are those of a call. Of masks
-            [batch, heads, queries, keys], of a `BlockMask` of flex attention, and of a dict of these for each kind of
-            layer, tokens that do not attend to themselves are padding. A call without a mask has no padding.
+        model: a model with this library's experts (`fusedmoe.hf.apply`, `experts_implementation="fusedmoe"`), bare or
+            wrapped. Masks may be [batch, tokens] (with a cache, the call's tokens are last); [batch, heads, queries,
+            keys], a `BlockMask` of flex attention, or a dict of these per kind of layer, where tokens that do not
+            attend to themselves are padding. Without a mask there is no padding.
     Raises:
-        ConfigError: a model without experts, or with experts of another implementation, named; from a forward, a mask
-            of another kind, of other tokens than the experts', or one that does not say which tokens are padding.
+        ConfigError: no experts, or experts of another implementation. From a forward: an unsupported mask, a
+            mask for other tokens than the experts', or a mask that does not determine the padding.
     """
-    experts = registered_experts(model)
-    # Of models in each other the outermost, which comes first, is the one that is called.
+    experts = find_experts(model)
+    # The outermost of nested models is first; its forward is called.
     outer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if not experts or outer is None:
         raise ConfigError(f"fusedmoe.hf.mask_padding: {type(model).__name__} has no experts of transformers")
     for name, module in experts.items():
-        if not _ours(module):
+        if not _is_fused(module):
             raise ConfigError(
                 f"fusedmoe.hf.mask_padding: {name} ({type(module).__name__}) is not computed by this library; call "
                 "fusedmoe.hf.apply first, and with expert parallelism choose ep_implementation='fusedmoe'"
@@ -56,33 +55,34 @@ def mask_padding(model: Any) -> Any:
     outer.register_forward_hook(padding.end, always_call=True)
     for module in experts.values():
         module._fusedmoe_padding = _Masked(padding)
-        # Before hooks that count what experts are called with.
+        # Before hooks that count the experts' inputs.
         module.register_forward_pre_hook(module._fusedmoe_padding.mask, with_kwargs=True, prepend=True)
     return model
 
 
-def _ours(experts: Any) -> bool:
+def _is_fused(experts: Any) -> bool:
     if not is_expert_parallel(experts):
         return implementation_of(experts) == "fusedmoe"
-    # Transformers keeps what it calls in a closure.
     cells = getattr(experts.forward, "__closure__", None) or ()
     return any(type(cell.cell_contents).__module__.startswith("fusedmoe.") for cell in cells)
 
 
 class _Padding:
-    """The tokens [batch, tokens] that are no padding, of the call of a model that is under way. None: all are real."""
+    """Mask [batch, tokens] of real tokens in the current call of a model; None if all are real."""
 
     mask: Tensor | None = None
 
     def __init__(self, model: nn.Module) -> None:
-        # Asked once: compilers do not ask a function for its arguments.
+        # Compilers do not inspect signatures.
         self._arguments = [*inspect.signature(model.forward).parameters]
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._arguments, args, strict=False)) | kwargs
-        masks, cache = given.get("attention_mask"), given.get("past_key_values")
-        # Models with layers of several kinds take a mask for each kind, with the same padding; None is of a kind that
-        # needs none. A mask of queries and keys comes first: that of recurrent layers is a matter of their state.
+        masks = given.get("attention_mask")
+        # transformers 5.24 renamed `past_key_values` to `cache`; models still accept the earlier name.
+        cache = next((given[name] for name in ("cache", "past_key_values") if given.get(name) is not None), None)
+        # Models with several kinds of layers take one mask per kind, with equal padding; None needs none. Prefer a mask
+        # of queries and keys: the mask of recurrent layers concerns their state.
         by_kind = masks if isinstance(masks, dict) else {None: masks}
         kinds = sorted((kind for kind, mask in by_kind.items() if mask is not None), key=lambda k: _is_2d(by_kind[k]))
         if not kinds:
@@ -102,23 +102,23 @@ def _is_2d(mask: Any) -> bool:
 
 
 def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tensor:
-    """Find the tokens of a call that are no padding, in a mask as transformers' models take it.
+    """Return the mask of a call's real tokens, from any mask that transformers' models take.
 
-    In a mask of queries and keys a token is padding if it does not attend to itself, for transformers leaves out the
-    keys of padding, and no other mask of its leaves out a token's own key.
+    In a mask of queries and keys a token is padding if it does not attend to itself: transformers masks the keys of
+    padding, and no other transformers mask excludes a token's own key.
 
     Args:
-        mask: [batch, tokens], also of tokens in the cache; [batch, heads, queries, keys], booleans or what is added to
-            the logits; or a `BlockMask` of flex attention. The batch may be 1 for all.
-        tokens: of a sequence in this call.
+        mask: [batch, tokens], possibly including cached tokens; [batch, heads, queries, keys], bool or additive; or a
+            `BlockMask` of flex attention. The batch may be 1.
+        tokens: sequence length of this call.
         cache: of the call, or None.
-        layers: those that the mask is for. Empty: unknown.
+        layers: indices of the layers that use the mask. Empty: unknown.
     Returns:
-        [batch, tokens], true for real tokens; a longer one ends with the tokens of the call.
+        [batch, tokens], True for real tokens; a longer result ends with the call's tokens.
     """
     shape = tuple(getattr(mask, "shape", ()))
     if _is_2d(mask) and isinstance(mask, Tensor):
-        # The mask ends with the call's tokens, unless it is as long as a cache of fixed length.
+        # The mask ends with the call's tokens, unless it has the length of a static cache.
         if not isinstance(cache, Cache) or shape[1] <= tokens:
             return mask != 0
         first = torch.as_tensor(cache.get_query_offset(layers[0] if layers else 0), device=mask.device)
@@ -134,7 +134,7 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
     if first is None or shape[2] != tokens:
         raise ConfigError(
             f"fusedmoe.hf.mask_padding: attention_mask is {list(shape)} for {tokens} tokens, and neither they nor "
-            "past_key_values explain its number of keys, so that nothing says which key is a token's own; give a mask "
+            "the cache explain its number of keys, so the key of each token is unknown; pass a mask "
             "[batch, tokens]"
         )
     query_Q = _count(tokens, mask) if dense else torch.arange(tokens, device=mask.kv_num_blocks.device)
@@ -144,21 +144,21 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
         real_BQ, seen_BQ = attends_BQQ.diagonal(dim1=1, dim2=2), attends_BQQ.any(1)
     else:
         batch_B1, head = torch.arange(shape[0], device=own_Q.device)[:, None], torch.zeros_like(own_Q[:1])
-        # Of the queries that could see a token's key: its own, the next one, and the last.
+        # Queries that could see a token's key: its own, the next one, and the last.
         each = (query_Q, (query_Q + 1).clamp(max=tokens - 1), torch.full_like(query_Q, tokens - 1))
         real_BQ, *others = (mask.mask_mod(batch_B1, head, by_Q, own_Q).expand(shape[0], tokens) for by_Q in each)
         seen_BQ = others[0] | others[1]
     require_values(
         "fusedmoe.hf.mask_padding",
         (real_BQ | ~seen_BQ).all(),
-        "attention_mask has tokens that do not attend to themselves, and others attend to them, so that nothing says "
-        "which tokens are padding; give a mask [batch, tokens]",
+        "attention_mask has tokens that do not attend to themselves, and others attend to them, so the padding is "
+        "ambiguous; pass a mask [batch, tokens]",
     )
     return real_BQ
 
 
 def _first_key(cache: Any, tokens: int, keys: int, layers: list[int]) -> Any:
-    """Find the key of a call's first token in a mask with a number of keys. None: nothing explains that number."""
+    """Return the index of the call's first token in a mask of `keys` keys; None if the mask has another length."""
     if not isinstance(cache, Cache):
         return 0 if keys == tokens else None
     for layer in layers or range(max(1, len(cache.layers))):
@@ -177,36 +177,36 @@ def _count(tokens: int, like: Tensor) -> Tensor:
 
 
 class _Masked:
-    """A layer's hook, which gives masked tokens no expert."""
+    """Forward pre-hook of a layer that removes the experts of masked tokens."""
 
     def __init__(self, padding: _Padding) -> None:
-        self._padding, self._kept = padding, Remembered[Tensor]()
+        self._padding, self._kept = padding, CheckpointedValues[Tensor]()
 
     def mask(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mask_BL = self._mask()
         if mask_BL is None:
             return None
-        given = named_input(*args, **kwargs)
-        number_TK = given["top_k_index"]
-        last = len(number_TK) // max(len(mask_BL), 1)
-        if last * len(mask_BL) != len(number_TK) or last > mask_BL.shape[1]:
+        given = expert_inputs(*args, **kwargs)
+        expert_TK = given["top_k_index"]
+        last = len(expert_TK) // max(len(mask_BL), 1)
+        if last * len(mask_BL) != len(expert_TK) or last > mask_BL.shape[1]:
             raise ConfigError(
-                f"fusedmoe.hf.mask_padding: {type(experts).__name__} is called with {len(number_TK)} tokens, and "
+                f"fusedmoe.hf.mask_padding: {type(experts).__name__} is called with {len(expert_TK)} tokens, and "
                 f"attention_mask is {list(mask_BL.shape)}"
             )
-        real_T1 = mask_BL[:, mask_BL.shape[1] - last :].reshape(-1, 1).to(number_TK.device) != 0
-        return (), {**given, "top_k_index": number_TK.masked_fill(~real_T1, -1)}
+        real_T1 = mask_BL[:, mask_BL.shape[1] - last :].reshape(-1, 1).to(expert_TK.device) != 0
+        return (), {**given, "top_k_index": expert_TK.masked_fill(~real_T1, -1)}
 
     def _mask(self) -> Tensor | None:
         if torch.compiler.is_compiling():
             return self._padding.mask
         around = checkpoints()
-        # By the time of a backward pass another batch may be under way.
-        mask = self._padding.mask if around.again is None else self._kept.again(around)
-        if mask is None and around.again is None and self._kept and recomputing():
+        # During a backward pass another batch may be in progress.
+        mask = self._padding.mask if around.again is None else self._kept.stored_value(around)
+        if mask is None and around.again is None and self._kept and is_recomputing():
             raise ConfigError(
-                "fusedmoe.hf.mask_padding: the experts are called in a backward pass by no checkpoint that is "
-                "recognised, so the mask of their forward is unknown; use torch.utils.checkpoint"
+                "fusedmoe.hf.mask_padding: the experts run in a backward pass under an unrecognised checkpoint, so the "
+                "mask of their forward is unknown; use torch.utils.checkpoint"
             )
         if mask is not None:
             self._kept.keep(mask, around)

@@ -1,18 +1,15 @@
-"""Low-rank adapters on the experts of transformers' models, as peft's LoRA makes them (`target_parameters`).
+"""peft's LoRA adapters on the experts of transformers' models (`target_parameters`).
 
-peft's wrapper of a parameter registers a parametrisation before each forward of the experts and takes it away
-afterwards; who reads the parameter meanwhile gets W + scale·B·A, and its gradient is as large as W. Here W and the
-factors are read apart, and `fusedmoe.autograd.low_rank_experts` computes with them:
+Before each forward peft registers a parametrisation on an adapted parameter: reading it computes W + scale·B·A with a
+gradient as large as W. `read_matrix` reads W and the factors separately, for `autograd.low_rank.low_rank_experts`.
 
-    matrix(experts, "down_proj")        W, and the adapter that is active on it, without a read of the parameter
+Registration alone computes W + scale·B·A once, to compare shapes. Importing `fusedmoe.hf` therefore replaces
+`ParamWrapper._activate_lora` of peft 0.21, which attaches the factors to experts that this library computes and calls
+the original for other modules. It is replaced at import so that a forward and its recomputation under activation
+checkpointing run the same code.
 
-Registering alone folds B·A into W once, to compare shapes. So for peft 0.21, whose wrapper is known, importing
-`fusedmoe.hf` replaces `ParamWrapper._activate_lora`: for experts that this library computes it leaves the factors
-beside the module, and for all others it does what it did. It is replaced at import because a forward and the
-recomputation of an activation checkpoint must run the same code.
-
-Over ranks peft makes plain parameters of whole adapters, also beside experts that are split. `share_adapters` has them
-begin equal and get one gradient; a step with adapters that it has not seen is refused.
+With expert parallelism peft creates plain, unsplit adapter parameters on every rank. `synchronize_adapters`
+synchronises their values and gradients; a step with unsynchronised adapters raises an error.
 """
 
 from __future__ import annotations
@@ -30,23 +27,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from fusedmoe.comm import Group
 from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.group import Group
 from fusedmoe.compat.peft import CHECKED, is_factors_proxy, is_full_proxy, lora_module
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.quantised import quantised
-from fusedmoe.kernels import LowRank
+from fusedmoe.kernels.low_rank import LowRank
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _HELD, _SHARED = "_fusedmoe_adapters", "_fusedmoe_shared"
 
 
-def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
-    """Returns a parameter of experts and the low-rank adapter that is active on it, None if there is none.
+def read_matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
+    """Return an expert parameter and its active low-rank adapter or None, without evaluating the parametrisation.
 
-    Where the adapter cannot be told apart from the parameter, or the parameter is trained beside it, the parameter is
-    what peft makes of both.
+    If the adapter cannot be separated, or the parameter itself is trained, return the parametrised parameter.
     """
     held: LowRank | None = experts.__dict__.get(_HELD, {}).get(name)
     if (bits := quantised(experts, name)) is not None:
@@ -63,37 +59,37 @@ def matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
         if is_factors_proxy(proxy) or is_full_proxy(proxy):
             _warn_once(experts, name, "the parameter is trained, too" if plain else "it is given as a full matrix")
         return getattr(experts, name), None
-    # What lhs @ rhs makes has the parameter's shape: [E, in, out] if transposed, and then B is on the right.
+    # lhs @ rhs has the parameter's shape: [E, in, out] if transposed, with B on the right.
     a, b = (proxy.lhs.mT, proxy.rhs.mT) if experts.is_transposed else (proxy.rhs, proxy.lhs)
     return original, LowRank(a, b, float(proxy.scaling))
 
 
-def folded(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
-    """Returns W + scale·B·A in full, where low-rank products do not serve; W is [E, in, out] if transposed."""
+def add_adapter(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
+    """Return W + scale·B·A, materialised. W is [E, in, out] if transposed."""
     if adapter is None:
         return weight
     lhs, rhs = (adapter.a_ErI.mT, adapter.b_EOr.mT) if transposed else (adapter.b_EOr, adapter.a_ErI)
     return torch.baddbmm(weight, lhs, rhs, alpha=adapter.scale)
 
 
-def stored(experts: Any, name: str) -> Any:
-    """Returns a parameter without what adapters add to it: for its shape, dtype and device."""
+def base_parameter(experts: Any, name: str) -> Any:
+    """Return a parameter without adapters, for its shape, dtype and device."""
     if (bits := quantised(experts, name)) is not None:
         return bits
-    if parametrize.is_parametrized(experts, name) and not is_evaluated(experts, name):
+    if parametrize.is_parametrized(experts, name) and not needs_evaluation(experts, name):
         return getattr(experts.parametrizations[name], "original", None)
     return getattr(experts, name, None)
 
 
-def is_evaluated(experts: Any, name: str) -> bool:
-    """Returns whether only a read of a parameter says what it is: a parametrisation that is not peft's made it."""
+def needs_evaluation(experts: Any, name: str) -> bool:
+    """Return whether a parameter has a parametrisation other than peft's and must be evaluated."""
     if not parametrize.is_parametrized(experts, name) or quantised(experts, name) is not None:
         return False
     return not all(is_factors_proxy(each) or is_full_proxy(each) for each in experts.parametrizations[name])
 
 
-def refuse_split_merges() -> None:
-    """Have peft refuse to merge an adapter into a rank's part of a parameter, for models over ranks."""
+def forbid_split_merges() -> None:
+    """Make peft refuse to merge an adapter into one rank's part of a parameter."""
     layer = lora_module()
     if layer is None:
         return
@@ -105,19 +101,19 @@ def refuse_split_merges() -> None:
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
 
 
-def activation(original: _Activation, computes: Callable[[Any], bool]) -> _Activation:
-    """Make the function by which peft's wrapper leaves an adapter's factors beside experts.
+def factor_activation(original: _Activation, is_fused: Callable[[Any], bool]) -> _Activation:
+    """Return a replacement of `_activate_lora` that attaches an adapter's factors to the experts.
 
     Args:
-        original: peft's own.
-        computes: returns whether this library computes a module of experts.
+        original: peft's own function.
+        is_fused: returns whether this library computes a module of experts.
     """
 
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
         experts, parameter = self.get_base_layer(), self.parameter_name
-        if not names or not (computes(experts) and _serves(self, experts, parameter)):
+        if not names or not (is_fused(experts) and _is_supported(self, experts, parameter)):
             with original(self, active_adapters):
                 yield
             return
@@ -135,7 +131,7 @@ def activation(original: _Activation, computes: Callable[[Any], bool]) -> _Activ
 def _merging(original: Callable[..., None]) -> Callable[..., None]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         name = getattr(self, "parameter_name", "weight")  # of a linear layer
-        # Where FSDP has split a linear layer with its adapter, peft adds parts to parts.
+        # peft merges part by part if FSDP has split a linear layer and its adapter alike.
         parts = name == "weight" and all(isinstance(each, DTensor) for each in self.lora_A.parameters())
         layer = self.get_base_layer()
         if isinstance(dict(layer.named_parameters(recurse=False)).get(name), DTensor) and not parts:
@@ -147,15 +143,15 @@ def _merging(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_split(experts: Any, name: str, cure: str) -> NoReturn:
-    # peft adds all of the adapter to a rank's part of the parameter.
+    # peft would add the whole adapter to one rank's part of the parameter.
     kind = type(experts).__name__.removeprefix("Parametrized")
     raise ConfigError(
-        f"fusedmoe.hf: {kind}.{name} is split over ranks, so that its adapter cannot be added to it; {cure}"
+        f"fusedmoe.hf: {kind}.{name} is split over ranks, so its adapter cannot be merged into it; {cure}"
     )
 
 
-def _serves(wrapper: Any, experts: Any, name: str) -> bool:
-    """Returns whether a parameter of experts is a matrix for each, frozen, and adapted by peft alone."""
+def _is_supported(wrapper: Any, experts: Any, name: str) -> bool:
+    """Return whether a parameter holds one matrix per expert, is frozen, and is adapted by peft alone."""
     if name not in _MATRICES or wrapper.num_experts == 1:
         return False
     parameter = quantised(experts, name)
@@ -172,18 +168,18 @@ def _serves(wrapper: Any, experts: Any, name: str) -> bool:
 
 def _refuse_quantised(experts: Any, name: str) -> NoReturn:
     raise ConfigError(
-        f"fusedmoe.hf: {type(experts).__name__}.{name} is quantised, and its adapter is added to all of it; this is "
-        f"known of peft {CHECKED} alone: install that, or choose another experts_implementation"
+        f"fusedmoe.hf: {type(experts).__name__}.{name} is quantised, and this peft version adds the adapter to all of "
+        f"it; install peft {CHECKED}, or choose another experts_implementation"
     )
 
 
 def _factors(wrapper: Any, adapter: str) -> LowRank:
-    """Returns an adapter's factors in the parameter's dtype, as peft does."""
-    # Linear layers hold them: A is [E·r, in], of one expert after the other, and in B, [out, r·E], experts alternate.
-    parameter, experts = stored(wrapper.get_base_layer(), wrapper.parameter_name), wrapper.num_experts
+    """Return an adapter's factors in the parameter's dtype."""
+    # peft stores linear layers: A is [E·r, in], expert-major; in B, [out, r·E], the expert varies fastest.
+    parameter, experts = base_parameter(wrapper.get_base_layer(), wrapper.parameter_name), wrapper.num_experts
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     a_ErI, b_EOr = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
-    # All ranks have the factors of all experts, which peft saves as in one process; each reads those of its own.
+    # All ranks hold the factors of all experts, as peft saves them; each rank uses the factors of its experts.
     if isinstance(parameter, DTensor):
         local = wrapper.get_base_layer().num_experts
         first = parameter.device_mesh.get_local_rank("ep") * local
@@ -191,8 +187,8 @@ def _factors(wrapper: Any, adapter: str) -> LowRank:
     return LowRank(a_ErI.to(parameter.dtype), b_EOr.to(parameter.dtype), float(wrapper.scaling[adapter]))
 
 
-def factors_in_use(experts: Any) -> list[Tensor]:
-    """Returns what adapters add to the parameters by now: tensors that are no parameters of the module."""
+def active_factors(experts: Any) -> list[Tensor]:
+    """Return the factor and delta tensors of the active adapters."""
     held = [factor for adapter in experts.__dict__.get(_HELD, {}).values() for factor in adapter[:2]]
     lists = experts.parametrizations.values() if parametrize.is_parametrized(experts) else ()
     proxies = [proxy for parametrisations in lists for proxy in parametrisations]
@@ -200,20 +196,20 @@ def factors_in_use(experts: Any) -> list[Tensor]:
     return [*held, *(tensor for tensor in given if isinstance(tensor, Tensor))]
 
 
-def share_adapters(model: nn.Module, world: Group) -> None:
-    """Has peft's adapters in a model with expert parallelism be the same on all ranks; collective, done once for each.
+def synchronize_adapters(model: nn.Module, world: Group) -> None:
+    """Synchronise peft adapters in a model with expert parallelism. Collective; once per adapter.
 
-    Values become those of the first rank; gradients become the mean over the ranks' batches, as FSDP has it for all
-    other parameters: each time that a backward pass has made one.
+    All ranks receive the first rank's values. Backward averages each gradient over the ranks, as FSDP does for all
+    other parameters.
     """
     for name, parameter in _adapters_of(model):
         if hasattr(parameter, _SHARED) or isinstance(parameter, DTensor):
             continue
-        # Gloo and NCCL broadcast by whatever waits; a sum of zeros and one rank's values waits with a bound.
+        # An all-reduce of one rank's values and zeros: a broadcast's wait would be unbounded.
         with torch.no_grad():
             all_reduce(world, parameter if world.index == 0 else parameter.zero_(), operation=f"sharing {name}")
         trained, operation = parameter.requires_grad, f"sum of the gradient of {name}"
-        # A hook is for what is trained; an adapter that is not yet may be later.
+        # Frozen adapters may be trained later.
         parameter.requires_grad_(True).register_hook(partial(_mean, world, operation))
         parameter.requires_grad_(trained)
         setattr(parameter, _SHARED, True)
@@ -223,25 +219,20 @@ def _mean(world: Group, operation: str, grad: Tensor) -> Tensor:
     return all_reduce(world, grad.detach().clone(), operation=operation).div_(world.size)
 
 
-def require_shared(experts: nn.Module) -> None:
-    """Refuses adapters in the model of these experts whose gradients would be each rank's own.
-
-    Raises:
-        ConfigError: naming one of them.
-    """
-    # Experts do not know the model around them: all that live are looked through, once for a model.
+def require_synchronized(experts: nn.Module) -> None:
+    """Raise `ConfigError` that names an adapter of the experts' model whose gradient is not shared across ranks."""
+    # Experts have no reference to their model: search all live models, once per model.
     models = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
     for model in (value for value in models if any(module is experts for module in value.modules())):
         for name, parameter in _adapters_of(model):
             if parameter.requires_grad and not (isinstance(parameter, DTensor) or hasattr(parameter, _SHARED)):
                 raise ConfigError(
-                    f"fusedmoe.hf: each rank would keep its own gradient of {name}, an adapter in a model with expert "
-                    "parallelism; call fusedmoe.hf.apply(model) after peft has made it"
+                    f"fusedmoe.hf: the gradient of {name}, an adapter in a model with expert parallelism, would differ "
+                    "between ranks; call fusedmoe.hf.apply(model) after peft has added the adapter"
                 )
 
 
 def _adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields all parameters of peft's adapters in a model, whatever of it is in use."""
     for prefix, module in model.named_modules():
         for name in getattr(module, "adapter_layer_names", ()):
             owner = getattr(module, name, None)
@@ -253,7 +244,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(experts: Any, name: str, why: str) -> None:
-    kind = type(experts).__name__.removeprefix("Parametrized")  # as PyTorch calls a class with parametrisations
+    kind = type(experts).__name__.removeprefix("Parametrized")  # prefix of PyTorch's parametrised classes
     if (kind, name) not in _warned and not torch.compiler.is_compiling():
         _warned.add((kind, name))
         warnings.warn(

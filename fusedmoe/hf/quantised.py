@@ -1,7 +1,7 @@
-"""Experts of transformers' models whose frozen matrices are stored in 4 or 8 bits: one expert's at a time are made.
+"""Frozen 4-bit or 8-bit expert matrices of transformers' models, dequantised one expert at a time.
 
-Known are parameters that bitsandbytes has packed (`replace_parameter_4bit`: a parametrisation, whose parameter's every
-read would make all of them), and tensors of torchao's weight-only quantisation (int8, float8).
+Supported are parameters packed by bitsandbytes (`replace_parameter_4bit`, a parametrisation that would dequantise all
+experts on each read) and torchao tensors of weight-only quantisation (int8, float8).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _PACKED = "Bnb4bitParametrization"
 
 
 class QuantisedMatrices:
-    """Matrices [E, out, in] that are stored in fewer bits.
+    """Quantised matrices [E, out, in]. `quantised[e]` dequantises the matrix of one expert.
 
     Attributes:
-        shape, dtype, device: of the whole, as if it were a tensor; the dtype is that in which matrices are made.
-        requires_grad: never.
+        shape, dtype, device: of the whole tensor; `dtype` is the dtype of dequantised matrices.
     """
 
     requires_grad = False
@@ -36,11 +35,9 @@ class QuantisedMatrices:
         return len(self.shape)
 
     def to(self, dtype: torch.dtype) -> QuantisedMatrices:
-        """Returns the same matrices, made in another dtype."""
         return _Converted(self, dtype)
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Returns [out, in] of an expert."""
         raise NotImplementedError
 
 
@@ -54,7 +51,7 @@ class _Converted(QuantisedMatrices):
 
 
 class _FourBits(QuantisedMatrices):
-    """Matrices packed by bitsandbytes: two numbers in a byte, with a scale for each block of them, experts in turn."""
+    """Matrices packed by bitsandbytes: two values per byte, one scale per block, experts in order."""
 
     def __init__(self, name: str, packed: Tensor, state: Any) -> None:
         super().__init__(state.shape, state.dtype, packed.device)
@@ -62,8 +59,8 @@ class _FourBits(QuantisedMatrices):
         if self.dim() != 3 or self._numbers % state.blocksize:
             raise ConfigError(
                 f"fusedmoe.hf: {name} is packed by bitsandbytes in blocks of {state.blocksize}, which do not end where "
-                f"experts of shape {list(self.shape[1:])} do, so that none can be unpacked alone; choose a blocksize "
-                "that divides their numbers, or another experts_implementation"
+                f"experts of shape {list(self.shape[1:])} do, so none can be unpacked alone; choose a blocksize that "
+                "divides their size, or another experts_implementation"
             )
         self._functional: Any = import_module("bitsandbytes.functional")
         self._state, self._packed = state, packed.view(-1)
@@ -71,7 +68,7 @@ class _FourBits(QuantisedMatrices):
     @cached_property
     def _scales(self) -> Tensor:
         scales: Tensor = self._state.absmax
-        # Scales that are packed themselves are few: one for each block.
+        # Double quantisation also packs the scales, one per block.
         if self._state.nested:
             scales = self._functional.dequantize_blockwise(scales, self._state.state2) + self._state.offset
         return scales.float()
@@ -79,7 +76,7 @@ class _FourBits(QuantisedMatrices):
     def __getitem__(self, expert: int) -> Tensor:
         state, numbers = self._state, self._numbers
         blocks = numbers // state.blocksize
-        # As a row: on CPUs bitsandbytes 0.50 unpacks matrices with fewer columns than a block has numbers wrongly.
+        # As one row: on CPUs bitsandbytes 0.50 unpacks matrices with fewer columns than the blocksize incorrectly.
         own = self._functional.QuantState(
             self._scales[expert * blocks : (expert + 1) * blocks], shape=torch.Size([numbers]), code=state.code,
             blocksize=state.blocksize, quant_type=state.quant_type, dtype=state.dtype,
@@ -90,9 +87,9 @@ class _FourBits(QuantisedMatrices):
 
 
 class _Sliced(QuantisedMatrices):
-    """A quantised tensor of torchao, which knows how to give a slice."""
+    """Quantised torchao tensor that supports slicing."""
 
-    _known: ClassVar[set[type]] = set()  # kinds of which a slice was made once
+    _known: ClassVar[set[type]] = set()  # types that have been sliced successfully
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype, tensor.device)
@@ -100,11 +97,11 @@ class _Sliced(QuantisedMatrices):
             if type(tensor) not in self._known:
                 tensor[0].dequantize()
                 self._known.add(type(tensor))
-        # Kinds that are packed over experts, and those that nobody has taught slices.
+        # Types packed across experts, and types without slicing.
         except Exception as error:
             raise ConfigError(
-                f"fusedmoe.hf: {name} is a {type(tensor).__name__} of torchao, which gives no expert alone "
-                f"({type(error).__name__}: {error}); quantise to int8 or float8, weight only, or choose another "
+                f"fusedmoe.hf: {name} is a {type(tensor).__name__} of torchao that cannot be sliced by expert "
+                f"({type(error).__name__}: {error}); use weight-only int8 or float8 quantisation, or another "
                 "experts_implementation"
             ) from error
         self._tensor = tensor
@@ -114,15 +111,15 @@ class _Sliced(QuantisedMatrices):
 
 
 def quantised(experts: Any, name: str) -> QuantisedMatrices | None:
-    """Returns a parameter of experts that is stored in fewer bits; None for others. Reads no parametrised one.
+    """Return a quantised parameter of experts; None for other parameters. Evaluates no parametrisation.
 
     Raises:
-        ConfigError: a parameter of which no expert can be made alone.
+        ConfigError: single experts of the parameter cannot be dequantised.
     """
     who = f"{type(experts).__name__}.{name}"
     if not parametrize.is_parametrized(experts, name):
         tensor: Any = getattr(experts, name, None)
-        # First, for compilers know these kinds, and no names of modules.
+        # First: compilers can trace these types, but not the names of modules.
         if type(tensor) is nn.Parameter or type(tensor) is Tensor or tensor is None:
             return None
         return _Sliced(who, tensor) if type(tensor).__module__.startswith("torchao.") else None

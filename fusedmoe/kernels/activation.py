@@ -1,16 +1,11 @@
-"""Activations of expert networks, with the derivative that the experts' backward needs.
+"""Activations of expert networks, with the derivatives used in backward.
 
-An activation maps the pre-activation H to A. A gated one (SwiGLU and its kin) reads two halves, g and u, of H stored as
-[..., 2, H] and returns act(g)·u; a plain one reads [..., H].
+A plain activation maps the pre-activation H, [..., H], to A. A gated one (SwiGLU, GeGLU) returns act(g)·u for two
+halves g and u, stored as [..., 2, H].
 
-One is an operation of its own, SwiGLU with bounds, as gpt-oss has it. With g and u the even and the odd columns of H,
-g at most `limit` and u between −`limit` and `limit`,
-
-    A = g·σ(alpha·g) · (u + 1)
-
-A number on a bound has no gradient, like one beyond it. `torch.clamp` has the same from PyTorch 2.15 on; before, it
-passed the gradient there. Products are computed in at least float32 and rounded once. Definition:
-`define_clamped_swiglu`.
+`clamped_swiglu` is the SwiGLU of gpt-oss: A = g·σ(alpha·g)·(u + 1), with g the even columns of H, clamped to at most
+`limit`, and u the odd columns, clamped to [−`limit`, `limit`]. The gradient is zero at and beyond a bound, as for
+`torch.clamp` from PyTorch 2.15 on. Computes in at least float32 and rounds once.
 """
 
 from __future__ import annotations
@@ -27,17 +22,16 @@ from torch.nn.functional import hardtanh
 from fusedmoe.kernels.backend import has_kernels
 
 _aten = torch.ops.aten
-# Bytes of each buffer of `clamped_swiglu`, for each thread: all of them stay in its cache.
+# Bytes per thread of each buffer of `clamped_swiglu`, which keep all of them in cache.
 _SLICE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation with its derivative, as PyTorch's own operations, called without a function of ours around them.
+    """An activation and its derivative as PyTorch out-variants.
 
     Attributes:
-        name: its key in `ACTIVATIONS`.
-        gated: H holds two halves.
+        gated: H has two halves.
         forward: `forward(x, out=a)` writes act(x).
         backward: `backward(grad, x, grad_input=dx)` writes grad·act'(x).
     """
@@ -70,7 +64,7 @@ ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation
 
 
 def define_activation(name: str, h: Tensor) -> Tensor:
-    """Defines an activation in plain differentiable torch: [..., (2,) H] -> [..., H]."""
+    """Differentiable reference: [..., (2,) H] -> [..., H]."""
     functional = torch.nn.functional
     plain: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": functional.silu,
@@ -85,20 +79,18 @@ def define_activation(name: str, h: Tensor) -> Tensor:
 
 
 def cached_rows(row_bytes: int, slice_bytes: int) -> int:
-    """Returns how many rows of that size all threads' caches hold together, `slice_bytes` for each thread."""
-    # Each thread works on its share of the rows, out of its own cache.
+    """Return the number of rows of `row_bytes` that fit in the caches of all threads, `slice_bytes` per thread."""
     return max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))
 
 
 def define_clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
-    """[N, 2·I] -> [N, I], in plain differentiable torch."""
-    # As `clamp`, but with the same gradient on a bound in all versions of PyTorch.
+    # `clamp` with the same gradient at a bound in all PyTorch versions.
     g_NI, u_NI = hardtanh(h_NH[..., ::2], -math.inf, limit), hardtanh(h_NH[..., 1::2], -limit, limit)
     return g_NI * torch.sigmoid(alpha * g_NI) * (u_NI + 1)
 
 
 def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
-    """[N, 2·I] -> [N, I] in the same dtype; any strides."""
+    """Apply the clamped SwiGLU: [N, 2·I] -> [N, I] in the same dtype; any strides."""
     h_NH = h_NH.contiguous()
     if has_kernels(h_NH):
         from fusedmoe.kernels.triton import activation as kernels
@@ -113,7 +105,7 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
-    """The gradient of h_NH, from that of the result and h_NH; none on a bound or beyond."""
+    """Return the gradient of h_NH; zero at and beyond a bound."""
     da_NI, h_NH = da_NI.contiguous(), h_NH.contiguous()
     if has_kernels(h_NH):
         from fusedmoe.kernels.triton import activation as kernels
@@ -122,7 +114,6 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     dh_NH = h_NH.new_empty(h_NH.shape)
     for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
-        # 1 where a number is inside its bounds, 0 elsewhere: no gradient goes to a number on a bound.
         torch.lt(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
         torch.lt(g, limit, out=slope)
@@ -138,7 +129,6 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
 
 
 def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields slices of rows, with their g, their u and `more` buffers, in at least float32 and used again each time."""
     N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
     dtype = torch.promote_types(h_NH.dtype, torch.float32)
     made: list[Tensor] = []
@@ -148,7 +138,7 @@ def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
         size = rows.stop - start
         made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + more)]  # the first slice is largest
         buffers = [buffer[:size] for buffer in made]
-        # The halves are apart in memory from here on: strided reads once, contiguous work afterwards.
+        # De-interleave once, so that all later passes are contiguous.
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):
             buffers[half].copy_(pairs[..., half])

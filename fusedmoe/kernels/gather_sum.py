@@ -1,7 +1,4 @@
-"""Rows out of tokens, and tokens out of rows: a copy for every kept (token, k) pair, and their weighted sums.
-
-Triton on CUDA (`triton/gather_sum.py`). Definitions: `define_permute`, `define_gather_sum`.
-"""
+"""Permute tokens to expert-sorted rows, and sum weighted rows back to tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +10,22 @@ from fusedmoe.kernels.layout import Layout
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """rows_NM[n] = x_SM[source_N[n]], 0 in padding rows."""
+    """Gather tokens into sorted rows: rows_NM[n] = x_SM[source_N[n]], 0 in padding rows."""
     if layout.source_N is None:
         return x_SM
     if uses_triton(x_SM):
         from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
-    # Padding rows copy some token, so that kernels need not look; what they hold must count for nothing.
+    # Padding rows copy a token, so zero them.
     return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N))
 
 
 def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
-    """y_SM[s] = Σ over the kept pairs of token s, k by k, of weight · rows_NM[row_SK[s, k]].
+    """Sum each token's rows: y_SM[s] = Σ over its kept pairs, in order of k, of weight_N[row]·rows_NM[row].
 
-    A token without a kept pair gets exact zeros. Sums in float32, of float64 in float64, of integers in integers (those
-    without weights); any strides.
+    A token without kept pairs gets exact zeros. Accumulates in float32, float64 for float64 rows, and in the integer
+    dtype for integer rows (which take no weights). Accepts any strides.
     """
     if layout.source_N is None and weight_N is None:
         return rows_NM
@@ -37,21 +34,20 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
-        # Row n is token n: no sum, and no order to go by.
+        # Row n is token n.
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     row_N, start_S = layout.bags
     tokens, k = layout.row_SK.shape
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((tokens, rows_NM.shape[1]))
-    # Each token has one row: a copy, without the sum.
+    # One row per token: a copy.
     if k == 1 and row_N.numel() == tokens:
         rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
-    # One pass over the rows, which adds a token's in their order.
+    # embedding_bag sums each token's rows in order, in one pass.
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N.index_select(0, row_N).to(rows_NM.dtype)
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
-    # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
     y_SM = rows_NM.new_zeros((tokens, rows_NM.shape[1]), dtype=total)
     for row_S in layout.row_SK.unbind(1):
@@ -62,7 +58,7 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
-    """value_N[n]: the value (a router weight) of the (token, k) pair that a sorted row serves, 0 in padding rows."""
+    """Gather pair values (router weights) to sorted rows: value_N[n], 0 in padding rows."""
     if value_SK.element_size() <= 8 and uses_triton(value_SK):
         from fusedmoe.kernels.triton.gather_sum import take_values
 
@@ -75,7 +71,7 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
 
 
 def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
-    """value_SK: the value of each pair's row, 0 where there is none; the adjoint of `take_pairs`. Reads no padding."""
+    """Scatter row values to (token, k) pairs, 0 without a row; adjoint of `take_pairs`. Never reads padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
     if uses_triton(value_N):
@@ -83,23 +79,21 @@ def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
             from fusedmoe.kernels.triton.gather_sum import put_values
 
             return put_values(value_N, layout.row_SK)
-        # Dropped pairs read row 0, which exists, and take nothing from it: nothing waits for the device.
+        # Dropped pairs read row 0 and are masked, which needs no host synchronization.
         return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
-    # Padding rows name a pair, too, which is not theirs: only kept rows are put.
+    # Padding rows have the index of another row's pair, so scatter kept rows only.
     value_SK = value_N.new_zeros(layout.row_SK.shape)
     value_SK.view(-1).scatter_(0, layout.pair_N[: layout.kept], value_N[: layout.kept])
     return value_SK
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """Defines what `permute` must return, as a plain loop."""
     assert layout.source_N is not None
     rows = [x_SM[s] if n < sum(layout.counts) else 0 * x_SM[s] for n, s in enumerate(layout.source_N.tolist())]
     return torch.stack(rows) if rows else x_SM[:0]
 
 
 def define_gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
-    """Defines what `gather_sum` must return, as plain loops in the rows' dtype."""
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     for s, rows in enumerate(layout.row_SK.tolist()):
         for row in rows:

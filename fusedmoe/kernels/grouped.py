@@ -1,16 +1,13 @@
-"""Products over rows sorted by expert: definitions in plain torch, and two that are operations of their own.
+"""Grouped GEMMs over rows sorted by expert: references, and two GEMMs as stand-alone operations. Not differentiable.
 
-Rows n = 0 … N - 1 belong to experts, `expert_N`; `source_N` says which token each of them copies. There are four:
+Row n belongs to expert `expert_N[n]` and copies token `source_N[n]`. The four GEMMs:
 
-* `up`: h = x[source]·W1_eᵀ + b1_e and a = act(h), rows gathered on the way in, the activation on the way out;
-* `product`: a[n]·B_e (+ bias), the down projection, and the gradient of the rows that go into the up projection;
-* `dhidden`: from dA' = dy[source]·W2_e, while it is in registers, everything that needs it;
-* `dweight`: Σ over the rows n of an expert of left[n]ᵀ·right[n], the gradient of the experts' matrices.
+* `up`: h = x[source]·W1_eᵀ + b1_e and a = act(h), with gathered inputs and the activation as epilogue;
+* `product`: a[n]·B_e (+ bias), for the down projection and for the input gradient of the up projection;
+* `dhidden`: dA' = dy[source]·W2_e, with all its consumers as epilogue;
+* `dweight`: Σ over the rows n of an expert of left[n]ᵀ·right[n], the weight gradient.
 
-`grouped_product` and `grouped_dweight` serve networks that `experts` does not know. Contract: tensors in, tensors out;
-no autograd.
-
-Their Triton cuts the rows into tiles (`tiles.py`), so that the size of a grid is known without asking the device.
+`grouped_product` and `grouped_dweight` serve networks other than `experts`.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ from fusedmoe.kernels.layout import Layout
 def grouped_product(
     rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, layout: Layout, transposed: bool
 ) -> Tensor:
-    """[N, O]: each row times its expert's matrix, plus its bias; zeros in padding rows.
+    """Compute [N, O]: each row times its expert's matrix, plus its bias; zeros in padding rows.
 
-    `weight`: [E, O, K] if transposed, else [E, K, O]; any strides, but the kernels read a contiguous copy of others.
+    `weight` is [E, O, K] if transposed, else [E, K, O]; the kernels copy it if it is not contiguous.
     """
     if has_kernels(rows_NK):
         from fusedmoe.kernels.triton import experts
@@ -40,7 +37,6 @@ def grouped_product(
     out = layout.zero_padding(rows_NK.new_empty((layout.rows, weight.shape[1 if transposed else 2])))
     for e, start, stop in _of_experts(layout):
         matrix = weight[e].t() if transposed else weight[e]
-        # Straight to its place in the result: nothing is concatenated.
         torch.mm(rows_NK[start:stop], matrix, out=out[start:stop])
         if bias_EO is not None:
             out[start:stop] += bias_EO[e]
@@ -48,7 +44,7 @@ def grouped_product(
 
 
 def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor:
-    """[E, P, Q]: Σ over each expert's rows of left[n]ᵀ·right[n]; zeros where it has none. Padding is not read."""
+    """Compute [E, P, Q]: Σ over each expert's rows of left[n]ᵀ·right[n]; zeros without rows. Never reads padding."""
     if has_kernels(left_NP):
         from fusedmoe.kernels.triton import experts
 
@@ -56,7 +52,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
     out = left_NP.new_empty((layout.experts, left_NP.shape[1], right_NQ.shape[1]))
     for e, count in enumerate(layout.counts):
         if count == 0:
-            # `out` is new memory: an expert without rows has a gradient of zeros, not what was there.
+            # An expert without rows has a zero gradient, and `out` is uninitialized.
             out[e].zero_()
     for e, start, stop in _of_experts(layout):
         torch.mm(left_NP[start:stop].t(), right_NQ[start:stop], out=out[e])
@@ -64,7 +60,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
 
 
 def _of_experts(layout: Layout) -> list[tuple[int, int, int]]:
-    """Experts that have rows: number, first row, end (on CUDA this waits for the device once)."""
+    """List experts with rows as (expert, first row, end). Synchronizes with the device."""
     ends = list(accumulate(layout.counts))
     return [(e, end - count, end) for e, (count, end) in enumerate(zip(layout.counts, ends, strict=True)) if count]
 
@@ -72,7 +68,6 @@ def _of_experts(layout: Layout) -> list[tuple[int, int, int]]:
 def define_up(
     x_SM: Tensor, source_N: Tensor, expert_N: Tensor, w1: Tensor, b1: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """h and a, in plain torch."""
     h = torch.empty((len(source_N), *w1.shape[1:-1]), dtype=x_SM.dtype, device=x_SM.device)
     for e, matrix in enumerate(w1):
         h[expert_N == e] = torch.einsum("nm,...m->n...", x_SM[source_N[expert_N == e]], matrix)
@@ -82,7 +77,7 @@ def define_up(
 
 
 def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
-    """out, in plain torch; `b` is [E, N, K] if transposed, else [E, K, N]."""
+    """Return the product with `b`: [E, N, K] if transposed, else [E, K, N]."""
     out = torch.empty((len(a_NK), b.shape[1] if transposed else b.shape[2]), dtype=a_NK.dtype, device=a_NK.device)
     for e, matrix in enumerate(b):
         out[expert_N == e] = a_NK[expert_N == e] @ (matrix.t() if transposed else matrix)
@@ -92,7 +87,6 @@ def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) 
 def define_dhidden(
     dy_SM: Tensor, source_N: Tensor, expert_N: Tensor, weight_N: Tensor, h: Tensor, w2: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dH, s·A and the router weights' gradient, in plain torch."""
     h = h.detach().requires_grad_()
     with torch.enable_grad():
         a = define_activation(activation, h)
@@ -102,7 +96,6 @@ def define_dhidden(
 
 
 def define_dweight(left_NP: Tensor, right_NQ: Tensor, expert_N: Tensor, experts: int) -> Tensor:
-    """out [E, P, Q], in plain torch, of rows already gathered."""
     rows = [expert_N == e for e in range(experts)]
     return torch.stack([left_NP[of_expert].t() @ right_NQ[of_expert] for of_expert in rows])
 
@@ -111,6 +104,6 @@ _Sum = TypeVar("_Sum", Tensor, Tensor | None)
 
 
 def at_least_float32(total: _Sum) -> _Sum:
-    """Returns a sum that further rows' gradients are added to: as it is, or of half precision a copy in float32."""
-    # Chunks are not rounded one after the other: half precision is for their sum.
+    """Return an accumulator for weight gradients: the tensor itself, or a float32 copy of a half-precision one."""
+    # The sum is rounded to half precision once, not after each chunk.
     return total.float() if total is not None and total.dtype.itemsize < 4 else total

@@ -1,7 +1,4 @@
-"""Libraries of device functions that kernels are linked with, found in the packages that bring them.
-
-Nothing here imports Triton or loads a library.
-"""
+"""Locates NVSHMEM's package and device bitcode, without importing Triton or loading a library."""
 
 from __future__ import annotations
 
@@ -13,25 +10,24 @@ import torch
 
 from fusedmoe.errors import ConfigError
 
-#: The NVSHMEM of the default pins. Its package is nvidia-nvshmem-cu12 or -cu13, by CUDA's version. CUDA builds of torch
-#: pin their own: 3.4.5 that of torch 2.11, 3.7.2 that of torch 2.15.
+#: Default pin of NVSHMEM, nvidia-nvshmem-cu12 or -cu13 by CUDA's major version. CUDA builds of torch have separate
+#: pins: 3.4.5 for torch 2.11, 3.7.2 for torch 2.15.
 NVSHMEM_VERSION = "3.4.5"
 
-# The oldest generation of GPUs that kernels are compiled for.
-_OLDEST = 80
+_MIN_CAPABILITY = 80
 
 HOW_TO_INSTALL = "pip install 'fusedmoe[nvshmem]' for CUDA 13, 'fusedmoe[nvshmem-cu12]' for CUDA 12"
 
 
 def nvshmem_home() -> Path | None:
-    """The folder of NVSHMEM's package, which has include/ and lib/; None where it is not installed."""
+    """Return the NVSHMEM package folder, which contains include/ and lib/, or None."""
     spec = PathFinder.find_spec("nvidia")  # imports nothing
     folders = [Path(folder) / "nvshmem" for folder in (spec.submodule_search_locations or [] if spec else [])]
     return next((folder for folder in folders if (folder / "lib" / "libnvshmem_host.so.3").exists()), None)
 
 
 def nvshmem_packages() -> dict[int, str]:
-    """CUDA's major version -> the version of NVSHMEM's package for it; {} where none is installed."""
+    """Map each CUDA major version to the version of its installed NVSHMEM package."""
     found = {}
     for cuda in (12, 13):
         try:
@@ -42,13 +38,13 @@ def nvshmem_packages() -> dict[int, str]:
 
 
 def nvshmem_bitcode() -> dict[str, str]:
-    """Return the `extern_libs` of a launch whose kernel calls NVSHMEM's device functions.
+    """Return the `extern_libs` launch option for kernels that call NVSHMEM's device functions.
 
-    NVSHMEM 3.4 has one library for all GPUs. Later ones have one for each generation, and the current GPU takes the
-    newest that it can run; without a GPU the kernels are linked with the one that runs on all.
+    NVSHMEM 3.4 ships one library for all GPUs, later versions one per compute capability. Selects the newest that the
+    current GPU can run; without a GPU assumes the oldest supported capability.
 
     Raises:
-        ConfigError: the package is not there, or has no such library.
+        ConfigError: the package is not installed, or has no suitable library.
     """
     home = nvshmem_home()
     if home is None:
@@ -58,12 +54,12 @@ def nvshmem_bitcode() -> dict[str, str]:
     if not path.exists():
         kinds = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
         major, minor = _capability()
-        suited = [kind for kind in kinds if _OLDEST <= kind <= 10 * major + minor]
+        suited = [kind for kind in kinds if _MIN_CAPABILITY <= kind <= 10 * major + minor]
         if not suited:
-            raise ConfigError(f"there is no {path.name} in {lib}: install NVSHMEM {NVSHMEM_VERSION}")
+            raise ConfigError(f"{path.name} not found in {lib}: install NVSHMEM {NVSHMEM_VERSION}")
         path = kinds[max(suited)]
     return {"libnvshmem_device": str(path)}
 
 
 def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else divmod(_OLDEST, 10)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else divmod(_MIN_CAPABILITY, 10)

@@ -1,19 +1,15 @@
-"""Expert networks with low-rank adapters: those of `kernels/experts.py` with W_e + scale·B_e·A_e in place of W_e.
+"""Experts with low-rank adapters: `kernels/experts.py` with W_e + scale·B_e·A_e in place of the frozen W_e.
 
-W is frozen and neither the sum nor B·A is ever made. With x a row, the product beside the frozen one is
-
-    h = x·Wᵀ + scale·(x·Aᵀ)·Bᵀ        A is [r, in], B is [out, r], x·Aᵀ is r wide
-
-and the gradients come from what is r wide: with t = dh·B,
+Neither the sum nor B·A is materialized. For a row x, with A [r, in] and B [out, r], h = x·Wᵀ + scale·(x·Aᵀ)·Bᵀ. The
+gradients, with t = dh·B, use tensors of width r:
 
     dx = dh·W + scale·t·A             dA = scale·tᵀ·x             dB = scale·dhᵀ·(x·Aᵀ)
 
-so nothing of W's size is made in the backward either. The router weight of a row scales what is r wide, and in dx_SM
-the sum. The backward is given one tensor, hidden_NL: in each row the pre-activation H and the two x·Aᵀ.
+Router weights are applied to tensors of width r, and when rows are summed to dx_SM. Forward saves hidden_NL for
+backward: per row the pre-activation H and x·Aᵀ of both GEMMs.
 
-In plain torch all of it is done block by block, as in `kernels/experts.py`; weights that are stored otherwise than as
-tensors of matrices are made expert by expert on the way. Where Triton serves, by grouped products.
-Contract: tensors in, tensors out; no autograd. Definition: `define_low_rank_experts`.
+Plain PyTorch processes rows in blocks and materializes stored (for example quantized) weights expert by expert. Triton
+uses grouped GEMMs. Not differentiable.
 """
 
 from __future__ import annotations
@@ -34,10 +30,11 @@ from fusedmoe.kernels.layout import Layout
 
 
 class LowRank(NamedTuple):
-    """A low-rank adapter of a matrix [out, in] for each expert, which adds scale·B·A to it.
+    """Low-rank adapter of one matrix [out, in] per expert; adds scale·B·A to it.
 
     Attributes:
-        a_ErI: [e, r, in].   b_EOr: [e, out, r], where out counts both halves of a gated first product.
+        a_ErI: [e, r, in].
+        b_EOr: [e, out, r]; out includes both halves of a gated first GEMM.
         scale: LoRA's alpha / r.
     """
 
@@ -46,20 +43,18 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
     def contiguous(self) -> LowRank:
-        """Returns this adapter with copies of factors that are not contiguous."""
         return LowRank(self.a_ErI.contiguous(), self.b_EOr.contiguous(), self.scale)
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        """Returns this adapter with factors in another dtype."""
         return LowRank(self.a_ErI.to(dtype), self.b_EOr.to(dtype), self.scale)
 
     def delta_EOI(self) -> Tensor:
-        """[e, out, in]: what the adapter adds to the matrices, as the definition has it."""
+        """Return the materialized update of the matrices, [e, out, in]."""
         return self.scale * (self.b_EOr @ self.a_ErI)
 
     @classmethod
     def joined(cls, adapters: list[LowRank]) -> LowRank:
-        """Makes one adapter of several, which adds what they add together."""
+        """Merge adapters into one whose update is the sum of theirs."""
         if len(adapters) == 1:
             return adapters[0]
         a = torch.cat([adapter.a_ErI for adapter in adapters], 1)
@@ -67,18 +62,17 @@ class LowRank(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of both products; None where a product has none."""
+    """Adapters of both GEMMs; None for a GEMM without an adapter."""
 
     up: LowRank | None
     down: LowRank | None
 
     def contiguous(self) -> Adapters:
-        """Returns the same with contiguous factors, as the kernels read them."""
         return Adapters(*(None if adapter is None else adapter.contiguous() for adapter in self))
 
 
 class Matrices(Protocol):
-    """The matrices of experts as they are stored, in fewer bits say: each is made when its expert computes.
+    """Expert matrices in a stored (quantized) form; each is materialized when its expert computes.
 
     Attributes:
         shape: [e, out, in].
@@ -87,18 +81,19 @@ class Matrices(Protocol):
     shape: Sequence[int]
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Returns [out, in] of an expert, in the dtype of the rows."""
+        """Return the matrix [out, in] of an expert, in the dtype of the rows."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """Frozen parameters of the local experts, of which those of one expert at a time are made.
+    """Frozen parameters of the local experts, materialized one expert at a time.
 
     Attributes:
         up: [e, 2·H, M] for a gated activation (first half g, second u), else [e, H, M].
         down: [e, M, H].
-        b1: [e, 2·H] or [e, H], or None.   b2: [e, M] or None.
+        b1: [e, 2·H] or [e, H], or None.
+        b2: [e, M] or None.
     """
 
     up: Matrices
@@ -107,12 +102,11 @@ class StoredWeights:
     b2: Tensor | None = None
 
     def b2_columns(self) -> slice:
-        """Returns the columns of the results that the output bias is added to: all."""
         return slice(None)
 
 
 class FactorGradients(NamedTuple):
-    """Gradients of the factors; None where there is no adapter, or none is wanted."""
+    """Gradients of the adapters' factors; None without an adapter or if not requested."""
 
     up_a: Tensor | None
     up_b: Tensor | None
@@ -128,17 +122,17 @@ def low_rank_forward(
     adapters: Adapters,
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Computes y_SM and hidden_NL. All parameters are contiguous."""
+    """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous."""
     if isinstance(weights, Weights) and has_kernels(x_SM):
-        return _forward_by_products(x_SM, layout, weight_N, weights, adapters, activation)
+        return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, most, step = row_blocks(layout, x_SM, hidden)
+    blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
     hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     out_NM = x_SM.new_empty((layout.rows, dim))
-    x_buffer, a_buffer = x_SM.new_empty((most, x_SM.shape[1])), x_SM.new_empty((most, hidden))
-    up, down = (_Transposed(adapter) for adapter in adapters)
+    x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
+    up, down = (_ForwardAdapter(adapter) for adapter in adapters)
     for block in blocks:
         x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
         for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_Nr)):
@@ -166,22 +160,22 @@ def low_rank_backward(
     adapters: Adapters,
     activation: Activation,
     trained: bool,
-    wants_x: bool = True,
+    needs_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
-    """Gradients of x_SM if wanted, of weight_N (zero in padding rows), and of the factors if these are trained."""
+    """Compute gradients of x_SM, weight_N (zero in padding rows), and, if `trained`, of the factors."""
     if isinstance(weights, Weights) and has_kernels(x_SM):
         given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained
-        return _backward_by_products(*given, wants_x)
+        return _backward_grouped(*given, needs_dx)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
     up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, most, step = row_blocks(layout, x_SM, hidden)
-    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if wants_x else None
+    blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
+    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if needs_dx else None
     dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
-    x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((most, width)) for width in widths)
-    act_buffer = x_SM.new_empty((min(most, step), hidden))
-    up, down = (_Sums(adapter, weight_N, most, trained, x_SM) for adapter in adapters)
+    x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((max_rows, width)) for width in widths)
+    act_buffer = x_SM.new_empty((min(max_rows, step), hidden))
+    up, down = (_FactorGradientSums(adapter, weight_N, max_rows, trained, x_SM) for adapter in adapters)
     for block in blocks:
         dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
         a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
@@ -206,19 +200,18 @@ def low_rank_backward(
             for expert, dh_e, t_e in block.by_expert(dh, up.inner(block.rows)):
                 up.add_input_gradient(expert, dh_e, t_e, None)
         down.add_gradients(block, a, dy, block.of(down_Nr))
-        if up.trained:  # only here the tokens themselves are read
+        if up.trained:  # the tokens are read only here
             up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
     dx_SM = None if dx_NM is None else gather_sum(dx_NM, layout, weight_N)
     return dx_SM, dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
 
 
 def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
-    """Returns what has the matrices of each expert, those of W1 and those of W2, and M and H of the latter."""
     if isinstance(weights, StoredWeights):
         _, dim, hidden = weights.down.shape
         return weights.up, weights.down, dim, hidden
     _, dim, hidden = weights.w2.shape
-    # One call for the views of all experts: where these have few rows, a view costs as much as a product.
+    # As in `kernels/experts.py`.
     return weights.w1.flatten(1, -2).unbind(), weights.w2.unbind(), dim, hidden
 
 
@@ -229,17 +222,20 @@ def _widths(weights: Weights | StoredWeights, adapters: Adapters) -> list[int]:
 
 
 def hidden_width(weights: Weights | StoredWeights, adapters: Adapters) -> int:
-    """Returns L, the width of hidden_NL."""
+    """Return L, the number of columns of hidden_NL: pre-activation and low-rank products (`_parts`)."""
     return sum(_widths(weights, adapters))
 
 
 def _parts(hidden_NL: Tensor, weights: Weights | StoredWeights, adapters: Adapters) -> tuple[Tensor, ...]:
-    """Returns views of the pre-activation, and of the rows times A of each product without the scale."""
+    """Split hidden_NL by columns: the pre-activation, then the low-rank products of the up and the down adapter.
+
+    The products are not yet multiplied by `scale`; their width is 0 without an adapter.
+    """
     return hidden_NL.split(_widths(weights, adapters), 1)
 
 
-class _Transposed:
-    """An adapter of one product in the forward: views of all experts' factors, made in one call."""
+class _ForwardAdapter:
+    """Adapter of one GEMM in forward, with per-expert views of its transposed factors."""
 
     def __init__(self, adapter: LowRank | None) -> None:
         self._adapter = adapter
@@ -247,41 +243,42 @@ class _Transposed:
             self._a_E, self._b_E = adapter.a_ErI.mT.unbind(), adapter.b_EOr.mT.unbind()
 
     def add(self, expert: int, x_e: Tensor, low_e: Tensor, out_e: Tensor) -> None:
-        """Puts an expert's rows times A into `low_e`, and adds that times B to `out_e`."""
+        """Write x·Aᵀ of an expert's rows to `low_e`, and add scale·(x·Aᵀ)·Bᵀ to `out_e`."""
         if self._adapter is not None:
             torch.mm(x_e, self._a_E[expert], out=low_e)
             torch.addmm(out_e, low_e, self._b_E[expert], alpha=self._adapter.scale, out=out_e)
 
 
-class _Sums:
-    """An adapter of one product in the backward, and the gradients of its factors.
+class _FactorGradientSums:
+    """Adapter of one GEMM in backward, and the gradients of its factors.
 
     Attributes:
-        trained: there is an adapter, and its gradients are wanted.
-        da, db: the gradients of its factors, None unless trained.
+        trained: the adapter exists and needs gradients.
+        da, db: gradients of the factors; None unless trained.
     """
 
-    def __init__(self, adapter: LowRank | None, weight_N: Tensor | None, most: int, wanted: bool, like: Tensor) -> None:
-        self._adapter, self.trained = adapter, wanted and adapter is not None
+    def __init__(
+        self, adapter: LowRank | None, weight_N: Tensor | None, max_rows: int, needs_grad: bool, like: Tensor
+    ) -> None:
+        self._adapter, self.trained = adapter, needs_grad and adapter is not None
         rank = 0 if adapter is None else adapter.a_ErI.shape[1]
-        self._t = like.new_empty((most, rank))
+        self._t = like.new_empty((max_rows, rank))
         self.da = self.db = None
         if adapter is None:
             return
         self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
-        # The scale, and the weight of each row, by which what is r wide is multiplied.
+        # Scale and router weight of each row, the factor of all tensors of width r.
         self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
         if self.trained:
-            # Zeros: an expert without rows has a gradient of zeros, and one with many rows gets several sums.
+            # Zeros for experts without rows; experts with many rows accumulate blocks.
             self.da, self.db = torch.zeros_like(adapter.a_ErI), torch.zeros_like(adapter.b_EOr)
             self._da_E, self._db_E = self.da.unbind(), self.db.unbind()
 
     def inner(self, rows: int) -> Tensor:
-        """Returns a buffer for dh·B of as many rows."""
         return self._t[:rows]
 
     def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor | None) -> None:
-        """Puts dh·B of an expert's rows into `t_e`, and adds that times A to `dx_e`, if that is wanted."""
+        """Write dh·B of an expert's rows to `t_e`, and add scale·(dh·B)·A to `dx_e`, if given."""
         if self._adapter is None:
             return
         torch.mm(dh_e, self._b_E[expert], out=t_e)
@@ -289,7 +286,7 @@ class _Sums:
             torch.addmm(dx_e, t_e, self._a_E[expert], alpha=self._adapter.scale, out=dx_e)
 
     def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
-        """Adds the factors' gradients of a block's rows; those of `inner` are this block's."""
+        """Accumulate the factor gradients of one block, after `add_input_gradient` has stored its dh·B in `inner`."""
         if not self.trained:
             return
         assert self._adapter is not None
@@ -302,7 +299,6 @@ class _Sums:
 
 
 def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:
-    """Puts the activation of rows into `a`."""
     if activation.gated:
         g, u = h.split(a.shape[1], 1)
         activation.forward(g, out=a)
@@ -312,7 +308,7 @@ def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:
 
 
 def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor, dh: Tensor, act: Tensor) -> None:
-    """Puts the activation of rows into `a` and its gradient into `dh`; `act` is a buffer like `a`."""
+    """Write the activation to `a` and the pre-activation gradient to `dh`; `act` is scratch like `a`."""
     if activation.gated:
         (g, u), (dg, du) = h.split(a.shape[1], 1), dh.split(a.shape[1], 1)
         activation.forward(g, out=act)
@@ -328,9 +324,9 @@ def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor,
 def low_rank_product(
     rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, adapter: LowRank | None, layout: Layout, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes [N, O] = rows·Wᵀ + bias + scale·(rows·Aᵀ)·Bᵀ, and rows·Aᵀ, [N, r]; zeros in padding rows.
+    """Compute [N, O] = rows·Wᵀ + bias + scale·(rows·Aᵀ)·Bᵀ, and rows·Aᵀ, [N, r]; zeros in padding rows.
 
-    `weight`: [E, O, K] if transposed, else [E, K, O]; the factors are [E, r, K] and [E, O, r] with either.
+    `weight` is [E, O, K] if transposed, else [E, K, O]; the factors are [E, r, K] and [E, O, r] in both cases.
     """
     out_NO = grouped_product(rows_NK, weight, bias_EO, layout, transposed)
     if adapter is None:
@@ -342,15 +338,17 @@ def low_rank_product(
 def low_rank_input_gradient(
     dout_NO: Tensor, weight: Tensor, adapter: LowRank | None, layout: Layout, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the rows of `low_rank_product`, and scale·dout·B, [N, r], from which A's gradient is made."""
-    drows_NK, t_Nr = grouped_product(dout_NO, weight, None, layout, not transposed), _inner(dout_NO, adapter, layout)
+    """Return the rows' gradient of `low_rank_product`, and scale·dout·B, [N, r], for the gradient of A."""
+    drows_NK, t_Nr = (
+        grouped_product(dout_NO, weight, None, layout, not transposed),
+        _scaled_dout_b(dout_NO, adapter, layout),
+    )
     if adapter is not None:
         drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False))
     return drows_NK, t_Nr
 
 
-def _inner(dout_NO: Tensor, adapter: LowRank | None, layout: Layout) -> Tensor:
-    """Returns scale·dout·B."""
+def _scaled_dout_b(dout_NO: Tensor, adapter: LowRank | None, layout: Layout) -> Tensor:
     if adapter is None:
         return dout_NO.new_empty((layout.rows, 0))
     return grouped_product(dout_NO, adapter.b_EOr, None, layout, False).mul_(adapter.scale)
@@ -359,11 +357,10 @@ def _inner(dout_NO: Tensor, adapter: LowRank | None, layout: Layout) -> Tensor:
 def low_rank_factor_gradients(
     t_Nr: Tensor, rows_NK: Tensor, dout_NO: Tensor, low_Nr: Tensor, scale: float, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of A and B of `low_rank_product`."""
     return grouped_dweight(t_Nr, rows_NK, layout), grouped_dweight(dout_NO, low_Nr * scale, layout)
 
 
-def _forward_by_products(
+def _forward_grouped(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     b1 = None if weights.b1 is None else weights.b1.flatten(1)
@@ -375,7 +372,7 @@ def _forward_by_products(
     return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
 
 
-def _backward_by_products(
+def _backward_grouped(
     dy_SM: Tensor,
     x_SM: Tensor,
     hidden_NL: Tensor,
@@ -385,10 +382,10 @@ def _backward_by_products(
     adapters: Adapters,
     activation: Activation,
     trained: bool,
-    wants_x: bool,
+    needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
-    # In padding rows all is zero: what grouped products give, and so what activations make of it.
+    # Grouped GEMM results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
     a_NH, act_NH, dh_NH = (
@@ -403,11 +400,11 @@ def _backward_by_products(
         if (bias := _full_bias(weights)) is not None:
             dweight_N += grouped_product(dout_NM, bias[:, None], None, layout, True)[:, 0]
     dx_SM = None
-    if wants_x:
+    if needs_dx:
         dx_NM, up_t = low_rank_input_gradient(dh_NH, weights.w1.flatten(1, -2), adapters.up, layout, True)
         dx_SM = gather_sum(dx_NM, layout, weight_N)
     else:
-        up_t = _inner(dh_NH, adapters.up, layout)
+        up_t = _scaled_dout_b(dh_NH, adapters.up, layout)
     grads: list[Tensor | None] = [None] * 4
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if trained and adapters.up is not None:
@@ -420,7 +417,6 @@ def _backward_by_products(
 
 
 def _full_bias(weights: Weights) -> Tensor | None:
-    """Returns the output bias of all columns, [e, M]."""
     if weights.b2 is None:
         return None
     columns = weights.b2_columns()
@@ -430,7 +426,7 @@ def _full_bias(weights: Weights) -> Tensor | None:
 def define_low_rank_experts(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, activation: str
 ) -> Tensor:
-    """Defines the operation in plain differentiable torch: the experts of the sums W + scale·B·A."""
+    """Reference, differentiable, with materialized W + scale·B·A."""
     sums = (
         w if adapter is None else w + adapter.delta_EOI().view(w.shape)
         for w, adapter in zip((weights.w1, weights.w2), adapters, strict=True)

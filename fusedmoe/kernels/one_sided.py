@@ -1,24 +1,21 @@
-"""One-sided dispatch: each token goes once to every rank that has experts of its, by kernels that write to that rank.
+"""One-sided dispatch: data structures and row tables of kernels that write tokens directly to peer ranks' memory.
 
-Nothing here communicates or needs Triton: here is what kernels are told (receive buffers, addresses, bounds of waits),
-and which rows go where.
+The sender writes each token once to every rank that hosts one of its experts, at a place in the receiver's buffer that
+the sender selects. It also sends routing metadata: per local expert the number of rows and the first row of their
+results, then per row the token's place and its router weight. The receiver sorts rows by expert, source and sender
+order, as the collective path does.
 
-The sender decides where in its part of the receiver's buffer a token lies, and tells in the routing metadata that goes
-with the tokens: for each local expert how many rows there are and where their results go, then for each row the token's
-place and its router weight. The receiver sorts rows by expert, source and the sender's order, as the collectives' path
-does, and reads a token as often as experts want it.
+Example, two ranks of one expert each, degree 1: rank 0 has tokens a, b, c with experts {0, 1}, {1}, {1}. It puts a to
+rank 0, and a, b, c to places 0, 1, 2 of rank 1. Rank 1 reads in the metadata: 3 rows of its expert, whose results
+return to rows 1, 2, 3 of rank 0's results (row 0 belongs to expert 0); then places 0, 1, 2 and the weights.
 
-Worked example, two ranks of one expert each, degree 1: rank 0 has tokens a, b, c with experts {0, 1}, {1}, {1}. To rank
-0 it puts a, to rank 1 a, b, c in places 0, 1, 2. Rank 1 reads in the metadata: 3 rows of its expert, whose results go
-to rows 1, 2, 3 of rank 0's results (row 0 there is expert 0's); then places 0, 1, 2 and the weights.
+With several chunks, tokens are ordered by the first chunk that needs them. If forward has r and backward r' chunks,
+tokens ordered for lcm(r, r') chunks are in order for both.
 
-With more chunks tokens go in the order of the first chunk that needs them. The backward pass may have other chunks:
-both cut an expert's rows at multiples of 1 / lcm(r, r'), so that tokens in the order of that many chunks are in order
-for either. Plain torch, no host synchronisation where the number of rows is given as a bound. Definitions:
-tests/kernels/test_one_sided.py.
+A peer is far if this GPU cannot address its memory (another node). Rows for it are first stored in local NVSHMEM memory
+(staging) and then sent (`triton/one_sided/network.py`). Fields `network` are None without far peers.
 
-A peer is far where this GPU cannot address its memory: it is on another node. Rows for it are first stored in memory of
-this rank that NVSHMEM may read (staging), and go on from there; `triton/one_sided/network.py` says how.
+`define_…` functions are references for the plan kernels, without host synchronization if row counts are bounds.
 """
 
 from __future__ import annotations
@@ -33,18 +30,16 @@ from torch import Tensor
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.kernels.tiles import Tiles
 
-# The record of a wait that ended early has so many numbers: reason, index of the signal, expected, seen, and the
-# address of the signals.
-RECORD = 5
-# Reasons that kernels find themselves; others are what the host has written to `stop`. The record of a fault has the
-# rank where a signal's index would be, and its word (`Faults`) where the expected signal would.
-TIME_IS_UP, FAULT = 1, 4
-# The most that a rank's word of a fault counts.
-MOST_FAULTS = 2**31 - 1
+# Record of a failed wait: reason, index of the signal, expected and seen value, address of the signals.
+RECORD_SIZE = 5
+# Reasons set by kernels; the host writes others to `stop`. A fault's record has the rank instead of the signal index,
+# and the fault word (`Faults`) instead of the expected value.
+TIMED_OUT, FAULT = 1, 4
+MAX_FAULT_COUNT = 2**31 - 1
 
 
 class Bounds(NamedTuple):
-    """Bounds of the waits of kernels (`fusedmoe.kernels.triton.one_sided.remote.wait`)."""
+    """Limits of kernel waits (`fusedmoe.kernels.triton.one_sided.remote.wait`)."""
 
     stop: Tensor
     record: Tensor
@@ -52,74 +47,75 @@ class Bounds(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """Faults that ranks find in a pass while nobody on the host looks: all ranks hear of them where the pass ends.
+    """Faults detected on devices during a pass, which all ranks receive at its end.
 
-    A word is 0 or the number of a text (`Watch.number`) times 2³², and a count.
+    A fault word is 0, or a message number (`Watch.fault_number`) times 2³² plus a count.
 
     Attributes:
         own: [1] int64, this rank's word.
-        told: [W] int64, the words of all ranks, as far as they have told.   table: [W] all ranks' copies.
-        bounds: of all waits, which end then.
+        received_W: [W] int64, words received from all ranks.
+        table: [W] addresses of all ranks' copies of `received_W`.
+        bounds: limits of all waits; a fault ends all waits.
     """
 
     own: Tensor
-    told: Tensor
+    received_W: Tensor
     table: Tensor
     bounds: Bounds
 
 
 class RowLimit(NamedTuple):
-    """A bound on the rows that come to a rank's experts: `own` is set where there are more than `most` (`Faults`)."""
+    """Maximum rows that a rank's experts may receive. Beyond `max_rows`, the fault word `own` is set to `message`."""
 
-    most: int
+    max_rows: int
     own: Tensor
-    number: int
+    message: int
 
 
 class Network(NamedTuple):
-    """The means by which rows get to far peers: NVSHMEM.
+    """NVSHMEM access to far peers.
 
     Attributes:
-        pe_W: int32, each rank's PE.
-        spare: [1] int64 of the symmetric memory, which anybody may set and nobody reads.
-        libraries: what kernels with NVSHMEM's functions are linked with.
+        pe_W: int32, PE of each rank.
+        dummy_signal: [1] int64 in symmetric memory, write-only.
+        libraries: bitcode that kernels with NVSHMEM calls are linked with.
     """
 
     pe_W: Tensor
-    spare: Tensor
+    dummy_signal: Tensor
     libraries: Mapping[str, str]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of a launch whose kernel calls NVSHMEM."""
         return {"extern_libs": dict(self.libraries)}
 
 
-def linked(network: Network | None) -> dict[str, Any]:
-    """The constexpr `NVSHMEM` of a kernel, and with a network the options of its launch."""
+def nvshmem_options(network: Network | None) -> dict[str, Any]:
+    """Return the constexpr `NVSHMEM` of a kernel and, with a network, its launch options."""
     return {"NVSHMEM": False} if network is None else {"NVSHMEM": True, **network.options}
 
 
-def far_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
-    """The PEs and the spare signal that a kernel takes; None twice where nobody is far."""
-    return (None, None) if network is None else (network.pe_W, network.spare)
+def network_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a kernel's PE table and dummy signal; (None, None) without far peers."""
+    return (None, None) if network is None else (network.pe_W, network.dummy_signal)
 
 
 class ReceiveBuffer(NamedTuple):
-    """A receive buffer as kernels see it.
+    """A receive buffer as passed to kernels.
+
+    Each rank has a copy. Tables contain the addresses of the ranks' copies, 0 for ranks reached over the network.
 
     Attributes:
-        rows: [slots, W, C, M], this rank's copy: what the W ranks put here; or [slots, 1, C, M], the same rows for all.
-        row_table: [W] all ranks' copies, 0 for those that are far.
-        signals: [slots, W, T] int64 of each rank, T = C / tile where tiles have signals.   signal_table: of these.
-        tile: rows for which there is one signal.
-        credits: [slots, W] int64, of each peer the last exchange of this rank's in a slot that it has read.
-        credit_table: of these.
-        epochs: of each slot [W] int64, the number of the exchange that is under way there or comes next, W times: what
-            counts it is the kernel that gives credit, a program for each peer.
-        me: this rank's place.
-        network: leads to far peers; None where none is.
-        staging: [slots, W, C, M], rows for far peers on their way; None where none is, or where they have theirs.
+        rows: [slots, W, C, M], written by the W ranks; or [slots, 1, C, M], one source for all.
+        row_table, signal_table, credit_table: [W], of `rows`, `signals` and `credits`.
+        signals: [slots, W, T] int64 of this rank; T = C / tile if tiles have signals.
+        tile: rows per signal.
+        credits: [slots, W] int64, the last exchange of this rank in a slot that each peer has read.
+        epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
+            that gives credit to a peer then increments the peer's copy.
+        me: this rank.
+        network: NVSHMEM access to far peers; None without any.
+        staging: [slots, W, C, M], outgoing rows for far peers; None without any, or if rows are staged elsewhere.
     """
 
     rows: Tensor
@@ -144,15 +140,14 @@ class ReceiveBuffer(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Addresses to which rows go, and through which network.
+    """Destination addresses of rows.
 
     Attributes:
-        peer_N: int32, to whom.
-        store_N: int64, what a kernel stores to: at the peer, or, where that is far, in staging, where rows that follow
-            one another lie together.
-        target_N: int64, of this rank's symmetric memory: where the row goes in the peer's. 0 where that is near; None
-            where nobody is far.
-        network: leads to far peers; None where none is.
+        peer_N: int32, destination rank.
+        store_N: int64, address the kernel stores to: at the peer, or in staging for a far peer, where consecutive rows
+            are adjacent.
+        target_N: int64, address in this rank's symmetric memory that corresponds to the row's at the far peer; 0 for
+            near peers. None without far peers.
     """
 
     peer_N: Tensor
@@ -161,43 +156,44 @@ class Addresses(NamedTuple):
     network: Network | None = None
 
 
-class Mark(NamedTuple):
-    """The signal of this rank at every peer: number `place` of their `signals`, whose addresses `table` [W] has."""
+class PeerSignal(NamedTuple):
+    """This rank's signal at every peer: index `signal_index` of their `signals`, at addresses `table` [W]."""
 
     signals: Tensor
-    place: int
+    signal_index: int
     table: Tensor
 
 
 class Put(NamedTuple):
-    """Rows that go to other ranks' memory.
+    """Rows to write to other ranks' memory.
 
     Attributes:
-        like: of the rows' dtype.
-        addresses: of the rows.   weight_N: factors, or None for 1.
-        wanted_W: int32, rows of each peer.   counter_W: int32 zeros, where a launch counts those that are done.
-        signal_W: int64, the addresses of what to set to `epoch` when they are all there; for far peers a spare one.
-        epoch: [1] int64 or more, whose first is the number of the exchange.
-        mark: the same signal once more, for far peers.
+        like: tensor of the rows' dtype.
+        weight_N: factors, or None for 1.
+        num_rows_W: int32, number of rows for each peer.
+        counter_W: int32 zeros, count of rows done in a launch.
+        signal_W: int64, addresses of the signals to set to `epoch[0]` once all rows are written; a dummy for far peers,
+            which `peer_signal` signals.
+        epoch: int64, exchange number.
     """
 
     like: Tensor
     addresses: Addresses
     weight_N: Tensor | None
-    wanted_W: Tensor
+    num_rows_W: Tensor
     counter_W: Tensor
     signal_W: Tensor
     epoch: Tensor
-    mark: Mark
+    peer_signal: PeerSignal
 
 
 class Wait(NamedTuple):
-    """Rows lie in a receive buffer and may still be on their way: those that `layout.source_N` names are waited for.
+    """Rows of the receive buffer to wait for, listed by `layout.source_N`.
 
     Attributes:
-        signals: [..., T] int64, of the rows of the buffer in order, one for each `tile` of them.
-        epoch: [1] int64 or more, whose first is the number of the exchange that they come with.
-        network: leads to far peers; None where none is.
+        signals, tile: [..., T] int64, in order of the buffer's rows, one per `tile` rows.
+        epoch: int64; the first element is the exchange number.
+        by_arrival: each expert's rows are sorted by arrival (`define_arrivals`).
     """
 
     signals: Tensor
@@ -205,15 +201,16 @@ class Wait(NamedTuple):
     epoch: Tensor
     bounds: Bounds
     network: Network | None = None
+    by_arrival: bool = False
 
 
 class Sends(NamedTuple):
-    """Tokens and routing metadata that a rank puts into its peers' receive buffers.
+    """Flat tables of the tokens and routing metadata that a rank puts to its peers' receive buffers.
 
     Attributes:
-        token_WC: int32, the token at each place of a peer's buffer; token_used_W: int32, how many there are.
-        metadata: [E + N, 2] int32, lines for all peers; line_WC, line_used_W: those of each peer.
-    Kernels leave tables flat, as other kernels read them.
+        token_WC, token_used_W: int32, token at each place of a peer's buffer, and number of tokens for each peer.
+        metadata: [E + N, 2] int32, lines for all peers.
+        line_WC, line_used_W: int32, indices and number of the lines for each peer.
     """
 
     token_WC: Tensor
@@ -224,28 +221,30 @@ class Sends(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """One chunk of what has been put here, sorted by local expert, then source, then the sender's order.
+    """One chunk of received rows, sorted by local expert, source, and sender order, or as in `define_arrivals`.
 
     Attributes:
-        layout: `source_N` are rows of a slot of the buffer; padding may follow.
-        weight_R: float32 router weights.   peer_R: int32, sources.   place_R: int64, the result's row there.
-        wanted_W: int32, rows of each source.
+        layout: its `source_N` are rows of a buffer slot; may have padding.
+        weight_R: float32 router weights.
+        peer_R: int32, source rank of each row.
+        place_R: int64, row of the result at the source.
+        num_rows_W: int32, number of rows of each source.
     """
 
     layout: Layout
     weight_R: Tensor
     peer_R: Tensor
     place_R: Tensor
-    wanted_W: Tensor
+    num_rows_W: Tensor
 
 
-class ReturnRows(NamedTuple):
-    """Rows of all ranks' memory to which something is returned for each row that came.
+class ReturnBuffers(NamedTuple):
+    """Rows in all ranks' memory that receive one result per received row.
 
     Attributes:
-        own: [slots, places, width], this rank's copy.   table: [W] all ranks' copies, 0 for those that are far.
-        staged: [rows, width], rows for far peers on their way, of all chunks in order; None where nobody is far.
-        network: leads to far peers; None where none is.
+        own: [slots, places, width], this rank's copy.
+        table: [W] addresses of all ranks' copies, 0 for far peers.
+        staged: [rows, width], outgoing rows for far peers, of all chunks in order; None without any.
     """
 
     own: Tensor
@@ -259,12 +258,12 @@ class ReturnRows(NamedTuple):
 
 
 class ArrivedChunk(NamedTuple):
-    """One chunk of what has been put here, and where its results go.
+    """One chunk of received rows, and the destinations of its results.
 
     Attributes:
-        results, values: addresses of the rows' results, and of the number that goes with each, by slot of the results.
-        counters: int32 zeros [W] for each pass, where its launch counts the rows that are done (`Put`).
-        tiles: row tiles, by their height.
+        results, values: addresses, by result slot, of the rows' results and of the accompanying scalars.
+        counters: per pass int32 zeros [W], counts of rows done (`Put`).
+        tiles: row tiles by tile height.
     """
 
     arrivals: Arrivals
@@ -275,18 +274,18 @@ class ArrivedChunk(NamedTuple):
 
 
 def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
-    """The chunk of an expert's i-th row of `count`, where chunk j has those from ⌊count·j/degree⌋ on."""
+    """Return the chunk of row `place` among an expert's `count` rows; chunk j starts at row ⌊count·j/degree⌋."""
     return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
 def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
-    """Plans what this rank puts: which tokens to which peer in which order, and the routing metadata.
+    """Plan the tokens this rank puts to each peer, their order, and the routing metadata.
 
     Args:
-        layout: of its tokens over all E experts; rank p has those from p·E/peers on.
+        layout: this rank's tokens over all E experts; rank p hosts experts from p·E/peers on.
         weight_SK: router weight of each pair; None for 1.
-        degree: chunks in which receivers compute; decides the order of tokens.
-        capacity, lines: places that each rank has in a peer's buffers of tokens and of lines.
+        degree: number of chunks of the receivers; determines the token order.
+        capacity, lines: places per source rank in a peer's buffers of tokens and of metadata lines.
     """
     assert layout.source_N is not None
     device, tokens, rows = layout.counts_E.device, layout.tokens, layout.rows
@@ -297,19 +296,18 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
     peer_N = expert_N // local
     chunk_N = chunk_of(row_N - layout.offsets_E1[expert_N], layout.counts_E[expert_N], degree)
 
-    # Of each token and peer the first chunk that needs it; `degree` where none does.
+    # First chunk that needs each (token, peer); `degree` if none does.
     pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
     first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
     first_SW = first[:-1].view(tokens, peers)
-    # Tokens of the first chunk come first, so that its tiles are complete first.
+    # Tiles of the first chunk are complete earliest.
     token_SW = first_SW.argsort(dim=0, stable=True)
-    place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _rows_like(token_SW))
+    place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _row_index_like(token_SW))
     token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
     token_WC[:, :tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
-    # The metadata begins with a line for each expert: how many rows, and which is the first. A line for each row
-    # follows: the place of its token, and the bits of its weight.
+    # A line per expert: number of rows, first row. Then a line per row: place of its token, bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
     place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
@@ -317,7 +315,7 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
     own_W1 = torch.arange(peers, device=device)[:, None]
-    # A peer gets the lines of its own experts, then those of their rows, which lie in one piece.
+    # A peer gets the lines of its experts, then the contiguous lines of their rows.
     line_WC = torch.where(
         line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
     ).clamp(max=max(layout.experts + rows - 1, 0))
@@ -331,17 +329,24 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
 
 
 def define_arrivals(
-    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
+    metadata_WC2: Tensor,
+    experts: int,
+    degree: int,
+    capacity: int,
+    rows: Sequence[int],
+    arrival_tile: int | None = None,
 ) -> list[Arrivals]:
-    """Reads the routing metadata: the layout of what has been put here, chunk by chunk.
+    """Decode the routing metadata into the layout of received rows, chunk by chunk.
 
-    Rows beyond a chunk's bound are left out, and nobody waits for their results.
+    Rows beyond a chunk's bound are dropped; no rank waits for their results.
 
     Args:
-        metadata_WC2: int32, all ranks' routing metadata.
-        experts: of this rank.
-        capacity: places of each source in a slot of the buffer.
-        rows: of each chunk, or bounds on them.
+        metadata_WC2: int32, routing metadata of all ranks.
+        experts: number of local experts.
+        capacity: places per source in a buffer slot.
+        rows: row count of each chunk, or upper bounds.
+        arrival_tile: sort each expert's rows by arrival, i.e. by token tile of that size, source, and sender order; for
+            one chunk.
     """
     peers, device = metadata_WC2.shape[0], metadata_WC2.device
     counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
@@ -354,14 +359,21 @@ def define_arrivals(
         end_G = count_eW.reshape(-1).cumsum(0).clamp(max=bound)
         count_eW = end_G.diff(prepend=end_G.new_zeros(1)).view(count_eW.shape)
         row_R = torch.arange(bound, device=device)
-        # A group is the rows of one expert from one source. Rows beyond the last group are padding, and count to it.
+        # A group is the rows of one expert from one source; padding is assigned to the last group.
         group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
         inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
         expert_R, peer_R = group_R // peers, group_R % peers
         inside_R = inside_R + skipped_We[peer_R, expert_R]
         line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
         kept_R = row_R < end_G[-1]
-        # Padding reads line 0, which exists, and gets source 0.
+        if arrival_tile is not None:
+            tile_R = flat[torch.where(kept_R, line_R, 0), 0] // arrival_tile
+            by_arrival = torch.where(
+                kept_R, (expert_R * capacity + tile_R) * peers + peer_R, experts * capacity * peers
+            )
+            order_R = by_arrival.argsort(stable=True)
+            expert_R, peer_R, inside_R, line_R = (of[order_R] for of in (expert_R, peer_R, inside_R, line_R))
+        # Padding reads line 0 and gets source 0.
         line = flat[torch.where(kept_R, line_R, 0)]
         source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
         count_e = count_eW.sum(1)
@@ -372,29 +384,24 @@ def define_arrivals(
     return chunks
 
 
-def define_addresses(peer_R: Tensor, place_R: Tensor, rows: ReturnRows, slot: int, first: int) -> Addresses:
-    """Finds the addresses of rows in the peers' copies; for far peers, in staging from row `first` on."""
+def define_addresses(peer_R: Tensor, place_R: Tensor, rows: ReturnBuffers, slot: int, first: int) -> Addresses:
+    """Compute row addresses in the peers' copies; for far peers, in staging from row `first` on."""
     base_R, target_R = rows.table[peer_R.long()], (slot * rows.own.shape[1] + place_R) * rows.row_bytes
     if rows.staged is None:
         return Addresses(peer_R, base_R + target_R)
     staged_R = rows.staged.data_ptr() + (first + torch.arange(peer_R.numel(), device=peer_R.device)) * rows.row_bytes
-    # No address of theirs leads there.
     far_R = base_R == 0
     store_R = torch.where(far_R, staged_R, base_R + target_R)
     return Addresses(peer_R, store_R, torch.where(far_R, rows.own.data_ptr() + target_R, 0), rows.network)
 
 
-def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
-    """Finds, for each new chunk, its rows among those of the old chunks, which lie in order with their padding.
+def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
+    """Map each row of the new chunks to its index among the old chunks' concatenated rows.
 
-    Both are the same rows in other chunks; padding gets any row's number. A row is known by its source, and by where
-    its result goes.
-
-    Args:
-        peers: sources.
-        places: buffer slots that each source has for results.
+    Both have the same rows, identified by source and result row; `places` is the number of result rows per source.
+    Padding maps to an arbitrary row.
     """
-    # A table of all places that results can have; padding shares the last entry.
+    # Table over all result rows; padding shares the last entry.
     device = old[0].place_R.device
     number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
     first = 0
@@ -407,44 +414,42 @@ def find_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, plac
 
 
 def _keys(arrivals: Arrivals, places: int, padding: int) -> Tensor:
-    """[R]: a number for each row of a rank; `padding` for padding."""
     kept_R = torch.arange(arrivals.layout.rows, device=arrivals.place_R.device) < arrivals.layout.offsets_E1[-1]
     return torch.where(kept_R, arrivals.peer_R.long() * places + arrivals.place_R, padding)
 
 
-def contiguous(arrivals: Arrivals) -> Layout:
-    """The layout once the rows have been copied out of the buffer in its order."""
+def without_sources(arrivals: Arrivals) -> Layout:
+    """Return the layout for rows that were copied out of the buffer into sorted order: row n is x[n]."""
     return replace(arrivals.layout, source_N=None)
 
 
-def _rows_like(x: Tensor) -> Tensor:
+def _row_index_like(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device)[:, None].expand_as(x)
 
 
-def for_all_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
-    """The layout by which every row goes to all shards of its expert, and the shards' results are added up in order.
+def expand_to_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
+    """Expand a layout to send each row to all shards of its expert; the shards' results are summed in order.
 
-    Rank number g·shards + q has shard q of the e experts of group g, of G groups.
+    Rank g·shards + q hosts shard q of the e experts of group g.
 
     Args:
-        layout: over the G·e experts.
-        groups: G.
+        layout: over groups·e experts.
     Returns:
-        over G·shards·e experts, those of a rank together, in the order of ranks; pair k of a token becomes pairs
-        k·shards + q.
-    Worked example, G = 2 groups of one expert, 2 shards: rows a b | c, of experts 0 and 1, become a b | a b | c | c.
+        layout over groups·shards·e experts, in rank order; pair k of a token becomes pairs k·shards + q.
+
+    Example, 2 groups of one expert, 2 shards: rows a b | c become a b | a b | c | c.
     """
     assert layout.source_N is not None
     rows, device = layout.rows, layout.counts_E.device
     counts_Ge = layout.counts_E.view(groups, -1)
     counts_G = counts_Ge.sum(1)
     start_G = counts_G.cumsum(0) - counts_G
-    # Padding is a group of its own, the last one.
+    # Padding is the last group.
     kept = layout.offsets_E1[-1:].to(counts_G.dtype)
     start_G, counts_G = torch.cat([start_G, kept]), torch.cat([counts_G, rows - kept])
     start_N, count_N = (torch.repeat_interleave(of, counts_G, output_size=rows) for of in (start_G, counts_G))
     shard_Q1 = torch.arange(shards, device=device)[:, None]
-    # The rows of a group's shards follow each other, ahead of the next group's.
+    # Rows of a group's shards are consecutive, ahead of the next group's.
     place_QN = (shards - 1) * start_N + shard_Q1 * count_N + torch.arange(rows, device=device)
     counts_E = counts_Ge[:, None].expand(-1, shards, -1).reshape(-1)
     source_N, pair_N = (torch.empty_like(of).repeat(shards) for of in (layout.source_N, layout.pair_N))

@@ -1,19 +1,14 @@
-"""Wire formats: rows packed to fewer bytes for the way between ranks, and unpacked on arrival.
+"""Wire formats: pack rows to fewer bytes for communication, and unpack them on arrival.
 
 | format | a row of M elements on the wire | bytes | error of an element |
 |---|---|---|---|
-| bf16 | M bfloat16 | 2·M | 2⁻⁹ of itself |
-| fp8 | M e4m3, then their scale, a float32: one row of uint8 | M + 4 | 2⁻⁴ of itself, or 2⁻¹⁰ scales |
+| bf16 | M bfloat16 | 2·M | relative 2⁻⁹ |
+| fp8 | M e4m3, then their float32 scale: one row of uint8 | M + 4 | relative 2⁻⁴, or 2⁻¹⁰ scales |
 
-An fp8 row is x / scale with scale = max|x| / 448, so that its largest element becomes the largest that e4m3 has, and
-takes no precision from other rows. Rounding is to the nearest, ties to even. A row of zeros comes back as zeros; e4m3
-has no infinity, so what is not finite (and takes no part in the maximum) arrives as NaN.
-
-e4m3 is meant for gradients, too: the range that e5m2 would add is what the scale of each row gives already, and e5m2
-costs a bit of precision for it (DeepSeek-V3, §3.3.2, likewise has e4m3 with fine scales everywhere).
-
-Triton on CUDA (`triton/wire.py`), bit for bit the same. Definitions: `define_pack_fp8`,
-`define_unpack_fp8`; that of bf16 is torch's own conversion.
+An fp8 row is x / scale with scale = max|x| / 448, which maps its largest element to the e4m3 maximum. Rounds to nearest
+even. Non-finite elements, which e4m3 cannot encode as infinity, are excluded from the maximum and unpack as NaN.
+Gradients use e4m3, too, as in DeepSeek-V3 (§3.3.2): the row scale provides the range that e5m2 would add at the cost of
+one bit of precision.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
 
 E4M3_MAX = 448.0
-# No scale is smaller, so that none is zero, and its inverse is finite.
+# Keeps a scale nonzero and its inverse finite.
 SCALE_MIN = 2.0**-126
 SCALE_BYTES = 4
 
@@ -42,7 +37,10 @@ def pack_bf16(rows_NM: Tensor) -> Tensor:
 
 
 def pack_fp8(rows_NM: Tensor) -> Tensor:
-    """[n, M] floating point -> [n, M + 4] uint8."""
+    """Quantize each row to float8_e4m3fn with a scale of its own: [n, M] floating point -> [n, M + 4] uint8.
+
+    The last 4 bytes of a row are its scale. Infinities and NaN become NaN.
+    """
     if uses_triton(rows_NM):
         from fusedmoe.kernels.triton import wire
 
@@ -54,9 +52,8 @@ def pack_fp8(rows_NM: Tensor) -> Tensor:
         magnitude = rows.abs()
         wild = ~(magnitude < math.inf)
         scale_N1 = _scales(magnitude.masked_fill_(wild, 0))
-        # In the memory of the magnitudes, which are not needed again.
         code = torch.mul(rows, 1 / scale_N1, out=magnitude).to(torch.float8_e4m3fn).view(torch.uint8)
-        # Torch's conversion makes infinities the largest number, or NaN, as versions have it.
+        # Torch converts infinities to the largest number or to NaN, depending on its version.
         packed[:, :dim] = code.bitwise_or_(wild.view(torch.uint8).mul_(0x7F))
         packed[:, dim:] = _to_bytes(scale_N1)
     return packed
@@ -73,14 +70,13 @@ def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_dim(packed: Tensor) -> int:
-    """M of packed rows [n, M + 4]."""
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] < SCALE_BYTES:
-        raise ConfigError(f"packed rows are uint8 [n, M + 4], not {packed.dtype} {list(packed.shape)}")
+        raise ConfigError(f"packed rows must be uint8 [n, M + 4], got {packed.dtype} {list(packed.shape)}")
     return packed.shape[1] - SCALE_BYTES
 
 
 def define_pack_fp8(rows_NM: Tensor) -> Tensor:
-    """Defines what `pack_fp8` must return: the e4m3 number nearest to each element, of two as near the even one."""
+    """Reference for `pack_fp8`: round scaled elements to e4m3, ties to even, and append the scale of each row."""
     rows = rows_NM.float()
     magnitude = rows.abs()
     finite = magnitude.isfinite()
@@ -98,7 +94,6 @@ def define_pack_fp8(rows_NM: Tensor) -> Tensor:
 
 
 def define_unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Defines what `unpack_fp8` must return, from the meaning of the bits."""
     code = packed[:, :-SCALE_BYTES].int()
     exponent, mantissa = code // 8 % 16, code % 8
     number = torch.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
@@ -107,20 +102,18 @@ def define_unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scales(magnitude_NM: Tensor) -> Tensor:
-    """[n, 1]; a row without elements has a scale, too."""
     count, dim = magnitude_NM.shape
     largest = magnitude_NM.amax(1, keepdim=True) if dim else magnitude_NM.new_zeros((count, 1))
-    # By a tensor: where one side is a number, torch multiplies by its reciprocal on CUDA, which rounds otherwise.
+    # torch on CUDA multiplies by the reciprocal of a Python scalar, which rounds differently.
     return (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SCALE_MIN)
 
 
 def _to_bytes(scale_N1: Tensor) -> Tensor:
-    """[n, 1] float32 -> its [n, 4] bytes."""
     scale_N4 = torch.empty((scale_N1.shape[0], SCALE_BYTES), dtype=torch.uint8, device=scale_N1.device)
     scale_N4.view(torch.float32).copy_(scale_N1)
     return scale_N4
 
 
 def _from_bytes(scale_N4: Tensor) -> Tensor:
-    """The inverse. Copies: where the bytes lie in packed rows they may be aligned to nothing."""
+    # Scales inside packed rows may be unaligned.
     return torch.empty(scale_N4.shape, dtype=torch.uint8, device=scale_N4.device).copy_(scale_N4).view(torch.float32)

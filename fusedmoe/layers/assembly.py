@@ -1,6 +1,6 @@
-"""Assembly of a layer: checks of its parts, and what it gets by them: parameters of experts, plans, a dispatcher.
+"""Construction of a layer: checks of its parts, expert parameters, plans and dispatcher.
 
-What only schedules, kernels that send by themselves or experts that move need is loaded for layers that ask for it.
+Modules for schedules, one-sided kernels and placed experts are imported only if a layer needs them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedmoe.comm.all_to_all import ALGORITHMS, make_all_to_all
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.construction import facts_of_all
+from fusedmoe.construction import describe_parts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Dispatcher, Local
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts.networks import NAMED, Experts, Place, even_place
+from fusedmoe.experts.conversion import ExpertSource
+from fusedmoe.experts.networks import NAMED, Experts, Place, assign_evenly
 from fusedmoe.gates import Gate, SoftMoE
 from fusedmoe.hooks import Hooks
-from fusedmoe.layers.input_checks import no_load
+from fusedmoe.layers.input_checks import uniform_load_error
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.orders import Einsum, Order
 
 if TYPE_CHECKING:
-    from fusedmoe.layers.dynamic_experts import DynamicExperts
     from fusedmoe.layers.schedule import Schedule
+    from fusedmoe.placement.placed_experts import PlacedExperts
 
 
 def require_parts(
@@ -37,17 +38,12 @@ def require_parts(
     topology: object,
     placement: str,
 ) -> None:
-    """Checks what a layer is made of.
-
-    Raises:
-        ConfigError: a part of another kind.
-    """
+    """Raise `ConfigError` for a part of a layer of the wrong type."""
     if placement not in ("ep", "fssdp"):
         raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
     network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
     _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
     _require_kind("experts", experts, Experts, network)
-    # A name or a class in place of a part would be noticed late, without a cure, or never.
     for name, part, kind, example in (
         ("shared", shared, Experts, network),
         ("order", order, Order, "fusedmoe.orders.Sparse()"),
@@ -57,48 +53,32 @@ def require_parts(
             _require_kind(name, part, kind, example)
 
 
-def require_library_dispatch(dispatch: str | Dispatcher, asks: str | None) -> None:
-    """Refuses what a dispatcher of the user's would ignore.
-
-    Args:
-        dispatch: it, or its name in `MoELayer.dispatch`.   asks: for it: `schedule='auto'`, say; None: nothing does.
-    Raises:
-        ConfigError: something does.
-    """
-    own = isinstance(dispatch, Dispatcher) or dispatch not in (*ALGORITHMS, "auto")
-    if own and asks is not None:
-        raise ConfigError(
-            f"MoELayer: {asks} has no effect with a dispatcher of your own, {dispatch}, which runs dispatch, experts "
-            "and combine by itself; leave one of the two out (dispatch='direct' takes both)"
-        )
-
-
 def _require_kind(name: str, part: object, kind: type, example: str) -> None:
     if not isinstance(part, kind):
         raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
 
 
 def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype) -> None:
-    """Check that all ranks make the same layer, of parts that were constructed alike. Collective.
+    """Check that all ranks construct the same layer from equal parts. Collective.
 
     Raises:
-        RankError: they do not.
+        RankError: parts differ between ranks.
     """
     if layer.topology.size == 1:
         return
     facts: dict[str, Any] = {"model_dim": layer.model_dim}
     parts = {"gate": layer.gate, "experts": layer.experts, "shared": layer.shared, "order": layer.order}
-    for each in facts_of_all(parts, layer.hooks):
+    for each in describe_parts(parts, layer.hooks):
         facts |= each
     facts |= {"dispatch": layer.dispatch, "mp_input": layer.mp_input, "schedule": schedule}
     facts |= {"placement": placement, "dtype": str(dtype)}
     own = "An argument or attribute that may differ by rank goes into the attribute rank_specific of the part's class."
-    layer.topology.agree(facts, "MoELayer", own)
+    layer.topology.require_equal_facts(facts, "MoELayer", own)
 
 
 def require_shardings(experts: Experts) -> None:
-    """Refuses experts that do not say how their parameters are split."""
-    # Experts that live on some ranks only must say so, or their gradients would be summed with other experts'.
+    """Raise `ConfigError` for experts that do not declare how their parameters are split over ranks."""
+    # Without `shardings`, gradients of different experts would be summed.
     unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
     if unknown:
         raise ConfigError(
@@ -109,26 +89,25 @@ def require_shardings(experts: Experts) -> None:
 
 
 def require_copies(order: Order, gate: Gate) -> None:
-    """Refuses parts that do not go with experts that move."""
-    # Rows must be able to go to any copy of an expert, and loads must tell experts apart.
+    """Raise `ConfigError` for parts that do not support dynamic expert placement."""
+    # Rows must be routable to any replica of an expert, and loads must differ between experts.
     if isinstance(order, Einsum):
         raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
     if isinstance(gate, SoftMoE):
-        raise no_load(gate)
+        raise uniform_load_error(gate)
 
 
 def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, hooked: bool) -> LayerPlans:
-    """Makes what finds a layer's plans.
+    """Create the plan provider of a layer.
 
-    Args:
-        schedule: "off" or None: the layer follows plans that it is assigned, or none.
-        moves: its experts do.   hooked: it has hooks.
+    With schedule "off" or None, the layer follows assigned plans only. `moves`: experts are dynamically placed.
+    `hooked`: the layer has hooks.
     """
     if schedule is None or schedule == "off":
         return LayerPlans(parts, moves)
     from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 
-    # A name may say more than a policy: "auto" also lets kernels send by themselves.
+    # A name may imply more than a policy: "auto" also allows one-sided kernels.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
     return ScheduledPlans(parts, named, moves, hooked)
@@ -141,23 +120,25 @@ def set_up_experts(
     moves: bool,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
-) -> DynamicExperts | None:
-    """Makes this rank's parameters of a layer's experts, and of the shared one; returns them placed, where they move.
+) -> PlacedExperts | None:
+    """Create the experts' and the shared expert's parameters on this rank; return placed experts, None if static.
 
     Raises:
-        ConfigError: experts that cannot be split, or do not say how they are; parts that do not go with a placement.
+        ConfigError: experts cannot be split, or do not declare their split; a part does not support dynamic placement.
     """
     topology, gate, order, experts = parts
     assert isinstance(experts, Experts)
     if moves:
-        from fusedmoe.layers.dynamic_experts import DynamicExperts
-        from fusedmoe.layers.expert_tables import first_place
+        from fusedmoe.placement.expert_table import first_place
+        from fusedmoe.placement.placed_experts import PlacedExperts
 
         place = first_place(gate.experts, topology)
     else:
-        place = even_place(gate.experts, topology)
+        place = assign_evenly(gate.experts, topology)
+    if isinstance(source := getattr(experts, "source", None), ExpertSource):
+        source.require_experts(gate.experts)
     experts.setup(model_dim, place, device=device, dtype=dtype)
-    # After the experts: both draw from the default generator, and a seed must give the same layer as ever.
+    # After the experts: both use the default generator, and a seed must reproduce the layer of earlier versions.
     if shared is not None:
         shared.setup(model_dim, Place(), device=device, dtype=dtype)
         shared.shardings = {}
@@ -165,39 +146,38 @@ def set_up_experts(
         require_shardings(experts)
     experts.own_numbers, experts.num_experts = tuple(place.numbers), gate.experts
     for name, _ in experts.named_parameters():
-        experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
+        experts.shardings.setdefault(name, {"ep": NAMED})  # marks an expert's parameter even if nothing is split
     if not moves:
         return None
     require_copies(order, gate)
-    return DynamicExperts(experts, gate.experts, topology)
+    return PlacedExperts(experts, gate.experts, topology)
 
 
 def make_dispatcher(
     dispatch: str | Dispatcher,
     plans: LayerPlans,
     hooks: Sequence[Hooks],
-    placed: DynamicExperts | None,
+    placed: PlacedExperts | None,
     name: str = "MoELayer",
 ) -> Dispatcher:
-    """Chooses how tokens travel.
+    """Create the dispatcher of a layer.
 
     Args:
-        dispatch: the algorithm of all-to-alls, "auto", or a dispatcher of the user's.
-        placed: the experts, where they move.
-        name: of the caller, for messages.
+        placed: dynamically placed experts; None: static experts.
     """
     if isinstance(dispatch, Dispatcher):
+        dispatch.require_methods()
         return dispatch
     topology, gate = plans.parts.topology, plans.parts.gate
     all_to_all = make_all_to_all("direct" if dispatch == "auto" else dispatch, topology)
-    # Hooks see rows on a wire, so with them even one rank's rows go by collectives.
+    # Hooks expect dispatched rows: with hooks, even a single rank uses collectives.
     if topology.ep.size * topology.esp.size == 1 and not hooks:
         return Local()
     made: Collectives
     if placed is not None:
-        from fusedmoe.layers.placed_dispatcher import Moving
+        from fusedmoe.placement.placed_dispatcher import PlacedDispatcher
 
-        made = Moving(placed, topology, all_to_all, plans.find, hooks)
+        made = PlacedDispatcher(placed, topology, all_to_all, plans.find, hooks)
     elif plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
@@ -205,8 +185,8 @@ def make_dispatcher(
     else:
         made = Collectives(topology, all_to_all, plans.find, hooks, name)
     if dispatch == "auto":
-        from fusedmoe.layers.measure import choose_all_to_all, has_choice
+        from fusedmoe.layers.measure import choose_all_to_all, has_algorithm_choice
 
-        if has_choice(topology):
+        if has_algorithm_choice(topology):
             made.choose = partial(choose_all_to_all, topology, gate)
     return made

@@ -1,4 +1,4 @@
-"""The names of the FSMoE paper (Listings 1 and 2) for this library's parts.
+"""The names of the FSMoE paper (Listings 1 and 2) for this library's classes.
 
 class MyExpert(ExpertBase):
     def do_experts(self, args): ...
@@ -37,17 +37,17 @@ class LinearGate(TopK):
 
 @dataclass
 class ExpertArgs:
-    """Arguments of `do_experts`: rows sorted by local expert, and how many belong to each (any may be 0)."""
+    """Arguments of `do_experts`: rows sorted by local expert, and the number of rows of each (possibly 0)."""
 
     rows_NM: Tensor
     counts: list[int]
 
 
 class ExpertBase(RowExperts):
-    """Experts of one's own: override `do_experts`, which returns rows like `args.rows_NM`.
+    """Custom experts: override `do_experts`, which returns rows of the same shape as `args.rows_NM`.
 
-    Override `make_parameters` too if the experts have parameters; `self.place` then tells which experts live here. Over
-    more than one rank, `self.shardings` must say of each how it is split: `{"ep": 0}` if its first dimension counts the
+    Experts with parameters also override `make_parameters`; `self.place` identifies the local experts. Over several
+    ranks, `self.shardings` must declare how each parameter is split: `{"ep": 0}` if its first dimension counts the
     local experts.
     """
 
@@ -55,12 +55,12 @@ class ExpertBase(RowExperts):
         raise NotImplementedError(f"{type(self).__name__} must define do_experts(self, args)")
 
     def make_parameters(self, model_dim: int, place: Place) -> None:
-        """Makes the parameters of the local experts; called once, with a generator seeded by the first one's number."""
+        """Create the parameters of the local experts; called once, with a generator seeded by the first expert's id."""
 
     def make(
         self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        # The default generator goes on as if nothing had been drawn, however many experts a rank has.
+        # The default generator is not advanced, whatever the number of local experts.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed + place.first) % 2**63)
             self.make_parameters(model_dim, place)
@@ -72,7 +72,7 @@ class ExpertBase(RowExperts):
 
 @dataclass
 class HookArgs:
-    """Arguments of a callback, which may put another tensor in place. `context` tells direction and chunk."""
+    """Arguments of a callback, which may replace `tensor`. `context` has direction and chunk."""
 
     tensor: Tensor
     context: HookContext
@@ -94,41 +94,36 @@ class CallbackBase(Hooks):
     def before_moe_end_hook(self, args: HookArgs) -> None: ...
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor:
-        return _called(self.before_moe_start_hook, x, context)
+        return _call_hook(self.before_moe_start_hook, x, context)
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return _called(self.before_dispatch_hook, rows, context)
+        return _call_hook(self.before_dispatch_hook, rows, context)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return _called(self.after_dispatch_hook, rows, context)
+        return _call_hook(self.after_dispatch_hook, rows, context)
 
     def before_combine(self, rows: Tensor, context: HookContext) -> Tensor:
-        return _called(self.before_combine_hook, rows, context)
+        return _call_hook(self.before_combine_hook, rows, context)
 
     def after_combine(self, rows: Tensor, context: HookContext) -> Tensor:
-        return _called(self.after_combine_hook, rows, context)
+        return _call_hook(self.after_combine_hook, rows, context)
 
     def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor:
-        return _called(self.before_moe_end_hook, y, context)
+        return _call_hook(self.before_moe_end_hook, y, context)
 
 
-def _called(hook: Callable[[HookArgs], None], tensor: Tensor, context: HookContext) -> Tensor:
-    """Calls a hook of the paper's kind; returns the tensor that it leaves in place."""
-    # The paper's hooks return nothing: they change what their argument holds.
+def _call_hook(hook: Callable[[HookArgs], None], tensor: Tensor, context: HookContext) -> Tensor:
     args = HookArgs(tensor, context)
     hook(args)
     return args.tensor
 
 
 class MOELayer(MoELayer):
-    """The layer in the paper's spelling: `MOELayer(gate, order, model_dim=…, …)`.
+    """`MoELayer` with the argument names of the FSMoE paper: `MOELayer(gate, order, model_dim=…, …)`.
 
     Args:
-        gate, order: as in `MoELayer`.
-        model_dim: M.
-        experts: by default GPT's feed-forward with hidden dimension 4·M.
-        callbacks: hooks.
-        more: further arguments of `MoELayer`.
+        callbacks: passed on as `hooks`.
+        experts: default: GPT's feed-forward with hidden dimension 4·M.
     """
 
     def __init__(

@@ -1,22 +1,28 @@
-"""The plans that a layer works by where it has no schedule of its own: those it was assigned, or none.
+"""The plans of a layer without a schedule: the assigned plans, if any.
 
-A layer with a schedule has `layers/schedule.py` in its place, which is loaded for it alone.
+Layers with a schedule use `layers/schedule.py`, which only they import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
+from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import LocalExperts, recomputing
-from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.engine.dispatcher import Dispatcher, LocalExperts, Routed, SinceForward
+from fusedmoe.engine.graph_dispatch import run_by_operators_in_graph
+from fusedmoe.engine.module_hooks import needs_module_call
+from fusedmoe.engine.run import AssignedPlans, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate
+from fusedmoe.gates.whole_batch import ExpertChoice
+from fusedmoe.kernels.derivatives import count_flops, graph_allows_dynamic_sizes, mark_constant_in_graphs
 from fusedmoe.orders import Order
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.task import Task, TaskKind
@@ -28,26 +34,26 @@ if TYPE_CHECKING:
 
 
 class PlannedExperts(LocalExperts, Protocol):
-    """Experts for whose work plans can be made: `Experts`, and those of other libraries (`ExternalExperts`)."""
+    """Experts that support plans: `Experts`, and experts of other libraries (`ExternalExperts`)."""
 
     @property
-    def grouped(self) -> bool:
-        """Tells whether graphs can hold them."""
+    def can_compile_chunks(self) -> bool:
+        """True if compiled graphs can contain a planned layer with these experts."""
         ...
 
     def parameters(self) -> Iterable[Tensor]: ...
 
     def describe(self) -> str:
-        """Returns what tells them from others of their class, for what is kept of measurements."""
+        """Return a description of these experts, part of the key of cached measurements."""
         ...
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Returns the work for a rank that sends `rows` rows."""
+        """Return the workload of a rank that sends `rows` rows."""
         ...
 
 
 class LayerParts(NamedTuple):
-    """The parts of a layer that plans, and what they cost, depend on."""
+    """The parts of a layer on which plans and their costs depend."""
 
     topology: Topology
     gate: Gate
@@ -56,50 +62,49 @@ class LayerParts(NamedTuple):
 
 
 class LayerPlans:
-    """Finds the plans of one layer.
+    """Provides the plans of one layer.
 
     Args:
-        moves: its experts do.
+        moves: experts are dynamically placed.
     Attributes:
-        kinds: the kinds of tasks that plans by collectives have.
-        assigned: plans to follow, whatever the schedule; they do not go with copies.
-        trial: called in each forward; assigned plans then override the schedule even if there are none. None: no trial.
+        assigned: plans that override the schedule; not copied with the layer.
+        cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
-    #: Kernels may send and receive by themselves, in so many chunks at most.
+    #: One-sided kernels are allowed; maximum number of chunks.
     puts, limit = False, 1
-    #: They must, and graphs, in which collectives send, cannot hold them.
-    fuses = False
+    #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
+    requires_puts = False
 
     def __init__(self, parts: LayerParts, moves: bool = False) -> None:
         self.topology, self.parts, self.moves = parts.topology, parts, moves
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-        self.trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
-        self.assigned: Assigned | None = None
-        self._followed: Assigned | None = None
+        self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
+        self.assigned: AssignedPlans | None = None
+        self._followed = SinceForward[AssignedPlans]()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no reducer of gradients, and is no layer of the step that was planned.
-        return self.__dict__ | {"assigned": None, "_followed": None}
+        # Assigned plans belong to one layer of a step's plan, with its gradient reducer.
+        return self.__dict__ | {"assigned": None}
 
     def __str__(self) -> str:
         return "off"
 
     @property
-    def plans_nothing(self) -> bool:
-        """Tells whether one thing goes after the other in any case."""
-        return self.assigned is None and self.trial is None
+    def is_unplanned(self) -> bool:
+        """True if the layer always runs without a plan."""
+        return self.assigned is None and self.cost_trial is None
 
     @property
-    def compiles(self) -> bool:
-        """Tells whether a graph can hold what the layer does by its plans, as one operator."""
-        # Gradients that a plan reduces beside rows must be complete then, which those of a graph are at its end.
+    def can_compile(self) -> bool:
+        """True if a compiled graph can hold the planned layer as one operator."""
+        # A plan that reduces gradients during backward needs complete gradients; a graph completes them at its end.
         reduces = self.assigned is not None and (self.assigned.gradients is not None or bool(self.assigned.beside))
-        return self.parts.experts.grouped and not reduces and not self.fuses
+        return self.parts.experts.can_compile_chunks and not reduces and not self.requires_puts
 
     def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
-        """Has the layer follow these plans; see `MoELayer.set_plan`."""
+        """Override the schedule with these plans; None restores it."""
         if plans is None:
             self.assigned = None
             return
@@ -111,31 +116,119 @@ class LayerPlans:
             lacks = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
             if lacks:
                 raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
-        self.assigned = Assigned(plans, gradients, beside)
+        self.assigned = AssignedPlans(plans, gradients, beside)
 
-    def renew(self, like: Tensor, costs: CostModel) -> None:
-        """Plans the next rows like these by costs that were measured again; nothing where plans need no costs."""
+    def set_costs(self, like: Tensor, costs: CostModel) -> None:
+        """Plan the next batches of rows like `like` with new costs; no effect if plans need no costs."""
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
-        """Returns the fused operation that takes rows like these; None: none can. Collective where one might."""
+        """Return the fused operation for rows like `x_SM`, or None. Collective if one may be available."""
         return None
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
-        """Returns how kernels send and receive by themselves; None where collectives do."""
+        """Return the one-sided kernels for rows like `x_SM`; None: collectives."""
         return None
 
-    def find(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None) -> Assigned | None:
-        """Returns the plans for as many pairs as the rank has that sends the most. None: nothing goes in chunks."""
-        if self.trial is not None and in_chunks is not None:
-            self.trial(x_SM, exchange, in_chunks)
-        return self.to_follow()
+    def find(
+        self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
+    ) -> AssignedPlans | None:
+        """Return the plans for this batch, by the maximum number of pairs on a rank. None: run without chunks."""
+        if self.cost_trial is not None and in_chunks is not None:
+            self.cost_trial(x_SM, exchange, in_chunks)
+        return self.assigned_plans()
 
-    def to_follow(self) -> Assigned | None:
-        """Returns the plans that the layer was assigned."""
-        if self.assigned is None and self._followed is None:
+    def assigned_plans(self) -> AssignedPlans | None:
+        if self.assigned is None and self._followed.value is None:
             return None
-        # Where activations are computed again, those that the forward pass followed: a checkpoint compares what is
-        # saved.
-        if not recomputing():
-            self._followed = self.assigned
-        return self._followed
+        return self._followed.renew(lambda: self.assigned)
+
+
+class PlannedLayer:
+    """A layer whose schedule can be overridden, eager or in a graph of `torch.compile`."""
+
+    plans: LayerPlans
+    dispatcher: Dispatcher
+    experts: Any
+    dispatch = "direct"
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        mark_constant_in_graphs(graph_allows_dynamic_sizes)
+        count_flops()
+        return super().__new__(cls)
+
+    @property
+    def is_planned(self) -> bool:
+        return self.dispatcher.follows_plans and not self.plans.is_unplanned
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a compiler can capture the exchange, because all its work consists of operators."""
+        # With several ranks only as one graph: otherwise every operator would break the graph.
+        whole = self.dispatcher.collectives is None or graph_allows_dynamic_sizes()
+        return self.dispatcher.compiles and whole and (not self.is_planned or self.plans.can_compile)
+
+    def run_captured(
+        self, routed: Routed, count: Tensor | None, loss: Tensor, masked: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run dispatch, experts and combine as operators of a graph.
+
+        Args:
+            count: scalar count of non-finite values.
+            masked: the number of tokens depends on a mask at run time.
+        Returns:
+            [S, M], and the loss, made dependent on the exchange; None: not in a graph, or there is no exchange.
+        """
+        collectives = self.dispatcher.collectives if torch.compiler.is_compiling() else None
+        if collectives is None:
+            return None
+        if not self.is_planned or needs_module_call(self.experts):
+            return run_by_operators_in_graph(collectives, routed, self.experts, count, loss, masked)
+        from fusedmoe.engine.scheduled_operator import through_experts_in_graph
+
+        y_SM, zero = through_experts_in_graph(collectives, routed, self.experts, count)
+        # A rank without tokens takes part in the backward exchange through the gradient of its loss.
+        return y_SM, loss if masked or len(y_SM) else loss + zero
+
+    def set_plan(
+        self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
+    ) -> None:
+        """Override the layer's schedule with these plans, the same on every rank. None restores the schedule.
+
+        Args:
+            gradients: reduces the gradient buckets of the backward plan and of `beside`.
+            beside: tasks that run alongside the layers after the plan.
+        Raises:
+            ConfigError: plans with tasks that this layer cannot run or without some of its tasks; a custom dispatcher.
+        """
+        require_library_dispatch(self.dispatch, None if plans is None else "set_plan")
+        self.plans.assign(plans, gradients, beside)
+
+
+def is_captured(layer: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Return whether a compiler captures this forward of a `MoELayer`, because all its work consists of operators."""
+    if not torch.compiler.is_compiling():
+        return False
+    # A mask makes the number of tokens data-dependent, which `ExpertChoice` cannot handle in a graph.
+    if mask is not None and (not graph_allows_dynamic_sizes() or isinstance(layer.gate, ExpertChoice)):
+        return False
+    # A graph checks cu_seqlens on this rank only; other ranks would wait for it.
+    if cu_seqlens is not None and layer.topology.size > 1:
+        return False
+    captured: bool = not layer.hooks and layer.topology.mp.size == 1 and layer.is_capturable
+    return captured
+
+
+def require_library_dispatch(dispatch: str | Dispatcher, option: str | None) -> None:
+    """Raise if a custom dispatcher would ignore an argument.
+
+    Args:
+        option: the argument, such as "schedule='auto'"; None: no such argument was passed.
+    Raises:
+        ConfigError: the dispatcher is custom and `option` was passed.
+    """
+    own = isinstance(dispatch, Dispatcher) or dispatch not in (*ALGORITHMS, "auto")
+    if own and option is not None:
+        raise ConfigError(
+            f"MoELayer: {option} has no effect with a dispatcher of your own, {dispatch}, which runs dispatch, experts "
+            "and combine by itself; leave one of the two out (dispatch='direct' takes both)"
+        )

@@ -1,7 +1,4 @@
-"""Measuring a layer: its passes on random tokens, gate and order with them, on all ranks at once.
-
-For `dispatch="auto"` each all-to-all algorithm is tried with as many tokens as the layer has.
-"""
+"""Measurement of a layer's passes and of all-to-all algorithms, on random tokens and on all ranks at once."""
 
 from __future__ import annotations
 
@@ -20,23 +17,24 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order as order_rows
-from fusedmoe.comm.all_to_all import ALGORITHMS, AllToAll, TwoLevel, make_all_to_all
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, slowest_s
+from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import disable_current_modes, recording, saved_tensor_hooks_removed
+from fusedmoe.compat.torch import disable_current_modes, recording, without_saved_tensor_hooks
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
-from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, rounded_up
-from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.engine.one_sided_dispatcher import KernelTransport, fused_experts, round_up_tokens
+from fusedmoe.engine.run import AssignedPlans, Plans
 from fusedmoe.gates import Hash
 from fusedmoe.gates.base import Gate
 from fusedmoe.layers.layer_plans import LayerPlans, PlannedExperts
+from fusedmoe.names import ALGORITHMS
 from fusedmoe.orders import Order
-from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
+from fusedmoe.runtime.cache import cached_task_times, machine_facts, measured_costs
 from fusedmoe.runtime.execute import Streams
-from fusedmoe.runtime.profiler import BUDGET_S, STEPS_BUDGET_S, observe_steps
+from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
@@ -47,39 +45,35 @@ from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload
 
-# Chunks of the passes that are measured.
 _DEGREES = (1, 4)
-#: Chunks of the passes by fused operations that are measured.
 FUSED_DEGREES = (1, 2, 4)
-# How often these and all-to-alls are measured, and the tokens of a first try.
 _ROUNDS, _FEW = 5, 64
-# As failures name it.
 _OPERATION = "measuring a layer"
 
 
 def measure_layer(
     plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None, *, again_s: float | None = None
 ) -> CostModel:
-    """Measures this machine, and the parts of a layer for as many tokens as in `like`, [S, M]. Collective over all
-    ranks; kept for layers like this one.
+    """Measure this machine and the parts of a layer, on random tokens like `like`, [S, M].
 
-    Where the experts move, the lines of the machine alone are measured.
+    Collective over all ranks. Cached for layers of the same description. If the experts move, only the machine is
+    measured.
 
     Args:
-        all_to_all: how the layer's tokens travel; None: directly.
-        again_s: measure in any case, for about so many seconds; the same on every rank. Of a layer whose parameters
-            are sharded now (FSDP2) the machine alone.
+        all_to_all: algorithm of the layer; None: direct.
+        again_s: ignore the cache and measure for about this many seconds; the same on every rank. If the layer's
+            parameters are sharded now (FSDP2), only the machine is measured again.
     Raises:
-        ConfigError: experts that do not say how much they compute.
+        ConfigError: the experts do not describe their workload.
     """
     topology, gate, order, experts = plans.parts
     half_s = None if again_s is None else again_s / 2
     costs = measured_costs(topology, like.device, like.dtype, half_s)
     if plans.moves:
         return costs
-    # Ranks may have different numbers of tokens; all measure by those of the largest.
+    # All ranks measure with the largest number of tokens.
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
-    like = like.new_empty(max(1, rounded(tokens)), like.shape[1])
+    like = like.new_empty(max(1, round_rows(tokens)), like.shape[1])
     rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
     workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
     kind = f"{type(experts).__module__}.{experts.describe()}"
@@ -100,12 +94,11 @@ def measure_layer(
     def observed() -> Observed:
         step = workload.step_costs(costs, [0], plans.kinds)
         budget_s = STEPS_BUDGET_S if half_s is None else half_s
-        of_parts = observe_layer(topology, gate, order, experts, like, step, all_to_all, budget_s)
+        of_parts = time_layer(topology, gate, order, experts, like, step, all_to_all, budget_s)
         if fused_kind is None:
             return of_parts
-        # By collectives all of it takes no longer than this.
-        enough_s = sum(s for sample, s in of_parts.seconds.items() if sample.chunks == 1)
-        most = max(len(like), rounded_up(tokens))
+        give_up_s = sum(s for sample, s in of_parts.seconds.items() if sample.chunks == 1)
+        most = max(len(like), round_up_tokens(tokens))
 
         def through(routed: Routed, degree: int) -> Tensor:
             x_SM, layout, weight_SK, _ = routed
@@ -113,16 +106,16 @@ def measure_layer(
             transport = KernelTransport(fused_kind, (degree, degree), most)
             return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
 
-        seconds = observe_fused(topology, gate, order, experts, like, fused_kind, through, degrees, enough_s)
+        seconds = time_fused(topology, gate, order, experts, like, fused_kind, through, degrees, give_up_s)
         return of_parts | Observed(seconds)
 
-    # With it comes the compiler, which `import fusedmoe` waits for no more than it must.
+    # Imports the compiler, which `import fusedmoe` avoids.
     from torch.distributed.tensor import DTensor
 
     facts["tokens"] = len(like)
-    # FSDP has a layer's parameters whole in a forward alone: elsewhere what its parts took stays.
+    # FSDP gathers a layer's parameters only during its forward; otherwise earlier measurements of the parts are kept.
     whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
-    seen = measured_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
+    seen = measure_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
     return replace(costs, observed={workload.shapes: seen})
 
 
@@ -135,12 +128,11 @@ class Measurement(Enum):
 
 
 class CostTrial:
-    """Costs of a layer, measured in a forward: elsewhere FSDP may have its parameters sharded (`LayerPlans.trial`).
+    """Measures the costs of a layer inside a forward, where FSDP has gathered its parameters.
 
     Attributes:
-        again_s: measure in any case, for about this many seconds; None: use earlier measurements if there are any.
-        workload, costs: as measured.
-        any_degree: the experts support another number of chunks backward than forward.
+        again_s: ignore the cache and measure for about this many seconds; None: use cached measurements if any.
+        can_regroup: the experts support another number of chunks backward than forward.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
@@ -149,75 +141,56 @@ class CostTrial:
         self.again_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
-        self.any_degree = False
+        self.can_regroup = False
 
     def __call__(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts]) -> None:
-        """Measure the layer for tokens like these if that is due. Collective over all ranks."""
+        """Called in a layer's forward. In state DUE, measure the layer's costs and workload with these tokens.
+
+        The results are stored in `costs` and `workload`, and the state becomes DONE. In other states nothing is done.
+        Collective over all ranks.
+        """
         if self.state is not Measurement.DUE:
             return
         topology, experts = self._plans.topology, self._plans.parts.experts
-        self.any_degree = in_chunks().any_degree
-        with undisturbed():
+        self.can_regroup = in_chunks().can_regroup
+        with measurement_context():
             self.costs = measure_layer(self._plans, x_SM, again_s=self.again_s)
-        itemsize, pairs = x_SM.dtype.itemsize, rounded(exchange.most_pairs)
-        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(exchange.share)
+        itemsize, pairs = x_SM.dtype.itemsize, round_rows(exchange.max_pairs)
+        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
+            exchange.tokens_per_pair
+        )
         self.state = Measurement.DONE
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """A context for measuring, and for what ranks say to each other about plans, in the midst of a forward pass.
+def measurement_context() -> Iterator[None]:
+    """Context that hides measurements and the choice of plans inside a forward pass from the surrounding program.
 
-    That happens once, in the first forward, and not where an activation checkpoint computes it again: so whoever counts
-    the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
+    Recorders, saved-tensor hooks and dispatch modes are off, so an activation checkpoint stores and recomputes nothing
+    of the block. Gradients are enabled.
     """
-    # Measuring takes gradients, which inference mode forbids, and modes of the caller would see its operators.
+    # Inference mode forbids gradients; the caller's modes would see these operators.
     with (
         torch.inference_mode(False),
         disable_current_modes(),
-        saved_tensor_hooks_removed(),
+        without_saved_tensor_hooks(),
         recording(),
         record_with(None),
     ):
         yield
 
 
-def rounded(rows: int) -> int:
-    """Rounds to three binary digits, up: plans are made for few sizes."""
-    # At most a fourth too many, and four sizes for each doubling.
+def round_rows(rows: int) -> int:
+    """Round up to three significant binary digits, so that plans are made for few sizes."""
+    # At most a quarter too many, and four sizes per doubling.
     step = 1 << max(0, rows.bit_length() - 3)
     return max(1, -(-rows // step) * step)
 
 
-# By topology, as long as it is in use; the layers of a model share one.
-_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
-
-
-def measured_costs(
-    topology: Topology, device: torch.device, dtype: torch.dtype, again_s: float | None = None
-) -> CostModel:
-    """Returns what this machine takes, from this process, from disk, or measured now. Collective over all ranks.
-
-    `again_s`: measure in any case, for about so many seconds; the same on every rank.
-    """
-    known = _measured.setdefault(topology, {})
-    key = (device.type, dtype)
-    if key not in known or again_s is not None:
-        budget_s = BUDGET_S if again_s is None else again_s
-        again = again_s is not None
-        known[key] = cached_profile(topology, device, dtype=dtype, budget_s=budget_s, again=again)[0].costs
-        # Links take as long whatever the products are of.
-        links = {name: line for name, line in known[key].lines.items() if again and name not in ("gemm", "copy")}
-        for other, costs in known.items():
-            known[other] = replace(costs, lines={**costs.lines, **links})
-    return known[key]
-
-
-# What the parts of layers take, by all that it depends on.
 _parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
 
 
-def measured_parts(
+def measure_parts(
     topology: Topology,
     device: torch.device,
     dtype: torch.dtype,
@@ -226,20 +199,15 @@ def measured_parts(
     *,
     again: bool = False,
 ) -> Observed:
-    """Returns what the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
-
-    Args:
-        facts: all that tells the layer from others, in plain types.
-        again: measure in any case.
-    """
+    """Return the costs of a layer's parts, cached or measured. Collective over all ranks."""
     known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
     if key not in known or again:
         machine = machine_facts(topology, device, dtype)
-        known[key] = cached_observed(topology, {**machine, "layer": facts}, measure, again)
+        known[key] = cached_task_times(topology, {**machine, "layer": facts}, measure, again)
     return known[key]
 
 
-def observe_layer(
+def time_layer(
     topology: Topology,
     gate: Gate,
     order: Order,
@@ -251,30 +219,26 @@ def observe_layer(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """Measures what the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective
-    over all ranks; the same on all of them.
+    """Time the parts of a layer for tokens like `like`. Collective over all ranks, with the same result on all.
 
-    Nothing of the layer changes: no gradient is kept, and the global generators are as before.
+    The layer does not change: no gradient is kept, and the global random generators are restored.
 
     Args:
-        like: [S, M]; its values do not matter.
-        costs: of one such layer, before.
-        all_to_all: how its tokens travel; None: directly.
-        budget_s: see `observe_steps`.
-        clock: what is measured with on a CPU.
+        like: [S, M]; only shape, dtype and device are used.
     """
     plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
-    gate, parameters, x_SM, dy_SM = _trial(topology, gate, experts, like)
+    gate, parameters, x_SM, dy_SM = _make_trial_inputs(topology, gate, experts, like)
     recorder = Recorder(topology.rank, device=like.device, clock=clock)
     all_to_all, streams = all_to_all or make_all_to_all("direct", topology), Streams()
     sent: list[int] = []
 
     def run(plan: Plan, number: int) -> Timeline:
-        def find(x_SM: Tensor, exchange: Exchange, in_chunks: object) -> Assigned:
-            sent.append(exchange.most_pairs)
-            return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
+        def find(x_SM: Tensor, exchange: Exchange, in_chunks: object) -> AssignedPlans:
+            sent.append(exchange.max_pairs)
+            return AssignedPlans(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
 
-        through = Collectives(topology, all_to_all, find, streams=streams)
+        through = Collectives(topology, all_to_all, find)
+        through.runner.streams = streams
         recorder.clear()
         x = x_SM.detach().requires_grad_()
         ordered = order.order(x, gate(x), gate.experts)
@@ -288,7 +252,6 @@ def observe_layer(
             pass
         return recorder.timeline()
 
-    # Gates draw from the global generators, which must stand as before.
     with torch.enable_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         found = observe_steps(topology, plans, costs, run, budget_s, clock)
     of_layer = {
@@ -298,25 +261,24 @@ def observe_layer(
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
 
 
-def _trial(
+def _make_trial_inputs(
     topology: Topology, gate: Gate, experts: PlannedExperts, like: Tensor
 ) -> tuple[Gate, list[Tensor], Tensor, Tensor]:
-    """Returns a gate for other tokens, what learns, tokens like these, and gradients of their results."""
     gate = copy.copy(gate)
     if isinstance(gate, Hash):
         gate.token_ids = None
     parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
-    # A generator of its own: training goes on with the numbers that it would have had.
+    # A separate generator: training continues with the same random numbers.
     chance = torch.Generator(like.device).manual_seed(topology.rank)
     x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
     return gate, parameters, x_SM, dy_SM
 
 
-# A layer's results of its tokens, by a fused operation in so many chunks.
+# (tokens, number of chunks) -> results of a layer with a fused operation.
 Through = Callable[[Routed, int], Tensor]
 
 
-def observe_fused(
+def time_fused(
     topology: Topology,
     gate: Gate,
     order: Order,
@@ -325,27 +287,28 @@ def observe_fused(
     kind: str,
     through: Through,
     degrees: Sequence[int],
-    enough_s: float,
+    give_up_s: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Sample, float]:
-    """Seconds of both passes of a layer by a fused operation: all of it, gate and order with it, on the slowest rank.
-    Collective over all ranks; nothing of the layer changes.
+    """Time both passes of a layer with a fused operation, gate and order included, on the slowest rank.
+
+    Collective over all ranks. The layer does not change.
 
     Args:
-        degrees: numbers of chunks, tried in both passes at once.
-        enough_s: where a few tokens in one chunk take longer than that, nothing more is tried: their time is taken for
-            that of all.
+        degrees: numbers of chunks to try, each for both passes.
+        give_up_s: if a few tokens in one chunk take longer than this, nothing more is tried, and their time is used for
+            all tokens.
     Returns:
-        By `kind`, pass and chunks, in one chunk alone where there are but a few tokens; nothing where the order has no
-        weights for rows, which kernels need.
+        Seconds by `kind`, pass and chunks; only for one chunk if there are few tokens. Empty if the order has no
+        weights for rows, which the kernels need.
     """
-    gate, parameters, x_SM, dy_SM = _trial(topology, gate, experts, like)
+    gate, parameters, x_SM, dy_SM = _make_trial_inputs(topology, gate, experts, like)
 
-    def now() -> float:
+    def now_s() -> float:
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
-        # Ranks begin together, or the slowest one's wait would be measured in all others.
+        # Ranks start together; otherwise all would measure the wait for the slowest.
         all_reduce(topology.world, torch.zeros(1, device=device_of(topology.world)), operation=_OPERATION)
         if like.device.type == "cuda":
             torch.cuda.synchronize(like.device)
@@ -353,25 +316,25 @@ def observe_fused(
 
     def passes_s(tokens: int, degree: int) -> list[float] | None:
         x = x_SM[:tokens].detach().requires_grad_()
-        began = now()
+        began = now_s()
         ordered = order.order(x, gate(x), gate.experts)
         if ordered.weight_SK is None:
             return None
         y = order.restore(through(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), degree), ordered)
-        between = now()  # once all ranks are there: the slowest one's time
+        between = now_s()
         torch.autograd.grad(y, [x, *parameters], dy_SM[:tokens], allow_unused=True)
-        return [between - began, now() - between]
+        return [between - began, now_s() - between]
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         few = min(len(like), _FEW)
-        if passes_s(few, 1) is None:  # the first time, kernels are compiled
+        if passes_s(few, 1) is None:
             return {}
-        seconds_by_degree = {1: slowest_s(topology.world, passes_s(few, 1) or [], _OPERATION)}
-        if few < len(like) and sum(seconds_by_degree[1]) < enough_s:
+        seconds_by_degree = {1: max_over_ranks_s(topology.world, passes_s(few, 1) or [], _OPERATION)}
+        if few < len(like) and sum(seconds_by_degree[1]) < give_up_s:
             for degree in degrees:
-                # The first round is left out: it makes buffers and compiles for these sizes.
+                # The first round allocates buffers and compiles for these sizes.
                 own = (passes_s(len(like), degree) or [] for _ in range(1 + _ROUNDS))
-                rounds = [slowest_s(topology.world, seconds, _OPERATION) for seconds in own][1:]
+                rounds = [max_over_ranks_s(topology.world, seconds, _OPERATION) for seconds in own][1:]
                 seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
         Sample(kind, phase, degree): s
@@ -380,26 +343,28 @@ def observe_fused(
     }
 
 
-# By topology, as long as it is in use, and by all that the choice depends on: layers of a model share it.
+# Per topology, and freed with it, by everything that the choice depends on; the layers of a model share it.
 _chosen: WeakKeyDictionary[Topology, dict[tuple[object, ...], AllToAll]] = WeakKeyDictionary()
 
 
-def has_choice(topology: Topology) -> bool:
-    """Tells whether algorithms differ: ranks of the ep group on several nodes, several on each, and all alike."""
+def has_algorithm_choice(topology: Topology) -> bool:
+    """Return whether all-to-all algorithms differ here: ep spans several nodes, with equally many (> 1) ranks on
+    each."""
     nodes = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     counts = {nodes.count(node) for node in nodes}
     return len(counts) == 1 and 1 < counts.pop() < len(nodes)
 
 
-@undisturbed()
+@measurement_context()
 def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
-    """Returns the algorithm that takes tokens like these to uniformly chosen experts and back in the least time.
-    Collective over all ranks, where it was not chosen before for such tokens; the same on all of them.
+    """Return the fastest all-to-all algorithm for dispatch and combine of these tokens with uniformly chosen experts.
+
+    Collective over all ranks unless cached for such tokens; the same on all ranks.
 
     Args:
-        x_SM: a batch of this rank; all ranks measure by the largest.
+        x_SM: a batch of this rank; all ranks measure with the largest.
     """
-    tokens = rounded(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
+    tokens = round_rows(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
     key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k
     chosen = _chosen.setdefault(topology, {})
     if key not in chosen:
@@ -409,7 +374,6 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
         layout = order_rows(scores_SE.topk(min(gate.k, gate.experts)).indices, gate.experts)
         routed = Routed(x_SM.new_zeros(tokens, x_SM.shape[1]), layout)
         tried = [_round_trips_s(topology, Collectives(topology, candidate), routed) for candidate in candidates]
-        # A round is over once its last rank is through.
         every = all_gather_object(topology.world, tried, "choosing a dispatch algorithm")
         times = [statistics.median(map(max, zip(*of, strict=True))) for of in zip(*every, strict=True)]
         chosen[key] = candidates[times.index(min(times))]
@@ -418,7 +382,6 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
 
 @torch.no_grad()
 def _round_trips_s(topology: Topology, through: Collectives, routed: Routed) -> list[float]:
-    """Times dispatch and combine, round by round."""
     wait: Callable[[], None] = torch.cuda.synchronize if routed.x_SM.is_cuda else lambda: None
     seconds = []
     for _ in range(1 + _ROUNDS):

@@ -1,12 +1,11 @@
-"""Tokens of other libraries' layers on their way through experts over ranks, by a schedule as `MoELayer` has it.
+"""Scheduled dispatch, experts and combine for MoE layers of other libraries.
 
-The router, the parameters and the losses are the other library's. It gives tokens that are routed already, and experts
-that say how wide they are (`ExternalExperts`); plans, costs and caches are those of `layers/schedule.py`.
+The other library provides routed tokens and experts of known width (`ExternalExperts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,40 +17,36 @@ from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import Routed
-from fusedmoe.engine.module_hooks import must_be_called
-from fusedmoe.engine.run import GradientReducer, Plans
+from fusedmoe.engine.module_hooks import needs_module_call
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.engine.wrappers import watch_utilities
 from fusedmoe.gates import Random
-from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
 from fusedmoe.layers.input_checks import InputChecks
-from fusedmoe.layers.layer_plans import LayerParts
+from fusedmoe.layers.layer_plans import LayerParts, PlannedLayer
 from fusedmoe.orders import Dropless
-from fusedmoe.schedule.task import Task
 
-if TYPE_CHECKING:  # what only exchanges with a schedule load
+if TYPE_CHECKING:  # imported at run time by exchanges with a schedule only
     from fusedmoe.layers.schedule import Schedule
     from fusedmoe.schedule.workload import Workload
 
-#: The attribute by which a module has its `ScheduledExchange`.
+#: Attribute of a module that holds its `ScheduledExchange`.
 EXCHANGE = "fusedmoe_exchange"
 
 
 class ExternalExperts:
-    """A rank's experts in a module of another library. The module's forward and `in_chunks` are `LocalExperts`, unless
-    a subclass says otherwise.
+    """A rank's experts in a module of another library, whose forward and `in_chunks` follow `LocalExperts`.
 
     Args:
-        num_experts: over all ranks.
-        widths: M, and an expert's H over all of its shards.   gated: two up projections.
+        widths: (M, H), with the hidden dimension H of an expert over all of its shards.
+        gated: experts have two up projections.
     Attributes:
-        reads_once: as of `fusedmoe.experts.Experts`.
+        reads_parameters_once: True if `in_chunks` reads parameters once and chunks read none.
     """
 
-    grouped = True  # to graphs, which compute those by autograd again
-    reads_once = False
+    can_compile_chunks = True  # graphs recompute experts by autograd
+    reads_parameters_once = False
 
     def __init__(self, module: nn.Module, num_experts: int, widths: tuple[int, int], gated: bool) -> None:
         self.module, self.num_experts, self.widths, self.gated = module, num_experts, widths, gated
@@ -66,15 +61,14 @@ class ExternalExperts:
         return of_rows
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules that `__call__` calls, whose hooks run then."""
+        """Yield the modules that `__call__` calls, and whose hooks it runs."""
         return self.module.named_modules()
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for _, module in self.named_modules())
 
-    def in_graphs(self) -> nn.Module | None:
-        """Returns a module that computes the same, of whose parameters operators get what a graph has; None: there is
-        more to them than an operator sees."""
+    def graph_module(self) -> nn.Module | None:
+        """Return an equivalent module, called by operators with the parameters of a graph; None: there is none."""
         return self.module
 
     def parameters(self) -> Iterable[Tensor]:
@@ -89,27 +83,21 @@ class ExternalExperts:
         return Workload.of_rows(rows, *self.widths, self.num_experts, self.gated, itemsize, ep, esp)
 
 
-class ScheduledExchange:
-    """The way of a layer's tokens to its experts' ranks and back; results do not depend on the schedule.
+class ScheduledExchange(PlannedLayer):
+    """Dispatch, experts and combine of a layer's tokens, by a schedule, on which results do not depend.
 
         exchange = ScheduledExchange(topology, experts, "auto", "my library")
         y_SM = exchange.through_experts(x_SM, autograd.order(number_SK, experts.num_experts), weight_SK)
 
-    With "auto" and names of policies the first forward, in each dtype, measures the machine, and keeps that on disk.
-    A graph of `torch.compile` holds it as one operator. Under selective activation checkpoints tokens travel as by
+    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result on disk.
+    A `torch.compile` graph holds the exchange as one operator. Under selective activation checkpoints it runs as with
     "off".
 
-    Args:
-        schedule: as for `MoELayer`.
-        name: of the library that calls, for messages.
     Attributes:
-        dispatcher: sends tokens; `Collectives` unless the topology is of one rank.
-        plans: that the dispatcher follows.
-        number: which of a model's layers it is of, for plans of steps.
-        placed: None, as of a layer whose experts stay.
+        number: index among the model's layers, for plans of steps.
     Raises:
-        ConfigError: an unknown schedule.
-        RankError: from making one, or `set_schedule`: another one on another rank. Both are collective.
+        ConfigError: unknown schedule.
+        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both collective.
     """
 
     placed = None
@@ -118,14 +106,13 @@ class ScheduledExchange:
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
-        count_flops()
         if topology.size > 1:
             watch_utilities()
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: str | Schedule) -> None:
-        """Has tokens travel by another schedule from now on. Collective."""
-        # A stand-in for the other library's router, which nobody can ask for the choice of random tokens.
+        """Replace the schedule. Collective."""
+        # Replaces the other library's router, which cannot route random tokens, in measurements.
         gate = Random(self.experts.num_experts)
         gate.setup(self.experts.widths[0])
         parts = LayerParts(self.topology, gate, Dropless(), self.experts)
@@ -137,61 +124,51 @@ class ScheduledExchange:
                 "experts": own.describe(),
             }
             facts |= {"number of experts": own.num_experts, "model_dim and hidden": own.widths, "gated": own.gated}
-            self.topology.agree(facts, self._name)
+            self.topology.require_equal_facts(facts, self._name)
         self.plans = plans
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if (collectives := self.dispatcher.collectives) is not None:
-            collectives.local = self.experts.in_graphs()
+            collectives.local = self.experts.graph_module()
 
     @property
-    def plans_nothing(self) -> bool:
-        """Tells whether one thing goes after the other in any case."""
-        return self.plans.plans_nothing
+    def is_unplanned(self) -> bool:
+        return self.plans.is_unplanned
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
-        """Returns [S, M], the sum of each token's results. Collective.
+        """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
 
-        Saves for backward by a plan: received tokens, and what experts keep of them (as `MoELayer` does).
+        If the schedule gives a plan, received tokens and expert activations are saved for backward, as in `MoELayer`.
 
         Args:
-            x_SM: [S, M] in the dtype in which tokens travel, any number of tokens.
-            layout: of rows sorted by expert, of all experts.   weight_SK: [S, K] router weights.
+            x_SM: [S, M] in the dtype to send; ranks may have different S.
+            layout: layout of the S·K (token, expert) rows sorted by global expert index.
         Raises:
-            ConfigError, RankError: with one rank, or several: tokens or weights that are NaN or infinite; a rank that
-                fails or does not come in time.
+            ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
-        if torch.compiler.is_compiling() or self.plans_nothing:
-            return self.in_graph(Routed(x_SM, layout, weight_SK), self.checks.of_given(x_SM, weight_SK))
-        self.checks.tell_logits()
-        return self.by_plan(Routed(x_SM, layout, weight_SK, self.checks.for_exchange(x_SM, weight_SK)))
+        if torch.compiler.is_compiling() or self.is_unplanned:
+            return self.in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
+        self.checks.raise_deferred()
+        return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
 
     def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
-        """Does the same for tokens of which `bad` are not finite, by operators; a graph can hold it."""
+        """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
         if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.plans_nothing or not self.plans.compiles or must_be_called(self.experts):
-            return collectives.by_operators(routed, self.experts, bad)
+        if self.is_unplanned or not self.plans.can_compile or needs_module_call(self.experts):
+            return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
-    def by_plan(self, routed: Routed) -> Tensor:
-        """Does the same for tokens that were looked at, by the plan that there is, if any. Not for graphs."""
-        if self.topology.ep.size == self.topology.esp.size == 1:
-            assert not isinstance(routed.refusal, NonFinite)
-            self.checks.refuse(routed.refusal)  # no exchange would tell it
+    def run_by_plan(self, routed: Routed) -> Tensor:
+        """Like `through_experts`, for checked tokens, outside of graphs."""
+        if not isinstance(routed.refusal, NonFinite):
+            self.checks.refuse_without_exchange(routed.refusal)
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k
             return self.dispatcher.through_experts(routed, self.experts)
 
-    def set_plan(
-        self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
-    ) -> None:
-        """Has tokens travel by these plans, as `MoELayer.set_plan` does."""
-        self.plans.assign(plans, gradients, beside)
 
-
-# By the world, as a process may end one and make another; then by ranks, places and time-out. No process group of a
-# caller's is held: one that its owner destroys is freed. The ranks that share a topology are the same for all of them,
-# so that all of them find it here, or none.
+# Per world, because a process may destroy one and create another. The caller's process group is not referenced, so that
+# its owner can destroy it. Either all ranks of a topology find it here, or no rank does.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Topology]] = WeakKeyDictionary()
 
 
@@ -216,7 +193,6 @@ def shared_topology(
     return made[key]
 
 
-def exchanges_of(model: nn.Module) -> list[ScheduledExchange]:
-    """Lists the exchanges of a model's modules, in the order of these."""
+def exchanges_in(model: nn.Module) -> list[ScheduledExchange]:
     found = (getattr(module, EXCHANGE, None) for module in model.modules())
     return [exchange for exchange in found if isinstance(exchange, ScheduledExchange)]

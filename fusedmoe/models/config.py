@@ -1,23 +1,24 @@
-"""Models in numbers: dimensions and kinds of parts; the models of the papers' experiments, by name.
+"""Model configurations: dimensions and component names, with the models of the papers' experiments by name.
 
 FlowMoE, Table 2 (layers, batch, sequence, M, H, experts per GPU, k; capacity factor 1): GPT2-Tiny-MoE, BERT-Large-MoE,
 LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4 (batch 1, k = 2, capacity factor 1.2): GPT2-XL-MoE and Mixtral-7B with the
-dimensions of GPT-2 XL and Mixtral 8x7B; the paper gives them one expert a node, `experts` says how many here. Heads,
-where a paper is silent, follow the family: 64 per head dim, 128 in the large ones. Qwen3-30B-A3B and DeepSeek-V3 have
-the experts of their published configurations, none of them dropping a token. All of them read bytes here, so the
-vocabulary is 256; DeepSeek's have plain multi-head attention in place of their latent one, DeepSeek-V3 experts in its
-first three blocks too, and Qwen3's heads share the model dim. The small one that is nobody's learns in minutes on any
-machine.
+dimensions of GPT-2 XL and Mixtral 8x7B; the paper uses one expert per node, here `experts` sets the number. Head counts
+not given in a paper follow the family: head dim 64, or 128 for large models. Qwen3-30B-A3B and DeepSeek-V3 have the
+experts of their published configurations, without token dropping.
+
+All models read bytes (vocabulary of 256). Simplifications: DeepSeek models use multi-head instead of latent attention;
+DeepSeek-V3 has experts in its first three blocks, too; Qwen3's heads divide the model dim. The default, bytes-small,
+trains in minutes on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.names import ACTIVATIONS
 from fusedmoe.sizes import require_within
 
 OBJECTIVES = ("causal", "masked")
@@ -29,45 +30,45 @@ _WORDS |= {"expert": EXPERTS, "activation": ACTIVATIONS}
 _COUNTS: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
 _COUNTS += ("experts_per_rank", "k", "moe_every")
 
-#: Values of a byte; a masked model has one symbol more, the mask.
+#: Number of byte values; a masked model has one more symbol, the mask.
 BYTES = 256
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer over bytes with mixture-of-experts layers. `fusedmoe train --help` says what each field is."""
+    """A transformer over bytes with mixture-of-experts layers. `fusedmoe train --help` documents the fields."""
 
     name: str = "bytes-small"
     objective: str = "causal"
     layers: int = 4
     model_dim: int = 128
     heads: int = 4
-    # Of keys and values (grouped-query attention); None: as many as heads.
+    # Key/value heads for grouped-query attention; None: equal to heads.
     kv_heads: int | None = None
     seq_len: int = 128
-    # Sequences of a step on one data-parallel replica.
+    # Sequences per step and data-parallel replica.
     batch: int = 16
     norm: str = "rms"
     positions: str = "rope"
     bias: bool = False
     expert: str = "swiglu"
-    # Of "ffn" experts: a name of `fusedmoe.kernels.activation.ACTIVATIONS`.
+    # For "ffn" experts: a name in `fusedmoe.kernels.activation.ACTIVATIONS`.
     activation: str = "gelu"
     hidden: int = 256
-    # Over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
+    # Total over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
     experts: int | None = 8
     experts_per_rank: int = 1
     k: int = 2
-    # Room over the even share; None: no token is ever dropped.
+    # Expert capacity relative to the even share; None: no token is dropped.
     capacity_factor: float | None = 1.25
-    # A name of `fusedmoe.gates.GATES`, and further arguments of it.
+    # A name in `fusedmoe.gates.GATES`, and its additional arguments.
     gate: str = "topk"
     gate_options: Mapping[str, Any] = field(default_factory=dict)
     # None: sparse with a capacity, else dropless.
     order: str | None = None
-    # Hidden dim of an expert that every token visits (DeepSeekMoE); 0: none.
+    # Hidden dim of an expert shared by all tokens (DeepSeekMoE); 0: none.
     shared_hidden: int = 0
-    # Every n-th block has experts, the others one dense feed-forward of the same kind and hidden dim.
+    # Every n-th block has experts; other blocks have a dense feed-forward of the same kind and hidden dim.
     moe_every: int = 1
 
     def __post_init__(self) -> None:
@@ -82,15 +83,25 @@ class ModelConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.model_dim % self.heads:
-            raise ConfigError(f"model_dim = {self.model_dim} does not split into heads = {self.heads} equal parts")
+            raise ConfigError(f"model_dim = {self.model_dim} is not divisible by heads = {self.heads}")
         if self.heads % self.key_heads:
-            raise ConfigError(f"heads = {self.heads} is no multiple of kv_heads = {self.key_heads}")
-        # Rotary positions turn pairs of channels.
+            raise ConfigError(f"heads = {self.heads} is not a multiple of kv_heads = {self.key_heads}")
+        # Rotary embeddings rotate pairs of channels.
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(
                 f"rotary positions need an even head dim, and model_dim / heads is {self.head_dim}; "
                 "choose other heads or learned positions"
             )
+
+    @property
+    def label(self) -> str:
+        """Name of the preset and the fields that differ from it, at most three of them: "Mixtral-7B with k=4"."""
+        preset = MODELS.get(self.name, self)
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != getattr(preset, one.name)]
+        # A preset without a number of experts leaves it to the job.
+        changed = [name for name in changed if (name, preset.experts) != ("experts", None)]
+        named = ", ".join(f"{name}={getattr(self, name)}" for name in changed[:3])
+        return self.name + f" with {named}" * bool(changed) + f" and {len(changed) - 3} more" * (len(changed) > 3)
 
     @property
     def head_dim(self) -> int:
@@ -102,7 +113,7 @@ class ModelConfig:
 
     @property
     def nonlinearity(self) -> str:
-        """The activation of experts and dense feed-forwards; "swiglu" is one, of three matrices."""
+        """Activation of experts and dense feed-forwards; "swiglu" uses three matrices."""
         return "swiglu" if self.expert == "swiglu" else self.activation
 
     @property
@@ -111,18 +122,17 @@ class ModelConfig:
 
     @property
     def mask(self) -> int:
-        """The symbol that hides a byte from a masked model."""
+        """Symbol that replaces bytes in a masked model."""
         return BYTES
 
     def with_experts(self, ranks: int, ep: int = 1) -> ModelConfig:
-        """Settles the number of experts for a job of `ranks` ranks.
+        """Return the config with a definite number of experts: given, or `experts_per_rank` times `ranks`.
 
-        A number that was given stays. Otherwise `experts_per_rank` times the ranks, but never fewer than k, and a
-        multiple of `ep`: a model of a big cluster stays a model on a small one.
+        The product is at least k, rounded up to a multiple of `ep`.
         """
         if self.experts is not None:
             return self
-        # A token's k experts are different ones, and each of the ep ranks has as many as any other.
+        # A token has k distinct experts, and all ep ranks host equally many.
         least = max(self.experts_per_rank * ranks, self.k)
         return replace(self, experts=-(-least // ep) * ep)
 
@@ -160,7 +170,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 def named_model(name: str) -> ModelConfig:
-    """The model of that name, upper and lower case alike. Raises `ConfigError` for an unknown one."""
+    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name."""
     for known, model in MODELS.items():
         if known.lower() == name.lower():
             return model

@@ -1,13 +1,12 @@
-"""The dense parts of a block, split over the MP group: attention by its heads, a feed-forward by its hidden dim.
+"""Dense parts of a block with tensor parallelism over the MP group: attention by heads, feed-forward by hidden dim.
 
 Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3) with sequence parallelism (Korthikanti et al. 2022,
-section 4.2): between these parts every MP rank holds a slice of each sequence. An all-gather brings the sequences
-together in front of the heads or hidden units of this rank, a reduce-scatter adds these up behind them. Backward, the
-two change places.
+section 4.2): outside these parts every MP rank holds a slice of each sequence. An all-gather assembles the sequences
+for this rank's heads or hidden units, and a reduce-scatter sums their results. Backward exchanges the two.
 
-The values of parameters do not depend on how many ranks hold them. Every rank draws the whole tensor, on the CPU in
-float32 from torch's default generator, and keeps its shard: after `torch.manual_seed(seed)` a model is the same model
-on one rank and on forty-eight, on every device and in every dtype, and the ranks' generators stay in step.
+Every rank draws whole parameters, on the CPU in float32 from torch's default generator, and keeps its shard:
+`torch.manual_seed(seed)` gives the same model for any number of ranks, device and dtype, and the ranks' generators stay
+in sync.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe import Topology
-from fusedmoe.autograd import gather_rows, reduce_scatter_rows, split_counts
-from fusedmoe.comm import Group
+from fusedmoe.autograd.parallel import gather_rows, reduce_scatter_rows, split_counts
+from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.runtime.recorder import Recorder, in_layer, recorded
+from fusedmoe.runtime.recorder import Recorder, layer_recorder, recorded
 
 _BASE = 10000.0
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """Sequences of L positions, of each of which every MP rank has the same slice, as `torch.chunk` would split L.
+    """Split of sequences of L positions over the MP ranks, equal for all sequences, as `torch.chunk` would split L.
 
-    Any number of samples can be split so, some of a batch (a micro-batch) as well as all: rank m's rows are those of
-    [B, P_m, M], sample by sample, so that some samples are a slice of them.
-
-    Worked example: L = 5, three ranks: lengths (2, 2, 1), the second rank holds positions 2 and 3 of every sample.
-    Ranks may be left without positions: L = 5, four ranks: lengths (2, 2, 1, 0).
+    Applies to any number B of samples: rank m's rows are [B, P_m, M], and a subset of samples is a slice of them. L = 5
+    gives lengths (2, 2, 1) on three ranks and (2, 2, 1, 0) on four.
 
     Attributes:
-        length: L.   lengths: positions of each MP rank.   start, stop: this rank's positions.
+        length: L.
+        lengths: positions of each MP rank.
+        start, stop: this rank's positions.
     """
 
     length: int
@@ -57,12 +55,12 @@ class TokenSplit:
         return cls(length, tuple(lengths), start, start + lengths[topology.mp.index])
 
     def rows(self, samples: int) -> list[int]:
-        """Returns the rows of each MP rank of so many samples."""
+        """Return the number of rows of each MP rank."""
         return [samples * length for length in self.lengths]
 
     def by_sample(self, rows_TM: Tensor, samples: int) -> Tensor:
-        """Maps rows as the ranks have them, rank after rank (after a gather), to [samples, L, M]."""
-        # Of one rank or one sample the two orders are the same: nothing is copied.
+        """Reorder rows concatenated by rank (after a gather) to [samples, L, M]."""
+        # Both orders are equal: no copy.
         if len(self.lengths) == 1 or samples == 1:
             return rows_TM.view(samples, self.length, rows_TM.shape[-1])
         parts = rows_TM.split(self.rows(samples))
@@ -70,7 +68,7 @@ class TokenSplit:
         return torch.cat(list(shaped), dim=1)
 
     def by_rank(self, y_BLM: Tensor) -> Tensor:
-        """Maps [samples, L, M] to rows in the order of the ranks (before a reduce-scatter)."""
+        """Reorder [samples, L, M] to rows concatenated by rank (before a reduce-scatter)."""
         if len(self.lengths) == 1 or len(y_BLM) == 1:
             return y_BLM.flatten(0, 1)
         return torch.cat([part.flatten(0, 1) for part in y_BLM.split(self.lengths, dim=1)])
@@ -84,14 +82,11 @@ def normal_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """A parameter of normal numbers; with a group, this rank's chunk of them along `dim`.
-
-    On the meta device it is without values, as everything there.
-    """
-    # Nothing is drawn there: the generator of a job that only plans stays where it was.
+    """Create a normally distributed parameter; with a group, this rank's chunk along `dim`."""
+    # Nothing is drawn on meta: a job that only plans leaves the generator unchanged.
     if torch.empty(0, device=device).is_meta:
         return nn.Parameter(shard(torch.empty(shape, device=device, dtype=dtype), group, dim))
-    # The whole tensor on every rank, so that all ranks' generators stay in step.
+    # All ranks draw the whole tensor to keep their generators in sync.
     whole = torch.randn(shape, dtype=torch.float32, device="cpu") * std
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else device
@@ -99,26 +94,26 @@ def normal_parameter(
 
 
 def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **make: Any) -> nn.Parameter:
-    """A parameter of zeros; with a group, this rank's chunk along `dim`."""
+    """Create a zero parameter; with a group, this rank's chunk along `dim`."""
     return nn.Parameter(shard(torch.zeros(shape, **make), group, dim))
 
 
 def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
-    """This rank's chunk of a tensor; the size along `dim` is a multiple of the group's."""
+    """Return this rank's chunk of a tensor; the size along `dim` is a multiple of the group size."""
     if group is None or group.size == 1:
         return whole
-    # In memory of its own: a view would keep the whole.
+    # A view would keep the whole tensor alive.
     return whole.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
 def fill_parameters(module: Any, std_of: Mapping[str, float]) -> None:
-    """Draw a module's own parameters anew, as `normal_parameter` does; parameters without std become zeros."""
+    """Reinitialize a module's direct parameters as `normal_parameter` does; parameters without a std become zero."""
     for name, parameter in module.named_parameters(recurse=False):
         shape, dim, group = list(parameter.shape), 0, None
         if (axes := getattr(module, "shardings", {}).get(name)) is not None:
             dim, group = axes["mp"], module.topology.mp
-            shape[dim] *= group.size  # they divide
+            shape[dim] *= group.size  # always divisible
         value = torch.zeros_like(parameter, device="cpu")
         if name in std_of:
             value = normal_parameter(
@@ -129,26 +124,27 @@ def fill_parameters(module: Any, std_of: Mapping[str, float]) -> None:
 
 
 def rotary_angles(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles, both [length, head_dim / 2], computed in float64."""
+    """Return cosine and sine of the rotary angles, [length, head_dim / 2] each, computed in float64."""
     turn = _BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angle_LD = torch.arange(length, device=device, dtype=torch.float64)[:, None] * turn
     return angle_LD.cos().to(dtype), angle_LD.sin().to(dtype)
 
 
 def rotate(x_BHLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Turns channel i together with channel i + D/2, position by position; same shape and dtype."""
+    """Apply rotary embeddings to channel pairs (i, i + D/2); keeps shape and dtype."""
     left, right = x_BHLD.chunk(2, dim=-1)
     return torch.cat((left * cos_LD - right * sin_LD, right * cos_LD + left * sin_LD), dim=-1).to(x_BHLD.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head or grouped-query attention, causal or over the whole sequence.
+    """Multi-head or grouped-query attention, causal or bidirectional.
 
-    The rows of `qkv_weight` come key head by key head: the query heads that share it, the key, the value, D rows each.
-    So a chunk of the rows is a set of whole heads, and one product makes all three.
+    The rows of `qkv_weight` are ordered by key head: the query heads that share it, the key, the value, D rows each. A
+    chunk of the rows is thus a set of whole heads, and one GEMM computes all three.
 
     Attributes:
-        qkv_weight: [(heads + 2·kv_heads)·D / MP, M].   out_weight: [M, heads·D / MP].   out_bias: [M] or None.
+        qkv_weight: [(heads + 2·kv_heads)·D / MP, M].
+        out_weight, out_bias: [M, heads·D / MP]; [M] or None.
     """
 
     qkv_bias: nn.Parameter | None
@@ -160,7 +156,7 @@ class Attention(nn.Module):
         mp = topology.mp
         if config.key_heads % mp.size:
             raise ConfigError(
-                f"{config.key_heads} heads (of keys) do not split over mp = {mp.size} ranks; "
+                f"{config.key_heads} key heads do not split over mp = {mp.size} ranks; "
                 "choose an mp that divides them, or other heads"
             )
         self.config, self.topology, self.layer = config, topology, layer
@@ -169,7 +165,7 @@ class Attention(nn.Module):
         rows = (config.heads + 2 * config.key_heads) * head
         self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **make)
         self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **make) if config.bias else None)
-        # Two residual branches a block: together they keep the variance of the stream (GPT-2).
+        # Two residual branches per block: this scaling preserves the variance of the residual stream (GPT-2).
         std = dim**-0.5 * (2 * config.layers) ** -0.5
         self._std_of = {"qkv_weight": dim**-0.5, "out_weight": std}
         self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **make)
@@ -179,9 +175,9 @@ class Attention(nn.Module):
         fill_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
-        """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""
-        mp, recorder = self.topology.mp, in_layer(self.recorder, self.layer)
-        # What the product would be cast to is cast before it travels: half as many bytes cross.
+        """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
+        mp, recorder = self.topology.mp, layer_recorder(self.recorder, self.layer)
+        # Autocast would cast after communication, which would send twice the bytes.
         if torch.is_autocast_enabled(x_BPM.device.type):
             x_BPM = x_BPM.to(torch.get_autocast_dtype(x_BPM.device.type))
         counts = split.rows(len(x_BPM))
@@ -193,8 +189,10 @@ class Attention(nn.Module):
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias
 
     def continued(self, x_BPM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Maps positions after others, [B, P, M] -> [B, P, M], on one MP rank; also returns their keys and values,
-        [B, heads, P, D] each, which `past` has of the positions before."""
+        """Map later positions [B, P, M] -> [B, P, M] on one MP rank; `past` holds keys and values of earlier positions.
+
+        Also returns the keys and values of these positions, [B, heads, P, D] each.
+        """
         y_BPM, own = self._attend(x_BPM, past)
         return (y_BPM if self.out_bias is None else y_BPM + self.out_bias), own
 
@@ -202,7 +200,7 @@ class Attention(nn.Module):
         return self._attend(x_BLM, ())[0]
 
     def _attend(self, x_BLM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """This rank's heads over whole sequences: [B, L, M] -> [B, L, M], its part of the sum; and keys and values."""
+        """Apply this rank's heads to whole sequences; return its partial sum [B, L, M], and keys and values."""
         config, mp = self.config, self.topology.mp.size
         keys, sharing = config.key_heads // mp, config.heads // config.key_heads
         qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
@@ -211,12 +209,12 @@ class Attention(nn.Module):
         k_BHLD, v_BHLD = (qkv[:, :, :, sharing + i].transpose(1, 2) for i in (0, 1))
         before = sum(keys.shape[2] for keys, _ in past)
         if config.positions == "rope":
-            # In the dtype of the products under autocast, in float64 throughout a float64 model.
+            # In the GEMM's dtype under autocast; in float64 for a float64 model.
             every = rotary_angles(before + x_BLM.shape[1], config.head_dim, q_BHLD.device, q_BHLD.dtype)
             angles = [of[before:] for of in every]
             q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
         own, causal, seen = (k_BHLD, v_BHLD), config.objective == "causal", None
-        # PyTorch's `is_causal` aligns the first query with the first key: after a past, a mask says what is seen.
+        # PyTorch's `is_causal` aligns the first query with the first key, which is wrong after earlier positions.
         if before:
             k_BHLD, v_BHLD = (torch.cat([*(one[i] for one in past), own[i]], 2) for i in (0, 1))
             seen = torch.ones(q_BHLD.shape[2], k_BHLD.shape[2], dtype=torch.bool, device=x_BLM.device).tril(before)
@@ -227,11 +225,11 @@ class Attention(nn.Module):
 
 
 class DenseFeedForward(nn.Module):
-    """Two matrices with an activation between them, which may be a gated one: what an expert of the same config is.
+    """Feed-forward network with a plain or gated activation, like an expert of the same config.
 
     Attributes:
-        up_weight: [H / MP, M], or [2, H / MP, M] for a gated activation.   up_bias: [H / MP] or [2, H / MP], or None.
-        down_weight: [M, H / MP].   down_bias: [M] or None.
+        up_weight, up_bias: [H / MP, M] and [H / MP], with a leading 2 for a gated activation; the bias may be None.
+        down_weight, down_bias: [M, H / MP]; [M] or None.
     """
 
     up_bias: nn.Parameter | None
@@ -259,9 +257,9 @@ class DenseFeedForward(nn.Module):
         fill_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
-        """Maps samples, [B, P, M] -> [B, P, M], each with P positions on this rank; collective over the MP group."""
+        """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
         mp, counts = self.topology.mp, split.rows(len(x_BPM))
-        # Rows stay in the order in which they come together, rank after rank: nothing here looks at their neighbours.
+        # Rows stay concatenated by rank: the network is position-wise.
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, self.recorder)
         bias = None if self.up_bias is None else self.up_bias.flatten()
         up_TH = F.linear(x_TM, self.up_weight.flatten(0, -2), bias).unflatten(1, self.up_weight.shape[:-1])

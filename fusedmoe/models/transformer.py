@@ -1,7 +1,6 @@
-"""The transformer over bytes: embedding, blocks, head and loss, the sequences split over the MP group throughout.
+"""Transformer over bytes: embedding, blocks, head and loss, with sequences split over the MP group.
 
-A block is attention, then experts (or a dense feed-forward), each behind a norm. What a config says in words becomes
-parts, and a workload for the choice of a schedule; several blocks become one pipeline of micro-batches.
+Also creates components from a config, the workload for schedule selection, and the micro-batch pipeline over blocks.
 """
 
 from __future__ import annotations
@@ -16,38 +15,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe import Along, MoELayer, Parts, PipelinedBlocks, Placements, Topology, pipeline
+from fusedmoe import MoELayer, PipelinedBlocks, Topology, pipeline
+from fusedmoe.blocks.pipeline import Along
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts import FeedForward
 from fusedmoe.experts.networks import require_own_experts
 from fusedmoe.gates import GATES, Gate, Hash, SoftMoE
 from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, fill_parameters, normal_parameter
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.runtime.recorder import Recorder, recorded
-from fusedmoe.schedule import Workload, uniform_share
+from fusedmoe.schedule import Workload
+from fusedmoe.schedule.workload import uniform_share
 
-# Target of a position that does not count, cross_entropy's own.
+# Target of ignored positions, cross_entropy's default.
 IGNORE = -100
-# Arguments of gates that a model has settings of its own for.
+# Gate arguments set by the model config.
 _OF_THE_MODEL = ("experts", "k", "capacity_factor")
 
 
 def make_gate(config: ModelConfig) -> Gate:
-    """Makes the gate named in the config."""
     if config.gate not in GATES:
         raise ConfigError(f"gate = {config.gate!r} is not one of {', '.join(GATES)}")
     if config.experts is None:
-        raise ConfigError("the number of experts is not settled: give `experts`, or call with_experts(ranks)")
+        raise ConfigError("the number of experts is not set: pass `experts`, or call with_experts(ranks)")
     kind = GATES[config.gate]
     known = inspect.signature(kind).parameters
-    # Some gates fix k, and some have no capacity: such settings of a model are not theirs.
+    # Some gates do not accept k or a capacity.
     arguments = {name: getattr(config, name) for name in _OF_THE_MODEL if name in known}
     for name in config.gate_options:
         if name in _OF_THE_MODEL:
-            raise ConfigError(f"gate option {name!r} is a setting of the model: give it as such")
+            raise ConfigError(f"gate option {name!r} is a setting of the model: set it there")
         if name not in known:
             options = ", ".join(option for option in known if option not in _OF_THE_MODEL)
             raise ConfigError(f"gate {config.gate} has no option {name!r}; it has {options}")
@@ -57,16 +58,15 @@ def make_gate(config: ModelConfig) -> Gate:
         if not config.gate_options:
             raise
         given = ", ".join(f"{name}={value!r}" for name, value in config.gate_options.items())
-        raise ConfigError(f"gate {config.gate} does not take the options {given}: {error}") from error
+        raise ConfigError(f"gate {config.gate} does not accept the options {given}: {error}") from error
 
 
 def make_experts(config: ModelConfig, hidden: int | None = None) -> FeedForward:
-    """Makes the experts of one layer, or one of another hidden dim."""
     return FeedForward(hidden or config.hidden, config.nonlinearity, config.bias)
 
 
 def make_order(config: ModelConfig) -> Order | None:
-    """Makes the order named in the config; None leaves it to the layer."""
+    """Create the order named in the config; None: the layer's default."""
     if config.order is None:
         return None
     if config.order not in ORDERS:
@@ -75,7 +75,7 @@ def make_order(config: ModelConfig) -> Order | None:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)), on this MP rank's slice of each sequence."""
+    """Block x + attention(norm(x)), then x + experts(norm(x)), on this MP rank's slice of each sequence."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, **make)
-        # Blocks without experts go with the next one that has them.
+        # Blocks without experts share the number of the next block with experts.
         number = layer // config.moe_every
         self.attention = Attention(config, topology, number, **make)
         self.experts_norm = make_norm(config, **make)
@@ -115,12 +115,11 @@ class Block(nn.Module):
             self.experts = DenseFeedForward(config, topology, **make)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
-        """Maps samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; also returns this rank's share
-        of their auxiliary loss (a scalar)."""
+        """Map [B, P, M] -> [B, P, M] and return this rank's part of the auxiliary loss. P: positions per sample."""
         x_BPM = x_BPM + self.attention(self.attention_norm(x_BPM), split)
         if isinstance(self.experts, DenseFeedForward):
             return x_BPM + self.experts(self.experts_norm(x_BPM), split), x_BPM.new_zeros(())
-        # A layer's auxiliary loss is that of its last forward.
+        # A layer's auxiliary loss belongs to its last forward.
         return x_BPM + self.experts(self.experts_norm(x_BPM)), self.experts.aux_loss
 
 
@@ -128,10 +127,10 @@ def make_norm(config: ModelConfig, **make: Any) -> nn.Module:
     return (nn.LayerNorm if config.norm == "layer" else nn.RMSNorm)(config.model_dim, **make)
 
 
-class BeforeExperts(nn.Module):
-    """Blocks without experts, if any, and the attention of the one with experts."""
+class DenseUntilExperts(nn.Module):
+    """Blocks without experts, if any, and the attention of the following block with experts."""
 
-    # Set before each batch: the pipeline passes rows alone.
+    # Set before each batch: the pipeline passes only rows.
     split: TokenSplit
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -147,8 +146,8 @@ class BeforeExperts(nn.Module):
         return y_BPM, self.experts_norm(y_BPM)
 
 
-class BeforeExpertsInPositions(BeforeExperts):
-    """`BeforeExperts` for some positions of all samples, on one MP rank; keys and values go on to later positions."""
+class DenseUntilExpertsInPositions(DenseUntilExperts):
+    """`DenseUntilExperts` for some positions of all samples, on one MP rank, with keys and values for later ones."""
 
     def forward(  # type: ignore[override]
         self, x_BPM: Tensor, past: Sequence[tuple[Tensor, ...]]
@@ -161,7 +160,7 @@ class BeforeExpertsInPositions(BeforeExperts):
             own.extend(found)
             return x_BPM + y_BPM
 
-        # The micro-batch's own positions are all that this rank, the only one, has to feed forward.
+        # This rank is the only one, and holds all positions of the micro-batch.
         positions = x_BPM.shape[1]
         part = TokenSplit(positions, (positions,), 0, positions)
         for block in self.before:
@@ -173,14 +172,15 @@ class BeforeExpertsInPositions(BeforeExperts):
 
 
 class BlockPipeline:
-    """Blocks up to the last one with experts, as one pipeline; the parameters stay the blocks' own.
+    """Blocks up to the last block with experts, as one pipeline; shares the blocks' parameters.
 
     Attributes:
-        pipelined: the blocks with experts.   rest: the blocks after the last of them.
+        pipelined: the blocks with experts.
+        rest: the blocks after the last block with experts.
     """
 
     def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
-        # Blocks that follow each other, of which only the last has experts.
+        # Groups of consecutive blocks, each ending with a block with experts.
         groups, group = list[list[Block]](), list[Block]()
         for block in blocks:
             group.append(block)
@@ -191,16 +191,18 @@ class BlockPipeline:
             raise ConfigError("micro-batches: the model has no experts, so there is nothing to overlap")
         attention = groups[0][-1].attention
         if along == "positions" and (attention.config.objective != "causal" or attention.topology.mp.size > 1):
-            raise ConfigError("micro-batches along positions: only causal models with whole sequences on a rank (mp=1)")
-        kind = BeforeExperts if along == "samples" else BeforeExpertsInPositions
+            raise ConfigError(
+                "micro-batches along positions require a causal model and whole sequences per rank (mp=1)"
+            )
+        kind = DenseUntilExperts if along == "samples" else DenseUntilExpertsInPositions
         self._parts = [kind(blocks) for blocks in groups]
         experts: list[Any] = [blocks[-1].experts for blocks in groups]
-        parts = [Parts(dense, layer) for dense, layer in zip(self._parts, experts, strict=True)]
+        parts = list(zip(self._parts, experts, strict=True))
         self.pipelined: PipelinedBlocks = pipeline(parts, along=along, recompute=recompute)
         self.rest = group
 
     def __call__(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
-        """Returns the last block's output, and this rank's share of all auxiliary losses."""
+        """Return the last block's output, and this rank's part of all auxiliary losses."""
         for part in self._parts:
             part.split = split
         y_BPM = self.pipelined(x_BPM)
@@ -213,27 +215,27 @@ class BlockPipeline:
 
 @dataclass(frozen=True)
 class Loss:
-    """This rank's part of the loss of its replica's batch: the parts of the ranks of an MP group add up to it."""
+    """This rank's part of the loss of its replica's batch; the parts of an MP group sum to it."""
 
-    # Scalar, this rank's tokens' cross-entropy over the number of targets of the whole batch.
+    # Scalar, cross-entropy of this rank's tokens divided by the number of targets in the whole batch.
     nats: Tensor
-    # Scalar, the gates' auxiliary losses of this rank's tokens, summed over the layers.
+    # Scalar, the gates' auxiliary losses of this rank's tokens, summed over layers.
     aux: Tensor
-    # Of the whole batch.
+    # In the whole batch.
     targets: int
 
 
 class Transformer(nn.Module):
-    """A causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
+    """Causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
 
-    Every rank of an MP group passes the same batch; each embeds, normalises, routes and judges its own slice of
-    every sequence (`TokenSplit`), attention and dense feed-forwards bring them together. The ranks of a DP group pass
-    different batches.
+    Ranks of an MP group pass the same batch, ranks of a DP group different batches. Each rank embeds, normalizes,
+    routes and evaluates its slice of every sequence (`TokenSplit`); attention and dense feed-forwards gather whole
+    sequences.
 
     Args:
-        config: `config.experts` must be settled (`with_experts`).
-        dispatch, hooks, placement: of every `MoELayer`.
-        recompute: keep only the blocks' inputs for the backward pass and compute the rest again there.
+        config: `config.experts` must be set (`with_experts`).
+        dispatch, hooks, placement: passed to every `MoELayer`.
+        recompute: activation checkpointing: save only the blocks' inputs for backward.
     """
 
     position_weight: nn.Parameter | None
@@ -275,14 +277,14 @@ class Transformer(nn.Module):
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def reset_parameters(self) -> None:
-        """Draw embeddings and head anew, as after `to_empty`; a construction draws the head after the blocks."""
+        """Reinitialize embeddings and head, for example after `to_empty`. `__init__` draws the head last."""
         fill_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
-        """Returns the loss of a batch; collective over all ranks.
+        """Return the loss of a batch; collective over all ranks.
 
         Args:
-            tokens_BL, targets_BL: [B, L] int64, the same on every rank of the MP group; `IGNORE` asks for nothing.
+            tokens_BL, targets_BL: [B, L] int64, equal on every rank of the MP group; targets of `IGNORE` do not count.
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
@@ -290,45 +292,60 @@ class Transformer(nn.Module):
         targets_S = targets_BL[:, split.start : split.stop].flatten()
         targets = int((targets_BL != IGNORE).sum())
 
-        def judge(y_BPM: Tensor) -> Tensor:
+        def compute_loss(y_BPM: Tensor) -> Tensor:
             logits_SV = F.linear(self.norm(y_BPM), self.head_weight).flatten(0, 1)
-            # At least float32: under autocast the head's product is bfloat16.
+            # Under autocast the head's GEMM returns bfloat16.
             logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
             nats = F.cross_entropy(logits_SV, targets_S, ignore_index=IGNORE, reduction="sum")
             return nats / max(1, targets)
 
-        return Loss(recorded(self.recorder, judge, y_BPM, kind="loss"), aux, targets)
+        return Loss(recorded(self.recorder, compute_loss, y_BPM, kind="loss"), aux, targets)
 
     def logits(self, tokens_BL: Tensor) -> Tensor:
-        """Returns the logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective."""
+        """Return the logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective."""
         y_BPM, _, _ = self._hidden(tokens_BL)
         return F.linear(self.norm(y_BPM), self.head_weight)
 
     def moe_layers(self) -> Iterator[MoELayer]:
-        """Yields the layers with experts, from the first block to the last."""
         return (block.experts for block in self.blocks if isinstance(block.experts, MoELayer))
 
     def in_micro_batches(self, along: Along = "samples") -> PipelinedBlocks:
-        """Has the blocks run in micro-batches from now on, by the plans of the blocks that it returns. Collective.
+        """Run the blocks in micro-batches from now on; return the pipelined blocks, which hold the plans. Collective.
 
-        Args:
-            along: "positions": of each sequence, so that one sample is enough; of causal models with mp = 1.
+        `along` is "samples", or for causal models with mp = 1 "positions" of each sequence, which needs only one
+        sample.
         """
         self._micro = BlockPipeline(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
         return self._micro.pipelined
 
+    def dense_parameters(self) -> list[list[nn.Parameter]]:
+        """Return the parameters outside experts by MoE layer: of its blocks, gate and shared expert.
+
+        Embedding, head and blocks after the last MoE layer belong to no layer.
+        """
+        layers, before = list[list[nn.Parameter]](), list[nn.Parameter]()
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            if isinstance(block.experts, MoELayer):
+                of_experts = {id(parameter) for parameter in block.experts.experts.parameters()}
+                layers.append([*before, *(one for one in block.parameters() if id(one) not in of_experts)])
+                before = []
+            else:
+                before += block.parameters()
+        return layers
+
     def update_gates(self) -> None:
-        """Updates gates that learn outside the gradient: call it after each optimizer step."""
+        """Update non-gradient state of the gates; call it after each optimizer step."""
         for layer in self.moe_layers():
             layer.update_gate()
 
     def record(self, recorder: Recorder | None) -> None:
-        """Has `recorder` take spans of all that the model does from now on; None ends it."""
+        """Record spans of the whole model with `recorder` from now on; None stops."""
         self.recorder = recorder
         modules: Iterable[nn.Module] = self.modules()
         if self._micro is not None:
             self._micro.pipelined.recorder = recorder
-            # Tasks of a plan are spans, with all in them: modules inside would count twice.
+            # A plan records its tasks, which include their modules: recording both would count twice.
             if recorder is not None and self._micro.pipelined.plans is not None:
                 modules = (module for block in self._micro.rest for module in block.modules())
         for module in modules:
@@ -336,18 +353,17 @@ class Transformer(nn.Module):
                 module.recorder = recorder
 
     def _hidden(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
-        """Returns the last block's output for this rank's positions, [B, P, M], its share of the auxiliary loss, and
-        the split."""
+        """Return the last block's output [B, P, M], this rank's part of the auxiliary loss, and the token split."""
         length = tokens_BL.shape[1]
         split = TokenSplit.from_length(length, self.topology)
         tokens_BP = tokens_BL[:, split.start : split.stop]
         x_BPM = F.embedding(tokens_BP, self.symbol_weight)
         if self.position_weight is not None:
             if length > self.config.seq_len:
-                raise ConfigError(f"sequences of {length} tokens, but the model learns {self.config.seq_len} positions")
+                raise ConfigError(f"sequences of {length} tokens exceed the {self.config.seq_len} learned positions")
             x_BPM = x_BPM + self.position_weight[split.start : split.stop]
         for layer in self.moe_layers():
-            # Hash layers route by what a token is, not by where it came to.
+            # Hash layers route by token id.
             if isinstance(layer.gate, Hash):
                 layer.gate.token_ids = tokens_BP
         aux, blocks = x_BPM.new_zeros(()), list(self.blocks)
@@ -356,7 +372,7 @@ class Transformer(nn.Module):
             blocks = list(self._micro.rest)
         for block in blocks:
             if self.recompute and torch.is_grad_enabled():
-                # To the end of the block: where recomputation stops must not differ between ranks, it communicates.
+                # Blocks communicate: recompute to the end of the block, so that all ranks stop at the same point.
                 with set_checkpoint_early_stop(False):
                     x_BPM, own = checkpoint(block, x_BPM, split, use_reentrant=False)
             else:
@@ -366,22 +382,21 @@ class Transformer(nn.Module):
 
 
 def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
-    """Returns the attention and the experts of one block, as one rank sees them.
+    """Return the workload of one rank in one block with experts: attention and experts.
 
-    The tokens are those of the ranks that share an expert's shards: each has 1/mp of its replica's batch. Blocks
-    without experts (`moe_every`) are not in it.
+    Counts the tokens of all `esp` ranks that shard the same experts; each has 1/mp of its replica's batch.
 
     Args:
         ep, esp, mp: ranks along these axes.
-        itemsize: bytes of an element that travels.
+        itemsize: bytes per element sent.
     """
     assert config.experts is not None
     batch = max(1, config.batch * esp // mp)
     tokens = max(1, batch * config.seq_len // esp)
-    # Of the gate and the order as they are made: some take one expert a token, or no capacity, whatever is asked for.
+    # From the created gate and order: some use one expert per token or no capacity, whatever the config.
     gate, order = make_gate(config), make_order(config) or Sparse()
     rows = order.rows_per_token(gate, tokens)
-    # Rows that are made of tokens, and no copies of them, travel each by itself.
+    # Rows that mix tokens cannot be deduplicated.
     copies = order.copies and not isinstance(gate, SoftMoE)
     return Workload(
         batch=batch,

@@ -1,19 +1,16 @@
-"""Placements of experts on ranks, as plain Python without torch.
+"""Placements of experts: owners, replicas for a step, and the transfers between them (Hecate).
 
-placement.placement     which ranks hold which expert
-placement.traffic       costs of a placement under a batch's routing
-placement.balance       how many tokens each replica computes
-placement.replica_search, row_sharing, hecate    searches for cheap placements, and Hecate's rule
+placement, traffic, balance, row_sharing, replica_search, hecate    values and policies, without torch
+sharded_experts, planner, resharding    `ShardedExperts` for a model in training: decisions, changes of owners
+placed_experts, placed_dispatcher       one layer's experts in its forward and backward passes
+expert_table, replicas, replica_state   memory of a rank's experts; states of its replicas
+replica_gradients, expert_transport     gradients of replicas in autograd; transfers of experts
 """
 
 from __future__ import annotations
 
 from fusedmoe.placement.hecate import LayerLoads
-from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 
-__all__ = [
-    "LayerLoads",
-    "Placement",
-    "PlacementCosts",
-]
+__all__ = ["LayerLoads", "Nodes", "Placement", "PlacementCosts"]

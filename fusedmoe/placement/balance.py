@@ -1,23 +1,24 @@
-"""Exact balance: once the gates have chosen, which experts are copied where, and whose rows go to which copy.
+"""Row balancing: assign rows to owners and replicas, and add on-demand replicas, for a batch's actual routing.
 
-A prediction does not know what the gates choose. After them every rank knows all counts, [W, E], and all ranks come to
-the same answer by themselves, in three steps:
+After the gates every rank has all counts, [W, E], and computes the same assignment in three steps:
 
-1. Rows go to copies near their rank. Rows that a rank then has above the mean move along chains of ranks that hold the
-   same experts (augmenting paths), as long as that helps. This is exact: no other way to share rows over these copies
-   gives a busiest rank with fewer.
-2. What is left goes to new copies: the largest piece of any rank's surplus to the rank that it just fills, or else to
-   the one with most room. So each copy fills a rank, or takes all of a surplus or of an expert's rows.
-3. Where ranks have room for too few copies, full ones that can pass rows on get some (bridges); then step 1 again.
+1. Assign rows to the nearest owner or replica. Then move rows above the mean along chains of ranks that hold the same
+   experts (augmenting paths) while this reduces the maximum. No other assignment of rows to these replicas has a
+   smaller maximum over ranks.
+2. Move the surplus of overloaded ranks to new replicas, one expert's rows (a piece) at a time, largest piece first: to
+   the rank with the least room that fits the piece, or else to the rank with the most room. Each new replica fills a
+   rank, or takes a rank's whole surplus or all its rows of an expert.
+3. If there is room for too few replicas, add replicas to full ranks that can pass rows on (bridges), and repeat step 1.
 
-Where it pays, nodes whose rows for an expert would all cross the network get copies before (`replica_search.nearer`).
+If it saves time, nodes that send all their rows for an expert over the network first get node-local replicas
+(`replica_search.add_node_local`).
 
-With room for as many copies as it takes, the busiest rank computes the mean, rounded up. With room for m ≥ 1 copies on
-a rank, no copies before, and no rank that owns more than q experts, none computes more than 1 + q/m times that: a rank
-that could not be filled has taken m pieces, each as large as any that is left over or larger.
+With unlimited room for replicas, the busiest rank computes the mean, rounded up. With room for m ≥ 1 replicas per rank,
+no earlier replicas, and at most q owned experts per rank, no rank computes more than 1 + q/m times the mean: a rank
+that was not filled has taken m pieces, each at least as large as any remaining piece.
 
 Worked example: ranks 0 and 1 own an expert each, the counts are [[5, 1], [5, 1]] and the mean is 6. Rank 0 would
-compute 10, so 4 rows of expert 0 go to a copy on rank 1: 4 of rank 1's own 5, which then stay where they are.
+compute 10 rows, so rank 1 gets a replica of expert 0 and computes 4 of its own 5 rows for it, which are not sent.
 """
 
 from __future__ import annotations
@@ -33,38 +34,35 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.replica_search import nearer
+from fusedmoe.placement.replica_search import add_node_local
 from fusedmoe.placement.row_sharing import RowSharing, nearest_rows
 from fusedmoe.placement.traffic import (
     EXCHANGES,
     PlacementCosts,
     PlacementLoad,
-    Transfer,
-    counted,
-    exchange_s,
     gather,
     layer_s,
+    require_token_counts,
     transfers_s,
 )
 
-#: How far above the mean the busiest rank may be, as `cheapest_balance` tries it. Few: all ranks wait for the answer.
-#: More rows stay near where the levels are higher. Every balance passes the levels above its own on its way down.
+#: Maximum over mean of the rows per rank, as tried by `cheapest_balance`. Higher levels keep more rows near their rank;
+#: the search for a level starts from the result of the next higher level.
 LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-# Of the mean: copies that compute fewer rows may give their places to others.
-_USELESS = 1 / 4
-# Copies that come after the gate, and a look for them, must save this share of the layer's time.
+# Replicas that compute fewer rows than this fraction of a rank's mean are underused and may be replaced.
+_UNDERUSED = 1 / 4
+# On-demand replicas, and planning, must save this fraction of the layer's time.
 _WORTH = 0.02
-# Levels for which replicas are also searched inside nodes and with less room: at least 2, and 2048 over the entries of
-# [W, E] counts, so that planning for many ranks takes little longer.
+# The search retries max(2, 2048 / (W·E)) levels inside nodes and with less room, which bounds planning time.
 _TRIES, _SMALL = 2, 2048
 
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """Copies of experts, and whose rows they compute.
+    """A placement, and the number of rows that each rank computes per expert.
 
     Attributes:
-        placement: the copies that there were, and new ones, some of them in the places of others (`auto_balance`).
+        placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
         tokens_WE: [W, E] int64, rows of each rank for each expert.
         computed_EV: [E, V] int64, rows of each expert that each rank computes (V = W).
     """
@@ -76,27 +74,27 @@ class Balance:
 
     @property
     def busiest(self) -> int:
-        """Rows that the busiest rank computes."""
         return int(self.computed_EV.sum(axis=0).max())
 
     def sent_from(self, rank: int) -> NDArray[np.int64]:
-        """Returns [E, V] int64: the rows of each expert that a rank sends to each rank, its own included.
+        """Return [E, V] int64, the rows of each expert that a rank sends to each rank, itself included.
 
-        As many as can be stay on their rank, and of the others as many as can be on its node. Which of a rank's rows
-        for an expert go to which copy, so that a token has its experts on few ranks, is left to the rank.
+        Rows stay on the rank if possible, otherwise on its node if possible.
         """
-        ways, first = self._ways, self.nodes.of(rank) * self.nodes.per_node
+        ways, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
         far_sent_EW, far_received_EW = ways.sent_EW - ways.near_sent_EW, ways.received_EW - ways.near_received_EW
-        sent_EV = _row_of(rank, far_sent_EW, far_received_EW)
+        sent_EV = _rows_sent_by(rank, far_sent_EW, far_received_EW)
         inside = slice(first, first + self.nodes.per_node)
-        sent_EV[:, inside] += _row_of(rank - first, ways.near_sent_EW[:, inside], ways.near_received_EW[:, inside])
+        sent_EV[:, inside] += _rows_sent_by(
+            rank - first, ways.near_sent_EW[:, inside], ways.near_received_EW[:, inside]
+        )
         sent_EV[:, rank] += ways.kept_EW[:, rank]
         return sent_EV
 
     @cached_property
     def load(self) -> PlacementLoad:
-        """The rows of ranks and links in one all-to-all."""
-        sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._ways[1:])
+        """Rows per rank and link in one all-to-all."""
+        sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._link_rows[1:])
         far_sent_W, far_received_W = sent_W - near_sent_W, received_W - near_received_W
         inter, intra = (
             int(max(one_W.max(), other_W.max()))
@@ -105,14 +103,14 @@ class Balance:
         return PlacementLoad(self.computed_EV.sum(axis=0), far_received_W, inter, intra)
 
     def mean_load(self) -> PlacementLoad:
-        """Counts what ranks and links would have if all of them had the mean."""
+        """Return the load with the same total rows, spread evenly over all ranks and links."""
         ranks = self.nodes.ranks
-        near, far = int(self._ways.near_received_EW.sum()), int(self.load.ingress_W.sum())
+        near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.ingress_W.sum())
         work_W, ingress_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
         return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-near // ranks))
 
     @cached_property
-    def _ways(self) -> _Ways:
+    def _link_rows(self) -> _LinkRows:
         wanted_EW, nodes = self.tokens_WE.T, self.nodes
         kept_EW = np.minimum(wanted_EW, self.computed_EV)
         sent_ENR, received_ENR = (
@@ -120,19 +118,17 @@ class Balance:
             for counts_EW in (wanted_EW, self.computed_EV)
         )
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
-        # Few nodes of an expert both send and receive its rows.
         both = inside_EN.nonzero()
         near_sent_ENR, near_received_ENR = np.zeros_like(sent_ENR), np.zeros_like(sent_ENR)
-        # Of a node's rows for an expert each rank has an even share on each kind of link: no link is the busiest for
-        # its place in the node.
-        near_sent_ENR[both] = _share(sent_ENR[both], inside_EN[both])
-        near_received_ENR[both] = _share(received_ENR[both], inside_EN[both])
+        # In proportion over a node's ranks on each kind of link, to balance the links.
+        near_sent_ENR[both] = _split_in_proportion(sent_ENR[both], inside_EN[both])
+        near_received_ENR[both] = _split_in_proportion(received_ENR[both], inside_EN[both])
         four = (sent_ENR, received_ENR, near_sent_ENR, near_received_ENR)
-        return _Ways(kept_EW, *(counts_ENR.reshape(kept_EW.shape) for counts_ENR in four))
+        return _LinkRows(kept_EW, *(counts_ENR.reshape(kept_EW.shape) for counts_ENR in four))
 
 
-class _Ways(NamedTuple):
-    """Rows of each expert, [E, W], that a rank keeps, sends and receives, and of these inside its node."""
+class _LinkRows(NamedTuple):
+    """Rows of each expert, [E, W], that each rank keeps, sends and receives; `near`: within its node."""
 
     kept_EW: NDArray[np.int64]
     sent_EW: NDArray[np.int64]
@@ -142,26 +138,25 @@ class _Ways(NamedTuple):
 
 
 def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, level: float = 1.0) -> Balance:
-    """Shares rows over copies, and adds the copies that it takes for ranks to have `level` times the mean at most.
+    """Assign rows to replicas, and add replicas until no rank computes more than `level` times the mean.
 
     Args:
-        placement: owners, and the copies of now; these stay, whether they compute anything or not.
-        tokens_WE: [W, E] integers, the rows of each rank for each expert: the same numbers on every rank.
-        m: memory, the number of copies that a rank may hold, those of `placement` among them.
-        level: 1 or more. Where it is more, fewer copies are made.
+        placement: owners and replicas, which are kept.
+        tokens_WE: [W, E] integers, the rows of each rank for each expert, equal on all ranks.
+        m: maximum number of replicas per rank, including replicas in `placement`.
+        level: at least 1; higher levels add fewer replicas.
     Raises:
-        ConfigError: sizes that do not fit together, rows that are no counts or are 2³¹ or more in all, m below 0, a
-            level below 1.
+        ConfigError: sizes do not match; tokens_WE is not counts, or sums to 2³¹ or more; m < 0; level < 1.
     """
-    tokens_WE = _checked(placement, tokens_WE, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
     if not 1 <= level < np.inf:
         raise ConfigError(f"balance: level = {level} must be 1 or more, and finite")
     sharing = RowSharing(tokens_WE, placement, nodes, m)
     for above in sorted((one for one in LEVELS if one > level), reverse=True):
-        most = _most(above, tokens_WE)
+        most = _row_limit(above, tokens_WE)
         sharing.spread(most)
         sharing.settle(most)
-    most = _most(level, tokens_WE)
+    most = _row_limit(level, tokens_WE)
     if not sharing.spread(most):
         sharing.replicate(most)
     return _balance_of(sharing, tokens_WE, nodes)
@@ -170,16 +165,15 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 def cheapest_balance(
     placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
 ) -> Balance:
-    """Return the balance with which the layer takes the least time (`layer_s` and `exposed_s`).
+    """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
 
-    The search compares balances of several levels: without new replicas, with new replicas anywhere, inside nodes
-    alone, with room for fewer replicas, and on the ranks of nodes that lack an expert. So the result is never dearer
-    than `balance` with any of `LEVELS`, with m = 0 or with this m. New replicas may replace underused ones, as in
-    `auto_balance`, which has the same arguments.
+    For several levels, the search compares balances without new replicas, with new replicas anywhere or only inside
+    nodes, with room for fewer replicas, and with node-local replicas. The result never costs more than `balance` with
+    any of `LEVELS`, with m = 0 or this m. New replicas may replace underused replicas.
     """
-    walk = _Walk(placement, _checked(placement, tokens_WE, nodes, m), nodes, m)
+    walk = _Walk(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
     as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _with_copies(placement, walk, m, costs, hidden_s, as_it_is_s) or as_it_is
+    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s) or as_it_is
 
 
 def auto_balance(
@@ -188,73 +182,61 @@ def auto_balance(
     nodes: Nodes,
     m: int,
     costs: PlacementCosts,
-    look_s: float = 0.0,
+    planning_s: float = 0.0,
     hidden_s: float = 0.0,
 ) -> Balance:
-    """Returns the cheapest balance where it saves more than it takes; else rows go to the nearest copies of now.
+    """Return the cheapest balance if planning can pay off, otherwise rows on the nearest replicas.
 
-    It is looked for where ranks and links that all had the mean would save more than `look_s`, and 2% of the layer's
-    time. New copies must save that share as well, and what their ways take that nothing hides (`exposed_s`). They may
-    take the places of copies that compute next to nothing, if no other copy was made of those.
+    Plans only if a perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time. New
+    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). New replicas may replace underused
+    replicas, except those that forwarded their expert to another rank.
 
-    Worked example: rank 0 owns expert 0, rank 1 expert 1, with room for one copy each. Expert 1 was predicted, so rank
-    0 has a copy of it; but all rows are for expert 0. Rank 1 takes a copy of 0, if half of the rows take longer than
-    the copy's way there and its gradients' way back, as far as these are not hidden.
+    Worked example: rank 0 owns expert 0, rank 1 owns expert 1, and each has room for one replica. Expert 1 was
+    predicted, so rank 0 has a replica of it, but all rows are for expert 0. Rank 1 gets a replica of expert 0 if
+    computing half of the rows takes longer than the exposed transfers of its parameters and gradients.
 
     Args:
-        placement: owners, and the copies that were made by one gather (`traffic.gather`) from them.
-        look_s: seconds that looking for the cheapest takes, the same on every rank.
-        hidden_s: seconds for which the link of copies' gradients has work beside it in the backward pass, between this
-            layer's rows and those of the layer before.
-        tokens_WE, nodes, m: as for `balance`. m = 0: no copies come, and none goes.
+        placement: owners, and replicas sent by one gather (`traffic.gather`).
+        planning_s: seconds that the search takes, equal on all ranks.
+        hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
+            the transfers of replica gradients.
+        tokens_WE, nodes, m: as for `balance`. m = 0: replicas do not change.
     """
-    tokens_WE = _checked(placement, tokens_WE, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
     nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, nodes), nodes)
     now_s = layer_s(nearest.load, costs)
-    if now_s - layer_s(nearest.mean_load(), costs) <= max(look_s, _WORTH * now_s):
+    if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _WORTH * now_s):
         return nearest
     walk = _Walk(placement, tokens_WE, nodes, m)
     as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _with_copies(placement, walk, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
+    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
 
 
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
-    """Returns the seconds of new copies' ways that nothing hides, of a layer whose copies were those of `before`.
+    """Return the exposed seconds of transfers for replicas that are not in `before`.
 
-    Copies that take no longer than the layer's rows travel beside them, and count in full. Longer ones are late: they
-    follow the rows, and experts that are here compute meanwhile. Gradients have what those before leave of `hidden_s`.
+    Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
+    `before` first, then those of the new replicas.
 
-    Worked example: a copy travels for 5 s, the rows for 2, and the rank that gets it computes for 1 s in the forward
-    pass without it. Then 4 s count. Its gradients take 5 s as well, of which none count if `hidden_s` is 8, and those
-    of the copies before take 3.
+    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 8,
+    parameters count 5 s and gradients 0 s. With `hidden_s` = 6, gradients count 2 s.
     """
     after, nodes = balanced.placement, balanced.nodes
     if after.is_within(before):
         return 0.0
-    new_EV = after.holds_EW & ~before.holds_EW
     there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
-    late = there_s > exchange_s(balanced.load, costs) / EXCHANGES
-    # Forward is a third of what a row takes.
-    here_W = np.where(new_EV, 0, balanced.computed_EV).sum(axis=0)[new_EV.any(axis=0)] * costs.token_s / 3
     if hidden_s:
         hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
-    return there_s - late * min(there_s, float(here_W.min())) + there_s - min(there_s, max(0.0, hidden_s))
-
-
-def outlasts_rows(costs: PlacementCosts, transfers: Sequence[Transfer], found: Balance) -> bool:
-    """Tells whether copies are longer on their way than the rows of one all-to-all."""
-    rows_s = exchange_s(found.load, costs) / EXCHANGES
-    return transfers_s(transfers, found.nodes, costs, costs.expert_bytes) > rows_s
+    return there_s + there_s - min(there_s, max(0.0, hidden_s))
 
 
 def _cheapest(
     before: Placement, costs: PlacementCosts, balances: Sequence[Balance], hidden_s: float
 ) -> tuple[float, Balance]:
-    """Returns the first with which the layer takes the least time, after its seconds: of a layer whose copies were
-    those of `before` when its gate had chosen."""
+    """Return the minimum seconds of a layer over `balances`, and the first balance that attains it."""
     best_s, best = math.inf, balances[0]
     for found in balances:
-        # All ranks wait for the answer: what takes longer to count is counted where the rest does not settle it.
+        # Cheap lower bounds first: all ranks wait for this result.
         if found.busiest * costs.token_s < best_s:
             found_s = layer_s(found.load, costs)
             if found_s < best_s:
@@ -265,11 +247,12 @@ def _cheapest(
 
 
 class _Walk:
-    """Balances over the replicas of one placement, from the highest level to the lowest.
+    """Balances with the replicas of one placement, computed for each of `LEVELS` from the highest to the lowest.
 
     Attributes:
-        balances: rows on the nearest replicas, then a balance without new replicas for each level that changes it.
-        stuck: the shares of rows where a level needs new replicas, by the rows that its busiest rank may compute.
+        balances: the first assigns each row to its nearest replica; one more for each level that moves rows.
+        stuck: row assignment before each level that only new replicas can reach. The key is the level's maximum number
+            of rows per rank.
     """
 
     def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
@@ -277,94 +260,100 @@ class _Walk:
         sharing = RowSharing(tokens_WE, start, nodes, m)
         self.balances, self.stuck = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
         for level in reversed(LEVELS):
-            most = _most(level, tokens_WE)
+            most = _row_limit(level, tokens_WE)
             if sharing.work_V.max() > most:
                 if not sharing.spread(most):
                     if sharing.free_V.any():
-                        self.stuck[most] = sharing.copied()
+                        self.stuck[most] = sharing.copy()
                     sharing.settle(most)
                 self.balances.append(_balance_of(sharing, tokens_WE, nodes))
 
     @cached_property
     def _crossing_NE(self) -> NDArray[np.int64]:
-        """Each node's rows for experts that it lacks, in ascending order."""
+        """[N, E], rows that each node sends to other nodes, one entry per expert, ascending."""
         by_node = (self.start.experts, self.nodes.count, self.nodes.per_node)
         from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
         return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
 
-    def least_crossing(self, room: int) -> float:
-        """Return the rows that the busiest rank sends to other nodes at least, with `room` replicas on each rank."""
+    def min_inter_node_rows(self, room: int) -> float:
+        """Return a lower bound on the busiest rank's inter-node rows with `room` replicas per rank."""
         room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.nodes.count, -1).sum(axis=1)
         left_N = (rows_E[: max(0, len(rows_E) - n)].sum() for rows_E, n in zip(self._crossing_NE, room_N, strict=True))
         return float(max(left_N)) / self.nodes.per_node
 
 
-def _with_copies(
+def _search_replicas(
     before: Placement, walk: _Walk, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
 ) -> Balance | None:
-    """Return the cheapest balance with other replicas that takes less than `below_s`, or None.
+    """Return the fastest balance with new or replaced replicas, if its layer takes less than `below_s`; else None.
 
-    `walk`: over the replicas of `before`. The search compares `balance(before, tokens_WE, nodes, m, level)` of all
-    `LEVELS`, except where a lower bound excludes it.
+    The search starts from the replicas of `before`. It may also start without the underused replicas, and from that
+    start with node-local replicas added. For each start, the search adds replicas at each of `LEVELS` that a lower
+    bound of the time does not exclude.
+
+    Args:
+        walk: the balances over the replicas of `before`, already computed.
+        m: maximum number of replicas per rank.
+        hidden_s: seconds of gradient transfers that overlap with computation.
     """
     tokens_WE, nodes, best = walk.tokens_WE, walk.nodes, None
-    copies_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
+    transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
 
     def offer(start: Placement, offered: Balance) -> float:
         nonlocal below_s, best
         if start != before:
-            offered = replace(offered, placement=_filled(offered.placement, before, m))
+            offered = replace(offered, placement=_fill_with_earlier(offered.placement, before, m))
         offered_s = layer_s(offered.load, costs) + exposed_s(before, offered, costs, hidden_s)
         if offered_s < below_s:
             below_s, best = offered_s, offered
         return offered_s
 
     def may_win(each: _Walk, most: int, room: int) -> bool:
-        """Return whether a balance with a new replica and a rank with `most` rows may be the cheapest."""
+        # Lower bound: one rank computes `most` rows, and one new replica is sent.
         work_s = most * costs.token_s
-        rows_s = EXCHANGES * each.least_crossing(room) * costs.token_bytes / costs.inter_bytes_s
-        return work_s + rows_s + max(0.0, copies_s - work_s / 3) + max(0.0, copies_s - hidden_s) < below_s
+        rows_s = EXCHANGES * each.min_inter_node_rows(room) * costs.token_bytes / costs.inter_bytes_s
+        return work_s + rows_s + transfer_s + max(0.0, transfer_s - hidden_s) < below_s
 
-    def replicated(each: _Walk, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
-        """Offer the balance with new replicas; return its seconds, and the replicas of the fullest rank."""
-        sharing = each.stuck[most].copied(room)
+    def offer_replicated(each: _Walk, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
+        """Add up to `room` replicas per rank; offer the balance. Returns its seconds and the most replicas per rank."""
+        sharing = each.stuck[most].copy(room)
         sharing.replicate(most, inside=inside)
         return offer(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.fullest
 
     tries = max(_TRIES, _SMALL // tokens_WE.size)
-    useful = _useful(walk.balances[-1])
-    near = nearer(useful, tokens_WE, nodes, m, costs)
-    starts = [near] if near != useful else []
-    if useful != before and (tries > _TRIES or walk.balances[-1].busiest > _most(1.0, tokens_WE)):
-        starts.append(useful)
+    used = _drop_underused(walk.balances[-1])
+    near = add_node_local(used, tokens_WE, nodes, m, costs)
+    starts = [near] if near != used else []
+    if used != before and (tries > _TRIES or walk.balances[-1].busiest > _row_limit(1.0, tokens_WE)):
+        starts.append(used)
     walks = [walk, *(_Walk(start, tokens_WE, nodes, m) for start in starts)]
     for each in walks[1:]:
         for balanced in each.balances:
             offer(each.start, balanced)
     runs: list[tuple[float, int, _Walk, int, int]] = []
     for each in walks:
-        # From the lowest level, whose busiest rank computes the fewest rows.
+        # Lowest level first: its busiest rank computes the fewest rows.
         for most in reversed(each.stuck):
             if may_win(each, most, m):
-                run_s, room = replicated(each, most, m)
+                run_s, room = offer_replicated(each, most, m)
                 runs.append((run_s, len(runs), each, most, room))
     for _, _, each, most, room in sorted(runs)[:tries]:
-        # Replicas inside nodes change neither a node's rows nor the rows that cross.
+        # Node-local replicas change neither a node's total rows nor its inter-node rows.
         if may_win(each, max(most, each.stuck[most].busiest_node), 0):
-            replicated(each, most, m, inside=True)
-        # Room for fewer replicas than the fullest rank has got leads to other replicas.
+            offer_replicated(each, most, m, inside=True)
+        # Less room than the fullest rank used leads to a different choice of replicas.
         while (room := room - 1) > 0:
             if may_win(each, most, room):
-                _, room = replicated(each, most, room)
+                _, room = offer_replicated(each, most, room)
     return best
 
 
-def _useful(exact: Balance) -> Placement:
-    """Returns the placement without copies that compute few rows, and that no other copy was made of."""
+def _drop_underused(exact: Balance) -> Placement:
+    # Replicas that forwarded their expert to another rank must stay.
     placement = exact.placement
     transfers = gather(placement.sharding, placement, exact.nodes)
     passed_on = {(one.expert, one.source) for one in transfers}
-    few_EV = exact.computed_EV * exact.nodes.ranks < _USELESS * exact.tokens_WE.sum()
+    few_EV = exact.computed_EV * exact.nodes.ranks < _UNDERUSED * exact.tokens_WE.sum()
     holds_EW = placement.holds_EW.copy()
     for one in transfers:
         if few_EV[one.expert, one.target] and (one.expert, one.target) not in passed_on:
@@ -372,8 +361,8 @@ def _useful(exact: Balance) -> Placement:
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _filled(placement: Placement, before: Placement, m: int) -> Placement:
-    """Returns the placement with the copies of `before` for which ranks have room."""
+def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Placement:
+    # Keep the replicas in `before` that fit.
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m, before.extra_W()) - placement.extra_W()
     for expert, rank in np.argwhere(before.holds_EW & ~holds_EW).tolist():
         if room_W[rank] > 0:
@@ -382,8 +371,8 @@ def _filled(placement: Placement, before: Placement, m: int) -> Placement:
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _checked(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> NDArray[np.int64]:
-    tokens_WE = counted("balance", tokens_WE, placement, nodes)
+def _validate_counts(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> NDArray[np.int64]:
+    tokens_WE = require_token_counts("balance", tokens_WE, placement, nodes)
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0:
@@ -391,8 +380,7 @@ def _checked(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -
     return tokens_WE.astype(np.int64)
 
 
-def _most(level: float, tokens_WE: NDArray[np.int64]) -> int:
-    """Returns the rows of the busiest rank at a level."""
+def _row_limit(level: float, tokens_WE: NDArray[np.int64]) -> int:
     rows, ranks = int(tokens_WE.sum()), len(tokens_WE)
     return max(-(-rows // ranks), int(level * rows / ranks))
 
@@ -401,16 +389,16 @@ def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], nodes: Nodes)
     return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes)
 
 
-def _share(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Splits a part of each node's rows over its ranks in proportion to their counts, in integers."""
+def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Split `part_X` rows over each node's ranks in proportion to `counts_XR`, in integers."""
     before_XR = counts_XR.cumsum(axis=1)
     before_XR = before_XR * part_X[:, None] // before_XR[:, -1:]
     before_XR[:, 1:] -= before_XR[:, :-1].copy()
     return before_XR
 
 
-def _row_of(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns [E, V], the rows from one rank to each where senders and receivers are matched in order, by expert."""
+def _rows_sent_by(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [E, V], the rows that `rank` sends to each rank. Senders and receivers are matched in rank order."""
     start_E = sent_EW[:, :rank].sum(axis=1)
     ends_EV = np.minimum(np.maximum(received_EV.cumsum(axis=1) - start_E[:, None], 0), sent_EW[:, rank, None])
     ends_EV[:, 1:] -= ends_EV[:, :-1].copy()

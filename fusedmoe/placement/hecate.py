@@ -1,8 +1,8 @@
-"""Hecate's algorithms: which experts are copied where for an iteration, and which rank owns which.
+"""Hecate's algorithms: replicas for one iteration, and owners.
 
-Sparse materialisation (Algorithm 1) gives each expert a share of the slots, by the loads of the last iterations; a
-local search (`replica_search`) makes more of it. Calibration (section 4.2) adds more once the gate has chosen.
-Heterogeneous sharding (Algorithm 2) chooses owners, over all layers at once.
+Sparse materialisation (Algorithm 1) assigns replica slots to experts by the loads of the last iterations; a local
+search (`replica_search`) improves it. Calibration (section 4.2) adds replicas after the gate. Heterogeneous sharding
+(Algorithm 2) chooses owners over all layers at once.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.replica_search import improve, worth
+from fusedmoe.placement.replica_search import accept, improve
 from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s, load, transfers_s
 
-#: Iterations between two shardings.
+#: Iterations between two changes of owners.
 EVERY = 100
-# What the busiest ranks compute above the mean that is no reason for other owners.
+# Owners stay while the load of the busiest ranks exceeds the mean by at most this fraction.
 _EVEN = 0.05
-#: Iterations that a prediction looks back (w in the paper).
+#: Iterations that a prediction averages (w in the paper).
 WINDOW = 5
 
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Loads of one layer before a step, for a function that places its experts (`LayerPolicy`).
+    """Input of a `LayerPolicy`: the loads of one layer before a step.
 
-    `step`: counted from 0. `history_IE`: [I, E] int64, the tokens of all ranks for each expert in earlier steps, at
-    least one, the oldest first.
+    `step`: counted from 0. `history_IE`: [I, E] int64, I ≥ 1, tokens of all ranks per expert in earlier steps, oldest
+    first.
     """
 
     step: int
@@ -42,31 +42,27 @@ class LayerLoads:
     costs: PlacementCosts
 
 
-#: Places the experts of one layer for the next step: a pure function, so that all ranks come to the same.
+#: Returns the placement of one layer's experts for the next step. A pure function: all ranks need the same result.
 LayerPolicy = Callable[[LayerLoads], Placement]
 
 
 def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placement:
-    """Places copies by Algorithm 1 on the predicted load, and by the search behind it; owners stay.
+    """Return the replicas for the predicted load by Algorithm 1, improved by a search. Owners stay.
 
-    Args:
-        t, m: overlap degree and memory, as for `materialise`.
-        searches: False leaves Algorithm 1 alone, as published: without the search, which is this library's, and with
-            copies that save nothing.
+    `t`, `m`: as for `materialise`. `searches`: False: Algorithm 1 as published, which keeps replicas that save no time.
     """
-    sharding, load_E = now.placement.sharding, predict(now.history_IE)
+    sharding, load_E = now.placement.sharding, predict_load(now.history_IE)
     placement = materialise(sharding, load_E, now.nodes, t, m)
     if not searches:
         return placement
     placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
-    return worth(sharding, placement, load_E, now.nodes, now.costs)
+    return accept(sharding, placement, load_E, now.nodes, now.costs)
 
 
-def predict(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
-    """Return the mean of the last `WINDOW` loads, or of all if there are fewer: the expected next load (section 4.2).
+def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
+    """Return the expected next load, the mean of the last (at most) `WINDOW` loads (section 4.2).
 
-    `earlier`: the oldest first, all of one shape: [E], or [L, E] for several layers. Raises `ConfigError` where there
-    is none, or they differ in shape.
+    `earlier`: [E] or [L, E] each, oldest first. Raises `ConfigError` for an empty list or different shapes.
     """
     if len(earlier) == 0:
         raise ConfigError("a prediction needs at least one earlier load, got none")
@@ -77,19 +73,18 @@ def predict(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.fl
 
 
 def is_due(step: int) -> bool:
-    """Returns whether owners may change in a step: every 100, and once as many loads are known as are looked at."""
+    """Return whether owners may change: every `EVERY` steps, and after the first `WINDOW` steps."""
     return step % EVERY == 0 or step == WINDOW
 
 
 def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> int:
-    """Returns t, the experts that a rank can receive in hidden time: floor(idle time · bandwidth / expert bytes).
+    """Return t, the number of experts that a rank can receive while its link is idle (section 4.2).
 
     Args:
-        idle_s: for how long the link has nothing else to do: what a plan leaves of it free (the schedule's
-            `sparse_collectives.hidden_s` reads it off a timeline), or else, by the paper's formula (section 4.2), the
-            seconds that the attention before the layer takes forward.
-        expert_bytes: of one expert's parameters.
-        bytes_per_s: of a rank's link between nodes; inside the node where all ranks share one.
+        idle_s: seconds that a plan leaves the link idle (`schedule.policies.sparse_collectives.hidden_s`), or the
+            forward time of the attention before the layer, as in the paper.
+        expert_bytes: size of one expert's parameters.
+        bytes_per_s: bandwidth of a rank's inter-node link (on a single node, of its intra-node link).
     """
     if not (idle_s >= 0 and expert_bytes > 0 and bytes_per_s > 0 and math.isfinite(idle_s * bytes_per_s)):
         raise ConfigError(
@@ -100,19 +95,20 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
 
 
 def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int) -> Placement:
-    """Adds the replicas to `placement` that the loads ask for (Algorithm 1).
+    """Add replicas to `placement` by load (Algorithm 1).
 
-    Where every rank has room for `t` more (t ≤ m), all ranks get the `t` experts with the most load. Otherwise these
-    share the slots by load: each, in order, gets the share of the slots left that its load is of the load left.
+    Loads are compared per holder. If every rank has room for `t` more replicas (t ≤ m), each rank gets the `t` experts
+    with the highest load. Otherwise these experts, in descending order, share the free slots: an expert gets (free
+    slots)·(its load)/(load of this and the following experts) replicas, rounded, at most one per other rank.
 
     Args:
-        placement: a sharding; or one with replicas, to which more are added (calibration). These count against `m`,
-            and an expert's load is shared by its owner and these.
-        load_E: [E], what each expert will be asked for, in any unit.
-        t: overlap degree, the number of experts that may travel.
-        m: memory, the number of replicas that a rank may hold.
+        placement: a sharding; or a placement with replicas (calibration), which count against `m` and share the load of
+            their expert.
+        load_E: [E], the expected load of each expert, in any unit.
+        t: overlap degree, the maximum number of experts sent.
+        m: memory, the maximum number of replicas per rank.
     Raises:
-        ConfigError: sizes that do not fit together, loads that are negative or not finite, t or m below 0.
+        ConfigError: sizes do not match, a load is negative or not finite, t or m is negative.
     """
     load_E = np.asarray(load_E, dtype=np.float64)
     if placement.ranks != nodes.ranks or load_E.shape != (placement.experts,):
@@ -123,13 +119,12 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     _require_loads(load_E, "materialisation")
     if t < 0 or m < 0:
         raise ConfigError(f"materialisation: t = {t} and m = {m} must be 0 or more")
-    # The load of a copy, not of an expert: what calibration adds to should not be added to again and again.
+    # Load per holder: calibration must not add replicas of the same expert repeatedly.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
     free_W = np.clip(m - placement.extra_W(), 0, t)  # m ← min(m, t)
     top = np.argsort(-share_E, kind="stable")[:t]
     holds_EW = placement.holds_EW.copy()
-    # Where every rank has room for all t, the paper copies them to all: nothing is left to choose.
     if (free_W == t).all():
         holds_EW[top] = True
         return Placement.holding(placement.owners, holds_EW)
@@ -138,9 +133,9 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     work_W = (share_E @ placement.holds_EW).tolist()
     for expert in top.tolist():
         if load_left <= 0.0:
-            break  # nobody asks for the experts that are left
+            break  # the other experts have no load
         holding = np.flatnonzero(holds_EW[expert]).tolist()
-        # At most on all other ranks; rounded half up.
+        # Rounded half up; at most one per other rank.
         wanted = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
         part = float(load_E[expert]) / (len(holding) + wanted)
         for rank in holding:
@@ -155,7 +150,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
 def _choose(
     wanted: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
 ) -> list[int]:
-    """Chooses ranks for `wanted` more replicas, as far as slots are free; fills these, and adds `part` to `work`."""
+    """Return the ranks for up to `wanted` replicas. Updates `free` slots and `work` per rank in place."""
     chosen: list[int] = []
     covered = {nodes.of(rank) for rank in holding}
     free_N, work_N = (
@@ -164,9 +159,8 @@ def _choose(
     )
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
-    # A node without a copy comes first: its tokens for the expert then stay inside it. Free slots before work, as in
-    # the paper; work, as if the copies of an expert had equal parts of its load, and the lower number, where the paper
-    # leaves the choice open.
+    # Nodes without a replica first: their tokens for the expert then stay on the node. Then most free slots, as in the
+    # paper. The paper leaves ties open: least work (an expert's load is split evenly), then the lower rank.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
@@ -189,56 +183,57 @@ def _require_loads(loads: NDArray[np.float64], what: str) -> None:
 
 
 def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
-    """Returns `placement`, or one with more replicas that is cheaper with their gather counted.
+    """Return the fastest of `placement` and candidates with more replicas, including their transfers.
 
-    Algorithm 1 runs again, from the copies of `placement`, with the tokens that the gates chose, in the memory that is
-    left.
+    Candidates are results of Algorithm 1 from `placement` with the actual token counts and the remaining memory.
 
     Args:
-        placement: what was materialised on the prediction.
-        tokens_WE: [W, E] integers, the tokens of each rank for each expert: the same numbers on every rank.
-        m: memory, the number of replicas that a rank may hold, those of `placement` among them.
+        placement: the predicted placement.
+        tokens_WE: [W, E] integers, the tokens of each rank for each expert, equal on all ranks.
+        m: maximum number of replicas per rank, including replicas in `placement`.
     """
     load_E = np.asarray(tokens_WE).sum(axis=0)
     best, best_s = placement, layer_s(load(tokens_WE, placement, nodes), costs)
-    # Overlap degrees by powers of two: every candidate is priced before the tokens may go, so there are few.
+    # Only powers of two as overlap degrees: tokens wait for this search.
     for t in (1 << power for power in range((placement.experts - 1).bit_length() + 1)):
         candidate = materialise(placement, load_E, nodes, t, m)
         if candidate == placement:
             continue
-        seconds = layer_s(load(tokens_WE, candidate, nodes), costs) + gathered_s(placement, candidate, nodes, costs)
+        seconds = layer_s(load(tokens_WE, candidate, nodes), costs) + exposed_gather_s(
+            placement, candidate, nodes, costs
+        )
         if seconds < best_s:
             best, best_s = candidate, seconds
     return best
 
 
-def gathered_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
-    """Returns the seconds of the sparse all-gather from `before` to `after` and of its reduce-scatter, unhidden."""
-    # Nothing hides what calibration adds: as many bytes of gradients as of experts come back.
+def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
+    """Return the exposed seconds of the sparse all-gather from `before` to `after` and its reduce-scatter."""
     return 2 * transfers_s(gather(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 
-def slots(layers: int, experts: int, ranks: int) -> int:
-    """Returns how many experts, of all layers together, a rank has room to own: the same for each rank."""
+def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
+    """Return the maximum number of experts that a rank owns over all layers."""
     return -(-layers * experts // ranks)
 
 
 def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t: int) -> tuple[Placement, ...]:
-    """Chooses owners in all layers, so that ranks own the experts that nobody copies evenly by load (Algorithm 2).
+    """Choose owners in all layers that balance the load of experts without replicas over ranks (Algorithm 2).
 
-    In each layer all but the `t` experts with the most load are placed, the largest first: on the node with the least
-    load of this layer, then on the rank there with the least. Slots are shared by all layers (`slots`), so that a rank
-    may own none of a layer or all. The `t` others, where the paper puts them anywhere, stay with their owners as long
-    as there is room, then go to the node, and the rank, that own the fewest of these in their layer.
+    In each layer, all experts except the `t` with the highest load are placed, largest first: on the node with the
+    least load in this layer, and there on the rank with the least load. A rank may own any number of a layer's experts,
+    since all layers share its slots (`max_owned_experts`). The paper leaves the owners of the top `t` experts open.
+    Here such an expert stays if its owner has a free slot and owns fewer than t / ranks of the layer's top experts.
+    Otherwise it moves to the node and rank that own the fewest top experts of the layer.
 
     Args:
-        shardings: [L], what is now. All layers have the same number of experts.
-        load_LE: [L, E], what each expert will be asked for. Layers of equal tokens are expected.
-        t: overlap degree, as for materialisation.
+        shardings: [L], the current owners. All layers have the same number of experts.
+        load_LE: [L, E], the expected load of each expert; layers have equal sums.
+        t: overlap degree, as for `materialise`.
     Returns:
-        The shardings themselves where nothing changes; so for these loads again.
+        `shardings` itself if nothing changes, as in a second call with the same loads.
     Raises:
-        ConfigError: sizes that do not fit together, or placements with replicas.
+        ConfigError: sizes do not match, or a placement has replicas.
     """
     load_LE = np.asarray(load_LE, dtype=np.float64)
     sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
@@ -252,62 +247,60 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     if any(any(sharding.replicas) for sharding in shardings):
         raise ConfigError("sharding: a placement has replicas; give shardings")
     layers, experts = load_LE.shape
-    # Slots are counted over all layers: a rank may own many experts of one layer and none of another.
-    free_W = np.full(nodes.ranks, slots(layers, experts, nodes.ranks))
+    free_W = np.full(nodes.ranks, max_owned_experts(layers, experts, nodes.ranks))
     owner_LE = np.full((layers, experts), -1)
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
     t = min(t, experts)
     largest_L = load_LE[np.arange(layers), order_LE[:, t]] if t < experts else np.zeros(layers)
-    # The layer with the largest load of all comes first, while every rank has room: it is the hardest to even out.
+    # The layer with the largest expert load is the hardest to balance: first, while every rank has room.
     for layer in np.argsort(-largest_L, kind="stable").tolist():
         work_W = np.zeros(nodes.ranks)
         for expert in order_LE[layer, t:].tolist():
-            rank = _least(work_W, free_W, nodes)
+            rank = _least_loaded_rank(work_W, free_W, nodes)
             owner_LE[layer, expert] = rank
             work_W[rank] += load_LE[layer, expert]
             free_W[rank] -= 1
-    busiest_LT, room = order_LE[:, :t], slots(layers, experts, nodes.ranks)
+    busiest_LT, room = order_LE[:, :t], max_owned_experts(layers, experts, nodes.ranks)
     before_LE = np.array([sharding.owners for sharding in shardings])
     stays = (before_LE == owner_LE)[owner_LE >= 0].all() and np.bincount(before_LE.ravel()).max() <= room
-    found_LE = before_LE if stays else _with_busiest(before_LE, owner_LE, busiest_LT, free_W, nodes)
-    # Placed once more, from where they are now, some of the busiest come elsewhere: that is done as long as it leaves
-    # fewer of them crowded, and no longer. So the next sharding at the same loads has nothing to change.
+    found_LE = before_LE if stays else _assign_busiest(before_LE, owner_LE, busiest_LT, free_W, nodes)
+    # Repeat while this reduces the crowding of the busiest experts: a second call must change nothing.
     while True:
-        next_LE = _with_busiest(found_LE, owner_LE, busiest_LT, free_W, nodes)
-        if _crowded(next_LE, busiest_LT, nodes) >= _crowded(found_LE, busiest_LT, nodes):
+        next_LE = _assign_busiest(found_LE, owner_LE, busiest_LT, free_W, nodes)
+        if _count_crowded(next_LE, busiest_LT, nodes) >= _count_crowded(found_LE, busiest_LT, nodes):
             break
         found_LE = next_LE
     chosen = tuple(Placement(nodes.ranks, tuple(owners)) for owners in found_LE.tolist())
     return tuple(shardings) if chosen == tuple(shardings) else chosen
 
 
-def uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
-    """Returns whether the owners' work, without copies, leaves something to gain: the busiest ranks of all layers have
-    over 5% more than the mean. Algorithm 2 does not ask; where loads are even it can make owners only worse.
+def is_uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
+    """Return whether the busiest owners' load, summed over layers without replicas, exceeds the mean by over 5%.
 
-    Arguments are those of `reshard`.
+    Algorithm 2 can only worsen balanced loads. Arguments: see `reshard`.
     """
     work_LW = [load_E @ one.holds_EW for one, load_E in zip(shardings, np.asarray(load_LE, dtype=float), strict=True)]
     return bool(np.max(work_LW, axis=1).sum() > (1 + _EVEN) * np.mean(work_LW, axis=1).sum())
 
 
-def _with_busiest(
+def _assign_busiest(
     before_LE: NDArray[np.int64],
     others_LE: NDArray[np.int64],
     busiest_LT: NDArray[np.int64],
     free_W: NDArray[np.int64],
     nodes: Nodes,
 ) -> NDArray[np.int64]:
-    """Returns owners, [L, E], of all experts: of the busiest, which `others_LE` leaves at -1, those of before if they
-    have room."""
+    """Choose the owners of the busiest experts, -1 in `others_LE`. Returns the owners of all experts, [L, E].
+
+    A busiest expert stays with its owner in `before_LE` if that rank has a free slot and few other busiest experts.
+    """
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
-    # The t experts with the most load will be copied anyway, so owning one is little work: they move only if they must.
+    # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.
     homeless = []
     for place in range(t):
         for layer, expert in enumerate(busiest_LT[:, place].tolist()):
             rank = int(before_LE[layer, expert])
-            # A rank that owns its share of a layer's t busiest experts keeps no more of them: it would have to send
-            # them all, and to sum their gradients.
+            # An owner of many of a layer's t busiest experts would send them all, and sum their gradients.
             crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not crowded:
                 owner_LE[layer, expert] = rank
@@ -316,25 +309,27 @@ def _with_busiest(
                 homeless.append((layer, expert))
     for layer, expert in homeless:
         owned_W = np.bincount(owner_LE[layer, busiest_LT[layer]] + 1, minlength=nodes.ranks + 1)[1:]
-        rank = _least(owned_W, free_W, nodes, prefer_free=True)
+        rank = _least_loaded_rank(owned_W, free_W, nodes, prefer_free=True)
         owner_LE[layer, expert] = rank
         free_W[rank] -= 1
     return owner_LE
 
 
-def _crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], nodes: Nodes) -> int:
-    """Counts the busiest experts of each layer that a rank owns above its share of them."""
+def _count_crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], nodes: Nodes) -> int:
+    """Count the busiest experts that ranks own beyond an even share of t / ranks per layer, rounded up."""
     layers, t = busiest_LT.shape
     owned_LW = np.zeros((layers, nodes.ranks), dtype=np.int64)
     np.add.at(owned_LW, (np.arange(layers)[:, None], np.take_along_axis(owner_LE, busiest_LT, axis=1)), 1)
     return int(np.maximum(owned_LW - -(-t // nodes.ranks), 0).sum())
 
 
-def _least(work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_free: bool = False) -> int:
-    """Returns the rank with the least work on the node with the least, among those with free slots."""
+def _least_loaded_rank(
+    work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_free: bool = False
+) -> int:
+    """Return the rank with the least work on the node with the least work, among ranks with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
-    # Of equal ones that with fewer free slots, as in the paper; those that will be copied go where the most are free.
+    # Ties: fewer free slots first, as in the paper; `prefer_free`: more.
     sign = -1 if prefer_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))

@@ -7,12 +7,12 @@
         3:
     ''')
 
-Four experts on four ranks: rank 0 owns experts 0 and 1 and holds a replica of expert 2, rank 3 has none. An owner keeps
-an expert's parameters and its optimizer state; a replica has the parameters only while they are used. A placement
-without replicas is a sharding (P in the Hecate paper, section 3; P' is one with replicas).
+Four experts on four ranks: rank 0 owns experts 0 and 1 and holds a replica of expert 2; rank 3 holds none. An owner has
+an expert's parameters and optimizer state; a replica has the parameters during a step. A placement without replicas is
+a sharding (P in the Hecate paper, section 3; P' has replicas).
 
-Axes in suffixes: I iterations, L layers, W ranks, E experts. A rank of the group over which experts are spread is a
-number from 0; consecutive ranks share a node.
+Ranks are numbered from 0 in the expert-parallel group; consecutive ranks share a node. Axes in suffixes: I iterations,
+L layers, W ranks, E experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r"\+?\d+", re.ASCII)
 
 @dataclass(frozen=True)
 class Nodes:
-    """`ranks` ranks, each `per_node` consecutive ones in a node. Raises `ConfigError` unless nodes are full."""
+    """Nodes of `per_node` consecutive ranks. Raises `ConfigError` unless all nodes are full."""
 
     ranks: int
     per_node: int
@@ -46,11 +46,9 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """The number of nodes."""
         return self.ranks // self.per_node
 
     def of(self, rank: int) -> int:
-        """Returns the node of a rank."""
         return rank // self.per_node
 
     def __str__(self) -> str:
@@ -59,15 +57,14 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Owner of each expert, and the other ranks that hold it, in order of their numbers.
+    """Owner of each expert, and the other ranks that hold it, in ascending order.
+
+    Raises `ConfigError` for an invalid rank, and for a rank that holds an expert twice.
 
     Attributes:
-        ranks: their number; a rank may hold nothing.
-        owners: [E], a rank for each expert.
-        replicas: [E], ranks for each expert, the owner not among them.
-
-    Two placements with the same ranks, owners and replicas are equal. Raises `ConfigError`, naming the expert, for a
-    number that is no rank's, and for a rank that holds an expert twice.
+        ranks: number of ranks; a rank may hold nothing.
+        owners: [E], the owner of each expert.
+        replicas: [E], the ranks with a replica of each expert, without the owner.
     """
 
     ranks: int
@@ -75,7 +72,7 @@ class Placement:
     replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        # Plain integers in order, whatever was given: placements are compared, hashed and sent to other ranks.
+        # Sorted plain integers: placements are compared, hashed and sent to other ranks.
         owners = tuple(map(int, self.owners))
         replicas = tuple(tuple(sorted(map(int, of))) if of else () for of in self.replicas) or ((),) * len(owners)
         object.__setattr__(self, "owners", owners)
@@ -97,12 +94,12 @@ class Placement:
 
     @classmethod
     def even(cls, ranks: int, experts: int) -> Placement:
-        """Makes the placement of expert parallelism: experts in order, as evenly as they go."""
+        """Return the placement of static expert parallelism: experts in order, as even as possible."""
         return cls(ranks, tuple(expert * ranks // experts for expert in range(experts)))
 
     @classmethod
     def holding(cls, owners: Iterable[int], holds_EW: NDArray[np.bool_]) -> Placement:
-        """Makes the placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
+        """Return the placement with these owners, and replicas where `holds_EW` is True."""
         owners = tuple(owners)
         replicas: list[list[int]] = [[] for _ in owners]
         for expert, rank in zip(*(numbers.tolist() for numbers in holds_EW.nonzero()), strict=True):
@@ -117,12 +114,11 @@ class Placement:
 
     @property
     def experts(self) -> int:
-        """The number of experts."""
         return len(self.owners)
 
     @cached_property
     def holds_EW(self) -> NDArray[np.bool_]:
-        """Ranks that hold each expert, [E, W] bool, as its owner or as a replica. Not to be written to."""
+        """Read-only [E, W] bool: whether a rank holds an expert, as owner or replica."""
         held = [(expert, rank) for expert, others in enumerate(self.replicas) for rank in others]
         expert_n, rank_n = np.array([*enumerate(self.owners), *held]).T
         holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
@@ -132,28 +128,28 @@ class Placement:
 
     @property
     def sharding(self) -> Placement:
-        """The placement with the same owners and without any replicas."""
+        """The placement with the same owners, without replicas."""
         return Placement(self.ranks, self.owners)
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """Lists the experts that a rank owns."""
+        """Return the experts that a rank owns, ascending."""
         return tuple(expert for expert, owner in enumerate(self.owners) if owner == rank)
 
     def extra_W(self) -> NDArray[np.int64]:
-        """Counts the replicas that each rank holds, [W]."""
+        """Return the number of replicas that each rank holds, [W]."""
         return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.ranks)
 
     def both(self, other: Placement) -> Placement:
-        """Returns the placement of the copies that both this placement and `other`, with the same owners, have."""
+        """Return the placement with the common replicas of this placement and `other`. Owners must be equal."""
         return self if self.is_within(other) else Placement.holding(self.owners, self.holds_EW & other.holds_EW)
 
     def is_within(self, other: Placement) -> bool:
-        """Returns whether `other` has the same owners, and at least all copies of this placement."""
+        """Return whether `other` has the same owners and at least the replicas of this placement."""
         same = (self.ranks, self.owners) == (other.ranks, other.owners)
         return same and not (self.holds_EW & ~other.holds_EW).any()
 
     def __str__(self) -> str:
-        """Writes a line for each rank; `parse` reads it back."""
+        """Return a line for each rank; `parse` is the inverse."""
         lines: list[list[str]] = [[f"{rank}:"] for rank in range(self.ranks)]
         for expert, owner in enumerate(self.owners):
             lines[owner].append(str(expert))
@@ -164,10 +160,10 @@ class Placement:
 
     @classmethod
     def parse(cls, source: str) -> Placement:
-        """Reads the placement that a text stands for; # starts a comment.
+        """Parse the text form (module docstring); # starts a comment.
 
         Raises:
-            ConfigError: a line that is not one, a rank left out, an expert without an owner or with two.
+            ConfigError: an invalid line, a missing rank, or an expert without exactly one owner.
         """
         owners: dict[int, int] = {}
         replicas: dict[int, list[int]] = {}

@@ -1,7 +1,6 @@
-"""A local search behind Algorithm 1: replicas are made, given up and moved as long as that makes a layer faster.
+"""Local search after Algorithm 1: add, remove and move replicas while this makes a layer faster.
 
-Sparse materialisation looks at one expert after the other. Where slots are few, shares are coarse, and what one expert
-leaves uneven the next ones may not mend: it is a good place to start from for a search that looks at all experts.
+Algorithm 1 places experts one by one, and with few slots its fractions are coarse. The search considers all experts.
 """
 
 from __future__ import annotations
@@ -14,58 +13,60 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts
 
-# What the unevenness of all ranks counts beside the busiest one: of equally fast placements it leads to the more even.
+# Weight of the imbalance over all ranks in the objective: prefers the more even of equally fast placements.
 _EVENNESS = 0.1
-# Steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
+# Maximum steps from one start. From Algorithm 1, 32 experts on 16 ranks take fewer than 10.
 _STEPS = 60
-# So many slots are few.
+# Maximum number of slots that count as few.
 _FEW_SLOTS = 16
-# A step that gains a smaller share is not taken.
+# Minimum relative gain of a step.
 _GAIN = 1e-3
-# Copies that save a smaller share of their layer's time are not made.
+# Minimum fraction of the layer's time that replicas must save.
 _WORTH = 0.02
 
 
 def improve(
     placement: Placement, start: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int, costs: PlacementCosts
 ) -> Placement:
-    """Returns `start`, or a placement within the same limits that makes the layer faster at the expected load.
+    """Return `start`, or a placement within the same limits that makes the layer faster at the expected load.
 
-    A step gives a replica up, makes one, does both (on one rank, or where another one has a free slot), or lets two
-    replicas change places: whichever lowers the time of the layer most, until none does. The time is that of
-    `traffic.layer_s` where ranks all have as many tokens for an expert, where these divide evenly and travel inside a
-    node in no time. The same numbers give the same placement.
+    Each step removes, adds, moves or swaps replicas, choosing the change that reduces the layer's time most. The time
+    is `traffic.layer_s` for equal numbers of tokens on all ranks, split evenly over holders, with free transfers inside
+    nodes. Deterministic.
 
     Args:
-        placement: what stays: a sharding, or one with replicas.
-        start: the placement that Algorithm 1 makes of it.
+        placement: owners and replicas, which are kept.
+        start: the result of Algorithm 1 for `placement`.
         load_E, nodes, t, m: as for `materialise`.
     """
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
     if search.compute_s == search.exchange_s == 0:
-        return start  # nothing is known of the time
-    # Where there are few slots Algorithm 1 may be a bad start: then the search goes from no replicas as well.
+        return start  # the costs are unknown
+    # With few slots Algorithm 1 may be a bad start: search also from `placement`.
     starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
     ends = [search.descend(begin.holds_EW) for begin in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
 
 
-def worth(placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts) -> Placement:
-    """Returns `wanted`, which has copies besides all of `placement`, if they save enough of the layer's time, or if
-    nothing is known of it; else `placement`."""
+def accept(
+    placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts
+) -> Placement:
+    """Return `wanted` if it makes the layer more than 2% (`_WORTH`) faster than `placement`, else `placement`.
+
+    If the costs of both computation and communication are unknown (0), returns `wanted`.
+    """
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
-    # Experts that travel take something though they are hidden.
+    # Hidden transfers are not free.
     saves = search.layer_s(wanted.holds_EW) < (1 - _WORTH) * search.layer_s(placement.holds_EW)
     return wanted if saves or search.compute_s == search.exchange_s == 0 else placement
 
 
 class _ReplicaSearch:
-    """Changes a placement step by step, for `improve`.
+    """State of `improve`.
 
-    What a placement costs is a vector [C] of tokens in one all-to-all: [W] that each rank computes, [W] that it
-    receives from other nodes and [N] that each rank of a node sends there, one after the other.
-
-    A change of one expert is (expert, from, to): the rank that gives it up and the one that gets it, W where none does.
+    A placement is rated by a vector [C] of token counts in one all-to-all: [W] that each rank computes, [W] that it
+    receives from other nodes, and [N] that each rank of a node sends to other nodes. A change of one expert is (expert,
+    from, to): the rank that loses and the rank that gets a replica; W means no rank.
     """
 
     def __init__(
@@ -78,22 +79,20 @@ class _ReplicaSearch:
         self.even = _EVENNESS / max(float(load_E.sum()), 1e-300)
 
     def layer_s(self, holds_EW: NDArray[np.bool_]) -> float:
-        """Returns the seconds of the layer."""
         total_C = self.counts(holds_EW, self.each_E).sum(axis=0)
         ranks = self.nodes.ranks
         return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
 
     def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Takes steps from `holds_EW` while they gain, and returns who holds what after the last one."""
+        """Take steps from `holds_EW` while they reduce the price; return the last placement."""
         holds_EW = holds_EW.copy()
         ranks = self.nodes.ranks
-        only_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row is of no rank
+        only_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row means no rank
         counts_EC = self.counts(holds_EW, self.each_E)
         change_EVVC = np.zeros((len(holds_EW), ranks + 1, ranks + 1, counts_EC.shape[1]))
         stale = np.flatnonzero(self.each_E > 0)
         best = float(self.price(counts_EC.sum(axis=0)))
         for _ in range(_STEPS):
-            # Only experts that the last step has changed are counted again; the changes of all others are known.
             counts_EC[stale] = self.counts(holds_EW[stale], self.each_E[stale])
             goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
             place, source = np.nonzero(goes_AV)
@@ -113,47 +112,47 @@ class _ReplicaSearch:
     def steps(
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
-        """Yields the best step of each kind: the price after it, and its changes."""
+        """Yield the best step of each kind: the price after it, and its changes."""
         ranks, none = self.nodes.ranks, self.nodes.ranks
         extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.each_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
         may_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
         free_W = extra_EW.sum(axis=0) < self.room_W
-        # Steps that relieve neither the rank that computes most nor the busiest link need no price: the time is theirs.
+        # A step must relieve the busiest rank or the busiest link.
         busiest = [int(total_C[:ranks].argmax()), ranks + int(total_C[ranks:].argmax())]
         relief_2EVV = [change_EVVC[..., column] for column in busiest]
 
-        # A replica is given up, made, or changes its rank.
+        # Remove, add, or move a replica.
         goes_EV, comes_EV = (
             np.pad(may_EW, ((0, 0), (0, 1)), constant_values=True) for may_EW in (extra_EW, lacks_EW & free_W)
         )
         ok_EVV = goes_EV[:, :, None] & comes_EV[:, None]
         ok_EVV[:, none] &= may_E[:, None]
-        expert, source, target = np.nonzero(ok_EVV & _relieves(relief_2EVV))
+        expert, source, target = np.nonzero(ok_EVV & _are_relieving(relief_2EVV))
         yield self.best(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
 
-        # One expert's replica is given up, another's made.
+        # Remove one expert's replica and add another's.
         gone, at = np.nonzero(extra_EW)
         new, to = np.nonzero(lacks_EW)
         ok_AB = (gone[:, None] != new) & ((at[:, None] == to) | free_W[to])
         ok_AB &= may_E[new] | (copies_E[gone] == 1)[:, None]
         relief_2AB = [relief[gone, at, none][:, None] + relief[new, none, to] for relief in relief_2EVV]
-        a, b = np.nonzero(ok_AB & _relieves(relief_2AB))
+        a, b = np.nonzero(ok_AB & _are_relieving(relief_2AB))
         nowhere_A, nowhere_B = np.full_like(a, none), np.full_like(b, none)
         changes_AC = change_EVVC[gone[a], at[a], none] + change_EVVC[new[b], none, to[b]]
         yield self.best(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
 
-        # Two replicas change places.
+        # Swap two replicas.
         ok_AA = lacks_EW[gone[:, None], at]
         relief_2AA = [half + half.T for half in (relief[gone[:, None], at[:, None], at] for relief in relief_2EVV)]
-        a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _relieves(relief_2AA))
+        a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _are_relieving(relief_2AA))
         changes_AC = change_EVVC[gone[a], at[a], at[b]] + change_EVVC[gone[b], at[b], at[a]]
         yield self.best(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
 
     def best(
         self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], moves: list[tuple[NDArray[np.int64], ...]]
     ) -> tuple[float, list[tuple[int, int, int]]]:
-        """Returns the cheapest of these steps: the price after it, and its changes."""
+        """Return the lowest price after one of the steps `changes_AC`, and the changes of that step."""
         if not len(changes_AC):
             return np.inf, []
         price_A = self.price(total_C + changes_AC)
@@ -161,7 +160,7 @@ class _ReplicaSearch:
         return float(price_A[place]), [(int(e[place]), int(a[place]), int(b[place])) for e, a, b in moves]
 
     def counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
-        """Returns [..., C], tokens by resource of experts that ranks [..., W] hold; each rank has `each_X` for them."""
+        """Return token counts [..., C] of experts on ranks [..., W], with `each_X` tokens per rank and expert."""
         nodes = self.nodes
         each_X = np.asarray(each_X, dtype=np.float64)
         copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], nodes.count, nodes.per_node).sum(axis=-1)
@@ -173,7 +172,7 @@ class _ReplicaSearch:
         return np.concatenate([work_XW, received_XW, lacks_XN * each_X[..., None]], axis=-1)
 
     def price(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns what steps lower: the layer's seconds, and some for how uneven all ranks are."""
+        """Return the objective [...] of token counts [..., C]: the layer's seconds plus a penalty on uneven counts."""
         work_XW, inter_XC = counts_XC[..., : self.nodes.ranks], counts_XC[..., self.nodes.ranks :]
         total: NDArray[np.float64] = sum(
             seconds * (tokens.max(axis=-1) + self.even * np.einsum("...c,...c->...", tokens, tokens))
@@ -182,26 +181,26 @@ class _ReplicaSearch:
         return total
 
 
-def _relieves(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
+def _are_relieving(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
     compute, exchange = changes
     return (compute < 0) | (exchange < 0)
 
 
-def nearer(
+def add_node_local(
     placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
 ) -> Placement:
-    """Returns the placement with copies on nodes that have none of an expert, the most rows first: where it takes those
-    rows longer to cross between nodes than a copy, and its gradients, and as long as ranks have room.
+    """Add replicas of experts to nodes that do not hold them, most rows first, while ranks have room.
 
-    Worked example: two nodes of one rank, each with room for one copy; all rows are for expert 0, on rank 0. Half of
-    them cross from rank 1, four times, so rank 1 gets a copy of it if that takes longer than a copy's way and back.
+    A replica is added if its rows take longer to send between nodes than its parameters and gradients. Worked example:
+    two nodes of one rank, each with room for one replica; all rows are for expert 0, on rank 0. Half of them are sent
+    from rank 1, in four all-to-alls. Rank 1 gets a replica if this takes longer than the two transfers.
     """
     by_node = (placement.experts, nodes.count, nodes.per_node)
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
     room_N = room_W.reshape(nodes.count, nodes.per_node).sum(axis=1).tolist()
     from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
     copies_EN = holds_EW.reshape(by_node).sum(axis=2)
-    # Of a node's own rows, which are what its ranks compute once all that many ask for is near.
+    # Rows of the node itself: its ranks compute them once each node has the popular experts.
     work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
     crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)

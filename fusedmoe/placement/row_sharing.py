@@ -1,7 +1,4 @@
-"""Rows of experts shared over ranks: which rank computes how many rows of which expert, changed step by step.
-
-`RowSharing.even_out` moves rows between copies that exist, `copy` and `bridge` add copies (see `balance`).
-"""
+"""Row counts per rank and expert, rebalanced incrementally over owners and replicas (used by `balance`)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ from fusedmoe.placement.placement import Nodes, Placement
 
 
 def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
-    """Returns [E, V]: rows on their own rank, else evenly over the copies on their node, else over all."""
+    """Return [E, V], the rows of each expert on each rank if every row is computed by the nearest holder.
+
+    The nearest holder is the row's own rank. Without it, rows are split evenly over holders on the node, or over all.
+    """
     holds_EW = placement.holds_EW
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
     left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
@@ -31,7 +31,7 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
 
 
 class RowSharing:
-    """Rows of experts that ranks compute, [V, E], and which ranks hold which experts, changed step by step."""
+    """State of the search: rows that each rank computes per expert, [V, E], and the experts that each rank holds."""
 
     def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, nodes: Nodes, m: int) -> None:
         self.before, self.holds_VE = before, before.holds_EW.T.copy()
@@ -40,12 +40,12 @@ class RowSharing:
         self.free_V = np.maximum(m - before.extra_W(), 0)
         self._node_V = np.arange(nodes.ranks) // nodes.per_node
         self._inside_VV = self._node_V[:, None] == self._node_V
-        # [V, V]: a rank can give rows to another, which holds an expert of which it has some.
+        # [V, V]: the first rank computes rows of an expert that the second rank holds.
         held_EV = self.holds_VE.T.astype(np.float32)
         self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
-    def copied(self, room: int | None = None) -> RowSharing:
-        """Returns one that is changed by itself, with room for so many copies on a rank."""
+    def copy(self, room: int | None = None) -> RowSharing:
+        """Return a copy. `room`: maximum number of replicas per rank; None: unchanged."""
         made = copy(self)
         for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
             setattr(made, name, getattr(self, name).copy())
@@ -55,61 +55,59 @@ class RowSharing:
 
     @property
     def fullest(self) -> int:
-        """The copies of the rank that has most of those with new ones."""
+        """Maximum number of replicas on a rank, over ranks with new replicas."""
         new_V = self.holds_VE.sum(axis=1) - self.before.holds_EW.sum(axis=0)
         return int((self.before.extra_W() + new_V)[new_V > 0].max(initial=0))
 
     @property
     def busiest_node(self) -> int:
-        """The mean rows of a rank of the node that computes most."""
+        """Mean number of rows per rank on the busiest node."""
         return int(np.bincount(self._node_V, self.work_V).max()) // int(np.count_nonzero(self._node_V == 0))
 
     def placement(self) -> Placement:
-        """Returns who holds what now."""
         if (self.holds_VE == self.before.holds_EW.T).all():
             return self.before
         return Placement.holding(self.before.owners, self.holds_VE.T)
 
     def spread(self, most: int) -> bool:
-        """Moves rows between copies until no rank computes more than `most`, inside nodes first: rows that move there
-        cross no slow link. Returns False where ranks hold too few copies for that."""
+        """Move rows between holders, first inside nodes, until no rank exceeds `most`. True on success."""
         self.even_out(most, self._inside_VV)
         return self.even_out(most) <= most
 
     def settle(self, most: int) -> None:
-        """Moves rows between copies until the busiest rank computes `most` rows, or as few as these copies allow."""
+        """Move rows between holders until no rank exceeds `most`; if impossible, until the lowest possible maximum."""
         while (least := self.even_out(most)) > most:
             most = least
 
     def replicate(self, most: int, *, inside: bool = False) -> None:
-        """Adds copies until no rank computes more than `most` rows, or as few as the room for copies allows.
+        """Add replicas until no rank exceeds `most` rows; if the room is too small, until the lowest possible maximum.
 
-        `inside`: only copies on nodes that have the expert, which cross no slow link.
+        `inside`: only on nodes that hold the expert, which avoids inter-node transfers.
         """
-        self.copy(most, inside)
+        self._add_replicas(most, inside)
         while (least := self.even_out(most)) > most:
-            if inside or not self.bridge(most):
+            if inside or not self._add_bridge(most):
                 most = least
 
     def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
-        """Moves rows between copies, of which it adds none, until no rank computes more than `most`.
+        """Move rows between holders by augmenting paths until no rank computes more than `most`.
 
-        `among_VV`: from which rank to which they may move. Returns `most`; or, where that cannot be, what the busiest
-        rank has at least however rows are shared.
+        Returns `most`, or a lower bound above it for the busiest rank under any sharing of rows. `among_VV`: pairs of
+        ranks between which rows may move.
         """
         work_V = self.work_V
         if work_V.max() <= most:
             return most
         gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
-        # `count_nonzero` and the product of booleans: of few ranks `any` takes several times as long.
+        # For few ranks, `count_nonzero` and boolean products are several times faster than `any`.
         while np.count_nonzero(over_V := work_V > most):
-            # Ranks in the order of their distance from those that have too much, until one has room.
+            # Breadth-first search from the overloaded ranks to the nearest rank with room.
             layers, seen_V, room_V = [over_V], over_V.copy(), work_V < most
             while np.count_nonzero(layers[-1]) and not np.count_nonzero(layers[-1] & room_V):
                 layers.append(layers[-1] @ gives_VV & ~seen_V)
                 seen_V |= layers[-1]
             if not np.count_nonzero(layers[-1]):
-                # What the ranks seen have is of experts that nobody else holds: their mean is what one has at least.
+                # No other rank holds an expert of these rows, so one of the visited ranks computes at least their mean.
                 return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
             chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
             for before_V in layers[-2::-1]:
@@ -124,12 +122,11 @@ class RowSharing:
         return most
 
     def _move(self, chain: list[int], most: int) -> None:
-        """Moves as many rows as can be along a chain of ranks, each of which gives the next one others than it gets."""
         hops = [(giver, taker, self.computed_VE[giver] * self.holds_VE[taker]) for giver, taker in pairwise(chain)]
         first, last = chain[0], chain[-1]
         rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
         for giver, taker, movable_E in hops:
-            # The largest first: so few experts change.
+            # Largest first: few experts change.
             order = (-movable_E).argsort(kind="stable")
             sorted_E = movable_E[order]
             before_E = sorted_E.cumsum() - sorted_E
@@ -141,21 +138,17 @@ class RowSharing:
         self.work_V[last] += rows
 
     def _add(self, expert: int, rank: int) -> None:
-        """Adds a copy, if the rank has none."""
         self.free_V[rank] -= not self.holds_VE[rank, expert]
         self.holds_VE[rank, expert] = True
         self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
 
-    def copy(self, most: int, inside: bool) -> None:
-        """Moves what ranks have above `most` to new copies, as far as ranks have room for rows and copies.
-
-        `inside`: ranks give rows to ranks of their own node only.
-        """
+    def _add_replicas(self, most: int, inside: bool) -> None:
+        """Move surplus rows of ranks above `most` to new replicas on ranks with room."""
         work_V, group_V = self.work_V, (self._node_V if inside else np.zeros_like(self._node_V)).tolist()
         room_of: dict[int, list[tuple[int, int]]] = {group: [] for group in group_V}
         for rank in np.flatnonzero((work_V < most) & (self.free_V > 0)).tolist():
             insort(room_of[group_V[rank]], (most - int(work_V[rank]), rank))
-        # By rank: the experts that it computes, by their rows.
+        # Per overloaded rank: (rows, expert), ascending.
         rows_of = {}
         for rank in np.flatnonzero(work_V > most).tolist():
             experts_R = np.flatnonzero(self.computed_VE[rank])
@@ -167,10 +160,10 @@ class RowSharing:
             room = room_of[group_V[source]]
             if not room:
                 continue
-            # The rank that the piece just fills, or leaves least room on; else the one that takes most of it.
+            # Best fit, see step 2 of `balance`.
             space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
             moved = min(-negative, space)
-            # The expert with the fewest rows that are enough: larger ones may fill another rank alone.
+            # The smallest expert with enough rows: a larger expert may fill another rank alone.
             rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
             insort(rows_of[source], (rows - moved, expert))
             self.computed_VE[source, expert] -= moved
@@ -184,12 +177,12 @@ class RowSharing:
             if space > moved and self.free_V[target] > 0:
                 insort(room, (space - moved, target))
 
-    def bridge(self, most: int) -> bool:
-        """Adds a copy on a full rank that can pass rows on to one with room; returns False where no rank can."""
+    def _add_bridge(self, most: int) -> bool:
+        """Add a replica on a full rank that can pass rows on to a rank with room. False without such a rank."""
         passes_V = self.work_V < most
         while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
             passes_V |= more_V
-        # What a rank can pass on: rows of experts that another one of these holds as well, and what it has room for.
+        # Rows that a rank can accept: room, plus rows of experts that it shares with another such rank.
         shared_E = self.holds_VE[passes_V].sum(axis=0) > 1
         takes_V = self.computed_VE @ shared_E + np.maximum(most - self.work_V, 0)
         takes_V *= passes_V & (self.free_V > 0)

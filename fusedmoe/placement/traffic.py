@@ -1,13 +1,12 @@
-"""Traffic of a layer under a placement, and its price: tokens that go to their experts, experts that go to ranks.
+"""Traffic and time of a layer under a placement: tokens sent to experts, and experts sent to ranks.
 
-Tokens go to an expert's copies as Hecate's dispatcher sends them (section 4.4). A layer takes the time of its busiest
-rank, and what experts take that move first.
+Tokens are dispatched to an expert's holders as in Hecate (section 4.4). A layer takes the time of its busiest rank and
+link.
 
-Sparse collectives (section 3.1): SparseAllGather(before, after) brings each expert from where it is to where it shall
-be; SparseReduceScatter(after, before) sums gradients along the same ways back. An expert goes along a chain: from its
-owner once to each other node that lacks it, from node to node in the order of a ring, and in each node from where it
-arrived from rank to rank. So it crosses the network once for each node without it, and on each kind of link no
-rank sends or receives more than λS, the bytes of all experts that travel (Eq. 1). An owner that sent to everyone would.
+Sparse collectives (section 3.1): SparseAllGather(before, after) sends experts to their new replicas;
+SparseReduceScatter(after, before) sums gradients along the same routes. An expert is sent along a chain: from its owner
+to each node that lacks it, in ring order, and within each node from rank to rank. So it crosses the network once per
+node without it, and on each kind of link no rank sends or receives more than λS, the bytes of all experts sent (Eq. 1).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class Transfer(NamedTuple):
     expert: int
     source: int
     target: int
-    step: int  # 0: it needs nothing before it; else it needs the data of an earlier one, of the same expert
+    step: int  # above 0: forwards the data of an earlier transfer of the same expert
 
 
 def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer, ...]:
-    """Lists the transfers of a SparseAllGather that makes `after` of `before`, by step, expert and source.
+    """Return the transfers of a SparseAllGather from `before` to `after`, sorted by step, expert and source.
 
-    Raises `ConfigError` where `after` lacks something of `before`, or has other owners or ranks.
+    Raises `ConfigError` if `after` lacks a replica in `before`, or has different owners or ranks.
     """
     if not before.is_within(after) or before.ranks != nodes.ranks:
         raise ConfigError(
@@ -43,8 +42,8 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
             f"{before} is not within {after}".replace("\n", "; ")
         )
     transfers: list[Transfer] = []
-    # Over all experts together: several that enter one node should come in over different ranks' links.
-    arrived_W = [0] * nodes.ranks  # experts so far that a rank has received from another node
+    # Experts received from other nodes: experts that enter one node should use the links of different ranks.
+    arrived_W = [0] * nodes.ranks
     for expert, owner in enumerate(before.owners):
         if after.replicas[expert] != before.replicas[expert]:
             has = {owner, *before.replicas[expert]}
@@ -56,8 +55,8 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
 def _chain(
     expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
 ) -> Iterable[Transfer]:
-    end, ready = owner, 0  # the chain's end, and the step in which it can send on
-    # Nodes in the order of a ring, from the owner's on: no link between nodes carries the expert twice.
+    end, ready = owner, 0  # end of the chain, and the first step in which it can forward
+    # Nodes in ring order, starting at the owner's: no inter-node link carries the expert twice.
     lacking_N: dict[int, list[int]] = {}
     for rank in missing:
         lacking_N.setdefault(nodes.of(rank), []).append(rank)
@@ -67,24 +66,24 @@ def _chain(
         if holders:
             holder = owner if owner in holders else holders[0]
         else:
-            # The rank of this node that has received the least from other nodes: its link has the most room.
+            # The rank of this node that has received the fewest experts from other nodes.
             holder = min(lacking, key=lambda rank: (arrived_W[rank], rank))
             arrived_W[holder] += 1
             lacking.remove(holder)
             yield Transfer(expert, end, holder, ready)
             end, ready = holder, ready + 1
             first = ready
-        # From rank to rank inside the node, so that none of them sends an expert twice.
+        # From rank to rank within the node: no rank sends the expert twice.
         around = sorted(lacking, key=lambda rank: (rank - holder) % nodes.ranks)
         for step, (source, target) in enumerate(zip([holder, *around], around, strict=False), start=first):
             yield Transfer(expert, source, target, step)
 
 
-def chained(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple[Transfer, ...]:
-    """Lists the transfers of two gathers, of which the second goes on where the first has ended, as one gather.
+def chain_gathers(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    """Join the transfers of two consecutive gathers into one gather with the fewest steps.
 
-    It has as few steps as can be: an expert is sent on in the step after the one in which it arrives. Worked example:
-    expert 5 went from rank 0 to 1; then it goes from there to 2, which is step 1, and expert 6 from 0 to 2, step 0.
+    A rank forwards an expert one step after receiving it. Worked example: `before` sends expert 5 from rank 0 to 1.
+    `more` sends expert 5 from rank 1 to 2, which becomes step 1, and expert 6 from rank 0 to 2, which is step 0.
     """
     ready = {(one.expert, one.target): one.step + 1 for one in before}
     added = []
@@ -96,18 +95,18 @@ def chained(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple[Trans
 
 
 def reduce(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
-    """Lists the transfers of a SparseReduceScatter, the adjoint of a gather: the same ways back, the last step first.
+    """Return the transfers of the SparseReduceScatter that is the adjoint of a gather: routes and steps reversed.
 
-    A target adds the rows that it receives to its own; a rank sends once it has received all of the expert's.
+    A target adds received rows to its own. A rank sends an expert's gradient after receiving all contributions to it.
     """
     last = max((transfer.step for transfer in gathered), default=0)
     back = (Transfer(expert, target, source, last - step) for expert, source, target, step in gathered)
-    # An expert's gradients are summed in the same order whatever arrives first: by step, then by source.
+    # A fixed summation order for each expert, independent of arrival.
     return tuple(sorted(back, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
 class LinkBytes(NamedTuple):
-    """Bytes that each rank, [W], sends and receives: between nodes, and inside its own."""
+    """Bytes that each rank, [W], sends and receives between nodes and within its node."""
 
     inter_sent_W: NDArray[np.int64]
     inter_received_W: NDArray[np.int64]
@@ -116,17 +115,16 @@ class LinkBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes that all ranks send."""
         return int(self.inter_sent_W.sum() + self.intra_sent_W.sum())
 
     @property
     def busiest(self) -> int:
-        """Bytes that the busiest rank sends or receives on one kind of link."""
+        """Maximum bytes that a rank sends or receives on one kind of link."""
         return int(max(counts_W.max() for counts_W in self))
 
 
 def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
-    """Counts the bytes of these transfers one by one."""
+    """Return the bytes that each rank sends and receives for these transfers, between nodes and within its node."""
     counts = np.zeros((4, nodes.ranks), dtype=np.int64)
     for transfer in transfers:
         inside = 2 * (nodes.of(transfer.source) == nodes.of(transfer.target))
@@ -135,9 +133,10 @@ def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> L
     return LinkBytes(*counts)
 
 
-def counted(operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.integer]:
-    """Returns the tokens of each rank and expert, [W, E]. Raises `ConfigError` for sizes that do not fit together, and
-    tokens that are no counts."""
+def require_token_counts(
+    operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes
+) -> NDArray[np.integer]:
+    """Validate token counts [W, E]. Raises `ConfigError` for other shapes or values."""
     tokens_WE = np.asarray(tokens_WE)
     if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
         raise ConfigError(
@@ -150,17 +149,16 @@ def counted(operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: N
 
 
 def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
-    """Splits the tokens of each rank and expert, [W, E] integers, over the expert's copies.
+    """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders.
 
-    A rank that holds the expert keeps its tokens; else they go to the copies on its node, evenly; where there are none,
-    to all copies, evenly. What does not divide goes on where the rank before, with the same choice, left off: so copies
-    differ by one token at most in what such ranks send them together.
+    A rank that holds the expert keeps its tokens. Otherwise they are split evenly over the holders on its node or, if
+    there are none, over all holders. Remainders are assigned round-robin, continuing over ranks with the same choice of
+    holders: summed over these ranks, holders differ by at most one token.
 
-    Returns sent_WEV: [W, E, V] int64, how many of them the first rank sends to rank V (V = W).
-
-    Raises `ConfigError` for sizes that do not fit together, and tokens that are no counts.
+    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for sizes that do not
+    match, and values that are not counts.
     """
-    tokens_WE = counted("dispatch", tokens_WE, placement, nodes).astype(np.int64)
+    tokens_WE = require_token_counts("dispatch", tokens_WE, placement, nodes).astype(np.int64)
     holds_EW = placement.holds_EW
     node_W = np.arange(nodes.ranks) // nodes.per_node
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
@@ -170,8 +168,8 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
     choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
     copies_WE = choice_WEV.sum(axis=2)
     each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
-    # Where the ranks before have left off: those of the same node for choices inside it, all others without a copy on
-    # theirs for choices among all; where one node has all copies, these are the same choice.
+    # Remainders of preceding ranks with the same choice: ranks of a node for holders on the node, ranks of all nodes
+    # without the expert for all holders. If one node has all holders, both choices are the same.
     several_E = holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1) > 1
     beside_WE = inside_WE & several_E
     far_WE = np.where(beside_WE, 0, rest_WE)
@@ -182,7 +180,6 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
         (near_NRE.cumsum(axis=1) - near_NRE).reshape(nodes.ranks, -1),
         far_WE.cumsum(axis=0) - far_WE,
     )
-    # The tokens that do not divide go one each to the next copies in turn, from where the ranks before have left off.
     place_WEV = choice_WEV.cumsum(axis=2) - 1 - before_WE[:, :, None]
     more_WEV = place_WEV % copies_WE[:, :, None] < rest_WE[:, :, None]
     return choice_WEV * (each_WE[:, :, None] + more_WEV)
@@ -197,12 +194,11 @@ class PlacementCosts:
     """Costs of tokens and experts on one machine.
 
     Attributes:
-        token_s: seconds in which an expert computes one token, forward and backward together.
-        token_bytes: of one token in one all-to-all.
-        expert_bytes: of one expert's parameters; its gradients are as large.
-        state_bytes: of one expert's optimizer state, with the master copy of its parameters where there is one.
-        inter_bytes_s, intra_bytes_s: bytes that a rank sends in a second to other nodes, and inside its own, while it
-            receives as many.
+        token_s: seconds that an expert computes for one token, forward and backward.
+        token_bytes: size of one token in one all-to-all.
+        expert_bytes: size of one expert's parameters, and of its gradients.
+        state_bytes: size of one expert's optimizer state, including master copies of parameters.
+        inter_bytes_s, intra_bytes_s: bytes/s that a rank sends while it also receives, between nodes and within a node.
 
     Raises `ConfigError` unless all are finite and 0 or more, and the bandwidths above 0.
     """
@@ -221,28 +217,28 @@ class PlacementCosts:
 
     @property
     def move_bytes(self) -> int:
-        """Bytes of an expert that moves for good: parameters and optimizer state."""
+        """Bytes sent when an expert changes its owner: parameters and optimizer state."""
         return self.expert_bytes + self.state_bytes
 
 
 class PlacementLoad(NamedTuple):
-    """Loads of ranks and links under a placement, in tokens, in one all-to-all of an iteration of a layer."""
+    """Token counts of ranks and links under a placement, in one all-to-all of a layer."""
 
-    work_W: NDArray[np.int64]  # that each rank computes
-    ingress_W: NDArray[np.int64]  # that each rank receives from other nodes
-    busiest_inter: int  # the most that a rank sends, or receives, between nodes
-    busiest_intra: int  # and inside its node
+    work_W: NDArray[np.int64]  # computed by each rank
+    ingress_W: NDArray[np.int64]  # received by each rank from other nodes
+    busiest_inter: int  # maximum that a rank sends or receives between nodes
+    busiest_intra: int  # maximum that a rank sends or receives within its node
 
 
 def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
-    """Counts where the tokens, [W, E] integers, go under a placement."""
+    """Return the token counts of ranks and links. `tokens_WE`: [W, E] integers."""
     sent_WEV = dispatch(tokens_WE, placement, nodes)
-    flow_WV = sent_WEV.sum(axis=1)  # the tokens from each rank to each, its own included
+    flow_WV = sent_WEV.sum(axis=1)  # tokens from each rank to each rank, itself included
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
-    np.fill_diagonal(intra_WV, 0)  # a rank's own tokens take no link
+    np.fill_diagonal(intra_WV, 0)  # tokens that stay on their rank use no link
     return PlacementLoad(
         sent_WEV.sum(axis=(0, 1)),
         inter_WV.sum(axis=0),
@@ -251,23 +247,23 @@ def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementL
 
 
 def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
-    """Returns the seconds of an iteration's all-to-alls of the layer: each takes as long as its busiest rank needs."""
+    """Return the busiest rank's seconds of a layer's all-to-alls in an iteration."""
     inter_s, intra_s = tokens.busiest_inter / costs.inter_bytes_s, tokens.busiest_intra / costs.intra_bytes_s
-    # Both kinds of links work at the same time.
+    # Both kinds of links transfer concurrently.
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 
 def compute_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
-    """Returns the seconds in which the rank with the most tokens computes its experts of the layer in an iteration."""
+    """Return the seconds of a layer's experts in an iteration on the rank with the most tokens."""
     return float(tokens.work_W.max()) * costs.token_s
 
 
 def layer_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
-    """Returns the seconds of an iteration's all-to-alls and experts of the layer, by which a placement is judged."""
+    """Return the seconds of a layer's all-to-alls and experts in an iteration, the objective of placements."""
     return exchange_s(tokens, costs) + compute_s(tokens, costs)
 
 
 def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: PlacementCosts, expert_bytes: int) -> float:
-    """Returns the seconds that transfers of experts of so many bytes take: those of the busiest rank."""
+    """Return the busiest rank's seconds of expert transfers of `expert_bytes` each."""
     *inter, sent, received = (counts_W.max() for counts_W in traffic(transfers, nodes, expert_bytes))
     return float(max(max(inter) / costs.inter_bytes_s, max(sent, received) / costs.intra_bytes_s))

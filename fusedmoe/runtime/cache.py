@@ -1,13 +1,12 @@
-"""Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
+"""Cache files in `$FUSEDMOE_CACHE` (default ~/.cache/fusedmoe): profiles and plans for later jobs.
 
-    costs-….json     a profile, for each machine, layout of ranks and versions
-    steps-….json     what the parts of a model's steps take, for its shapes as well
-    plan-….json      a plan of a whole model, for each policy, costs and version
-    choice-….json    what was measured to be the fastest while a job trained, for each machine and step
+    costs-….json     profile, by machine, parallel layout and versions
+    steps-….json     measured task times of a model's steps, also by its shapes
+    plan-….json      plan of a whole model, by policy, costs and version
+    choice-….json    fastest plan measured while a job trained, by machine and step
 
-Rank 0 reads and writes, and all ranks have what it read. A damaged file, or one of something else, is made again; where
-a file cannot be written a warning says so, and the job goes on. Numbers of captured graphs lie there, too
-(`fusedmoe.graph`).
+Rank 0 reads and writes, and sends the contents to all ranks. Damaged files are created again. If a file cannot be
+written, a warning is issued and the job continues. `fusedmoe.graph` also stores compiled graphs' numbers there.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import scipy
@@ -33,50 +33,50 @@ import torch.distributed as dist
 from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
+from fusedmoe.environment import launch_command
 from fusedmoe.errors import ConfigError, warn
-from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, write_kept
+from fusedmoe.files import CACHE, cache_dir, parse_json, read_cache_file, read_text, write_cache_file
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule.candidates import PlanCandidate, predicted_s
-from fusedmoe.schedule.cost import Observed
+from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, own_plans
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, user_plan_fingerprints
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
-# Of what steps take: before, tasks had taken what they take beside each other.
+# Version 1 of step measurements included contention.
 _OBSERVED_VERSION = 2
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
-    """Returns 16 hexadecimal digits of all that a file depends on, in plain types."""
+    """Return a digest (16 hexadecimal digits) of all values that a cache file depends on, given as plain types."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def own_version() -> str:
-    """Returns the version of this library; none where it is run from its source."""
+def library_version() -> str:
+    """Return the version of this library; empty if it runs from its source."""
     with suppress(PackageNotFoundError):
         return version("fusedmoe")
     return ""
 
 
-def _of_rank_0(topology: Topology, path: Path, operation: str, again: bool = False) -> str | None:
-    """Returns the text of rank 0's file, on all ranks: their disks may differ. None where it is to be made again."""
-    text = read_kept(path) if topology.is_first and not again else None
+def _read_on_rank_0(topology: Topology, path: Path, operation: str, again: bool = False) -> str | None:
+    """Return the text of rank 0's file on all ranks; None if it must be created again."""
+    text = read_cache_file(path) if topology.is_first and not again else None
     return all_gather_object(topology.world, text, operation)[0]
 
 
 def write(path: Path, text: str, what: str) -> None:
-    """`write_kept`, but a file that cannot be written is a warning. `what`: for it, "what was measured"."""
+    """Write a cache file, or issue a warning about `what` if it cannot be written."""
     try:
-        write_kept(path, text)
+        write_cache_file(path, text)
     except OSError as error:
         warn(
-            f"{what} could not be kept ({error}); the next job has to do it again. Set {CACHE} to a folder that can be "
-            "written",
+            f"{what} could not be cached ({error}); the next job has to repeat it. Set {CACHE} to a writable folder",
             stacklevel=3,
         )
 
@@ -89,48 +89,77 @@ def cached_profile(
     budget_s: float = BUDGET_S,
     again: bool = False,
 ) -> tuple[Profile, Path]:
-    """Returns the profile of this machine and its path; measured where none is kept. Collective over all ranks.
+    """Return the cached profile of this machine and its path; measure if missing. Collective over all ranks.
 
-    While it is measured, rank 0 shows a bar. Lines that are far from what was measured are a warning on rank 0.
+    Rank 0 shows a progress bar while measuring, and warns about poorly fitted lines. Raises like `profile`.
 
-    Args:
-        again: measure in any case.
-    Raises: what `profile` does.
+    `again`: measure even if cached.
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = _of_rank_0(topology, path, "reading the profile", again)
+    text = _read_on_rank_0(topology, path, "reading the profile", again)
     measured = None if text is None else _valid_profile(text, topology, device)
     if measured is None:
-        with WorkBar("measuring this machine") as bar:
+        with ProgressBar("measuring this machine", budget_s) as bar:
             show = bar.show if topology.is_first else None
             machine = describe(facts)
             measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.is_first:
             write(path, measured.to_json(), "what was measured")
-    if measured.poor and topology.is_first:
-        lines = ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in measured.poor.items())
+    if measured.costs.poor_fits and topology.is_first:
         warn(
-            f"{path}: times of {lines} were uneven, and no line comes near them; schedules made by it may be slow. "
-            "Measure again while nothing else runs on these machines, and for longer, on the same ranks: "
-            "fusedmoe profile --again --budget 60",
+            f"{path}: measured times of {measured.costs.poor_fits} are noisy, so schedules may be slow. Measure again "
+            f"on the idle machine for longer: {_profile_command(topology, dtype)}",
             stacklevel=2,
         )
     return measured, path
 
 
-def cached_observed(
+def _profile_command(topology: Topology, dtype: torch.dtype) -> str:
+    """Return the command that measures these ranks again, for longer."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+    flags = f"--again --budget 60 --dtype {names.get(dtype, 'fp32')}"
+    sizes = {"ranks-per-node": topology.ranks_per_node, "ep": topology.ep.size, "esp": topology.esp.size}
+    sizes["mp"] = topology.mp.size
+    flags += "".join(f" --{name} {size}" for name, size in sizes.items()) if topology.size > 1 else ""
+    return launch_command(topology.size, f"profile {flags}")
+
+
+# By topology, while it is in use; the layers of a model share one.
+_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
+
+
+def measured_costs(
+    topology: Topology, device: torch.device, dtype: torch.dtype, again_s: float | None = None
+) -> CostModel:
+    """Return the costs of this machine: cached in this process, read from disk, or measured. Collective over all ranks.
+
+    `again_s`: measure again for about this many seconds; the same on every rank.
+    """
+    known = _measured.setdefault(topology, {})
+    key = (device.type, dtype)
+    if key not in known or again_s is not None:
+        budget_s = BUDGET_S if again_s is None else again_s
+        again = again_s is not None
+        known[key] = cached_profile(topology, device, dtype=dtype, budget_s=budget_s, again=again)[0].costs
+        # Link costs do not depend on the dtype of the products.
+        links = {name: line for name, line in known[key].lines.items() if again and name not in ("gemm", "copy")}
+        for other, costs in known.items():
+            known[other] = replace(costs, lines={**costs.lines, **links})
+    return known[key]
+
+
+def cached_task_times(
     topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed], again: bool = False
 ) -> Observed:
-    """Returns what the parts of steps take; measured where it is not kept. Collective over all ranks.
+    """Return the cached task times of steps; measure if missing. Collective over all ranks.
 
     Args:
-        facts: all that it depends on, in plain types, the same on every rank: those of the machine (`machine_facts`),
-            and the model's shapes.
-        measure: collective, too; returns the same on every rank.
-        again: measure in any case.
+        facts: everything they depend on, as plain types, equal on all ranks: `machine_facts` and the model's shapes.
+        measure: measures them. Collective; returns equal results on all ranks.
+        again: measure even if cached.
     """
-    observed = None if again else kept_observed(topology, facts)
+    observed = None if again else read_cached_tasks(topology, facts)
     if observed is None:
         observed = measure()
         if topology.is_first:
@@ -138,9 +167,9 @@ def cached_observed(
     return observed
 
 
-def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
-    """Returns what the parts of steps take; None where it is not kept, or the file is of something else."""
-    text = _of_rank_0(topology, _observed_path(facts), "reading what steps take")
+def read_cached_tasks(topology: Topology, facts: dict[str, Any]) -> Observed | None:
+    """Return the cached task times of steps; None if missing or invalid."""
+    text = _read_on_rank_0(topology, _observed_path(facts), "reading what steps take")
     if text is not None:
         with suppress(ConfigError):
             return Observed.from_dict(parse_json(text, "what steps take"))
@@ -152,7 +181,7 @@ def _observed_path(facts: dict[str, Any]) -> Path:
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns all that times depend on, in plain types, the same on every rank. Collective over all ranks."""
+    """Return all properties that affect measured times, as plain types. Collective over all ranks, same result."""
     own = {
         "host": socket.gethostname(),
         "processor": _processor(),
@@ -161,7 +190,7 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "networks": _networks(),
     }
     ranks: list[dict[str, Any]] = all_gather_object(topology.world, own, "comparing machines")
-    # Hosts by number: another job on machines of the same kind, with other names, finds the same profile.
+    # Hosts by index, so that a job on identical machines with other names uses the same profile.
     hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
     sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
     return {
@@ -173,12 +202,12 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],
-        "fusedmoe": own_version(),
+        "fusedmoe": library_version(),
     }
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Returns the machine in one line."""
+    """Return a one-line description of the machine."""
     ranks = facts["ranks"]
     hosts = len({rank["host"] for rank in ranks})
     devices = sorted({rank["processor"] if rank["device"] == "cpu" else rank["device"] for rank in ranks})
@@ -206,10 +235,9 @@ def _processor() -> str:
 
 
 def _networks() -> Sequence[str]:
-    """Returns network cards with their speeds, and which of them torch.distributed was told to use."""
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
-        if (card / "device").exists():  # a real one; the names of virtual ones are often random
+        if (card / "device").exists():  # skip virtual cards, whose names are often random
             cards.append(f"{card.name} {_speed(card / 'speed')} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         cards.append(f"{port.parent.parent.name}/{port.name} {_speed(port / 'rate')}")
@@ -218,7 +246,7 @@ def _networks() -> Sequence[str]:
 
 
 def _speed(path: Path) -> str:
-    with suppress(ConfigError):  # a card that is off cannot be read
+    with suppress(ConfigError):  # the speed of an inactive card is unreadable
         return read_text(path).strip()
     return "?"
 
@@ -233,30 +261,30 @@ def cached_plans(
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Plan]:
-    """Returns the plans of a step by these policies; searched where they are not kept. Collective over all ranks.
+    """Return the plans of a step by these policies; search those that are not cached. Collective over all ranks.
 
     Args:
         policies: names of policies of whole layers.
-        costs: the same on every rank.
-        limit, samples: the most chunks, and the samples of a batch (`PlanSearch`).
-        again: search in any case.
-        show: told on rank 0 how many parts are done, of how many; None: it shows a bar.
+        costs: equal on all ranks.
+        limit, samples: maximum number of chunks, and samples per batch (`PlanSearch`).
+        again: search even if cached.
+        show: called on rank 0 with completed and total parts; None: show a progress bar.
     Raises:
         ConfigError: layers that cannot be split.
     """
-    # The name of a file holds all that its plan depends on.
+    # The file name contains a digest of everything the plan depends on.
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
-    # The library cannot tell whether a user's function is still the one that made a file.
-    keeps = [name for name in paths if name not in POLICIES or not POLICIES[name].own]
-    texts = {name: read_kept(paths[name]) if first and not again and name in keeps else None for name in paths}
-    # Rank 0's files count, so that all ranks follow one plan even where their disks differ.
+    # A user's function may have changed since a file was written.
+    keeps = [name for name in paths if name not in POLICIES or not POLICIES[name].is_user_defined]
+    texts = {name: read_cache_file(paths[name]) if first and not again and name in keeps else None for name in paths}
+    # All ranks use rank 0's files, because disks may differ.
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     kept = {name: _valid_plan(texts[name], costs) for name in paths}
     if all(kept.values()):
         return {name: plan for name, plan in kept.items() if plan is not None}
-    with WorkBar("planning") as bar:
-        # All ranks search for themselves: the same numbers give the same plan.
+    with ProgressBar("planning") as bar:
+        # Equal inputs give equal plans, so all ranks search.
         search = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
         plans = {name: kept[name] or search.plan(name) for name in paths}
     for name in keeps:
@@ -267,7 +295,7 @@ def cached_plans(
 
 
 def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
-    """Returns the file of the plan by this policy: another one for all that it depends on."""
+    """Return the cache file of a policy's plan. The name depends on everything the plan depends on."""
     facts = {
         "policy": policy,
         "costs": asdict(costs),
@@ -275,16 +303,16 @@ def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: i
         "samples": samples,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
-        "fusedmoe": own_version(),
+        "fusedmoe": library_version(),
         "source": _source(),
     }
-    if policy == "joint" and (own := own_plans(costs, limit)):
+    if policy == "joint" and (own := user_plan_fingerprints(costs, limit)):
         facts["own"] = own
     return cache_dir() / f"plan-{fingerprint(facts)}.json"
 
 
 def _source() -> str:
-    """Returns a digest of the modules that plan: between two versions they change, too."""
+    """Return a digest of the planning modules' source, which may change without a new version."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
         for path in sorted(Path(folder).rglob("*.py")):
@@ -297,10 +325,10 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _from_dict(data: Any) -> Plan:
-    """Reads what `_as_dict` gave. Raises `ConfigError` for a plan that was cut or edited."""
+    """Read the result of `_as_dict`. Raises `ConfigError` if the plan was truncated or edited."""
     plan = Plan.parse("\n".join(data["plan"]))
     if plan.fingerprint != data["fingerprint"]:
-        raise ConfigError("a plan is not as it was written")
+        raise ConfigError("a plan is damaged (fingerprint mismatch)")
     return plan
 
 
@@ -312,21 +340,20 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             return None
         plan = _from_dict(data)
-        # A plan of other layers takes another time.
+        # A plan for other layers has a different step time.
         if makespan(plan, costs) == data["step_s"]:
             return plan
     return None
 
 
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
-    """Returns the file of the fastest plan of a step with these facts, in plain types. Collective over all ranks."""
+    """Return the cache file of the fastest measured plan of a step. Collective over all ranks."""
     machine = machine_facts(topology, device, dtype)
     return cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _source(), **facts})}.json"
 
 
 def choice_text(chooser: PlanChooser) -> str:
-    """Return the text of a choice's file, for `read_choice`: the chosen plan, its seconds, and the runner-up to compare
-    it with. A line and a table are for people."""
+    """Return the contents of a choice file for `read_choice`. The line and the table are for human readers."""
     best = chooser.best
     ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
     kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
@@ -338,27 +365,28 @@ def choice_text(chooser: PlanChooser) -> str:
 def read_choice(
     topology: Topology, costs_of: Callable[[bool], StepCosts], path: Path
 ) -> tuple[float, list[PlanCandidate]] | None:
-    """Returns the seconds of a kept choice, and its plans; None where none is kept. Collective over all ranks.
+    """Return the seconds and plans of a cached choice; None if missing. Collective over all ranks.
 
-    A damaged file is a warning, and so is one whose plans are not of these layers.
+    Ignores a damaged file, or one with plans of other layers, with a warning.
 
-    `costs_of`: returns a step, by whether micro-batches go through whole layers.
+    `costs_of(whole)` returns the costs of a step. With `whole`, micro-batches pass through whole layers; otherwise only
+    dispatch, experts and combine are in chunks.
     """
-    text = _of_rank_0(topology, path, "reading what was measured")
+    text = _read_on_rank_0(topology, path, "reading what was measured")
     if text is None:
         return None
     try:
         data = json.loads(text)
         if (data["format"], data["version"]) != (_CHOICE, _VERSION) or not 0 < float(data["seconds"]) < math.inf:
-            raise ConfigError("it is of something else")
+            raise ConfigError("unexpected format")
         candidates = []
         for kept in data["plans"]:
             plan, whole = _from_dict(kept), bool(kept["whole"])
             candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s(plan, costs_of(whole))))
         if not candidates:
-            raise ConfigError("it has no plan")
+            raise ConfigError("it contains no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         if topology.is_first:
-            warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
+            warn(f"{path}: {error}. The file is ignored, and plans are measured again", stacklevel=2)
         return None
     return float(data["seconds"]), candidates

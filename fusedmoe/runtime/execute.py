@@ -1,14 +1,14 @@
-"""The executor: runs a plan's tasks, each resource in the plan's order, and measures them if asked to.
+"""Executor: runs the tasks of a plan in the order of each resource, and optionally records them.
 
     execute(plan, {"dispatch": send, "expert": compute, …}, stop=topology_fail, recorder=recorder)
 
-A body is a function of the task's chunk that does the work of all tasks of one kind; what it needs from other tasks it
-finds where these have put it, and the plan's dependencies see to it that it is there.
+One function (body) runs all tasks of a kind. Bodies exchange tensors through shared state; the plan's dependencies
+ensure that inputs are complete.
 
-On a CPU, computation runs on the calling thread and each kind of link on a thread of its own, whose collectives wait
-without holding the interpreter. On CUDA, every resource is a stream and every dependency an event: the host issues the
-tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole. One thread issues them
-in an order that all ranks share, which is what NCCL asks for where several communicators are in use (`nccl.md`).
+On a CPU, compute tasks run on the calling thread and each kind of link has a thread, whose collectives release the GIL.
+With CUDA, each resource is a stream and each dependency an event: the host launches tasks in the plan's `sequence`
+without waiting, so a CUDA graph can capture them. NCCL with several communicators requires one launch order on all
+ranks (`nccl.md`), so a single thread launches them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.backend import triton_serves
-from fusedmoe.runtime.recorder import Recorder, profiling, span
+from fusedmoe.kernels.backend import device_uses_triton
+from fusedmoe.runtime.recorder import Recorder, is_profiling, span
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import (
     COUNTS,
@@ -39,13 +39,13 @@ from fusedmoe.schedule.task import (
     TaskKind,
     resources_of,
 )
-from fusedmoe.threads import LOOK_S, Helper
+from fusedmoe.threads import POLL_S, WorkerThread
 
 Bodies = Mapping[str, Callable[[Task], None]]
 
-#: Whose plans a layer follows: its own schedule's, a training step's (`fusedmoe.training.plan_step`), or that of blocks
+#: Owner of the plan a layer follows: the layer's schedule, a training step (`fusedmoe.training.plan_step`), or blocks
 #: in micro-batches (`fusedmoe.pipeline`).
-Follows = Literal["itself", "step", "blocks"]
+PlanOwner = Literal["itself", "step", "blocks"]
 
 
 def execute(
@@ -56,29 +56,27 @@ def execute(
     streams: Mapping[str, torch.cuda.Stream] | None = None,
     recorder: Recorder | None = None,
 ) -> None:
-    """Runs every task of the plan once, without gradients, and returns when all are done (on CUDA: issued).
+    """Run every task of the plan once, without gradients. Returns when all are complete (CUDA: launched).
 
     Args:
-        bodies: the function that does the tasks of a kind, for each kind in the plan.
-        stop: called with an exception in a body, so that other ranks learn of it, and with them the collectives that
-            this rank is still waiting in. All waits are those of the bodies; nothing here waits longer than these.
-        streams: a stream for each resource, on CUDA.
+        bodies: for each kind in the plan, the function that runs its tasks. Only bodies wait for other ranks.
+        stop: called with an exception of a body, to abort this rank's collectives and notify other ranks.
+        streams: one stream per resource, with CUDA.
     Raises:
-        ConfigError: a task of a kind without a body, or a fused operation: kernels run these, not a plan's tasks.
-            Nothing has run then.
-        Exception: what a body raised; of several the first.
+        ConfigError: a kind without a body, or a fused operation, which only kernels can run. No task has run.
+        Exception: the first exception of a body.
     """
     if not plan.kinds <= bodies.keys() or not plan.kinds.isdisjoint(FUSED):
         require_runnable(plan, [kind for kind in bodies if kind not in FUSED], "execute: the plan")
-    body = _measured(bodies, recorder)
+    body = _recorded_body(bodies, recorder)
     with torch.no_grad():
-        # Threads have nothing to give where no two tasks can run at the same time.
+        # Threads are overhead without concurrent tasks.
         if streams is None and plan.overlaps:
-            _on_threads(plan, body, stop)
+            _run_on_threads(plan, body, stop)
             return
         try:
             if streams is not None:
-                _on_streams(plan, body, streams)
+                _run_on_streams(plan, body, streams)
             else:
                 for task in plan.sequence:
                     body(task)
@@ -87,31 +85,30 @@ def execute(
             raise
 
 
-def _measured(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], None]:
-    """Returns what runs a task: the body of its kind, inside a span where anybody listens."""
-    if recorder is None and not profiling():
+def _recorded_body(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], None]:
+    if recorder is None and not is_profiling():
         return lambda task: bodies[task.kind](task)
 
     def body(task: Task) -> None:
         kind, chunk, layer, phase, _ = task
-        (on,) = resources_of(kind)  # where it works, also where another link's thread or stream runs it
+        (on,) = resources_of(kind)  # hardware it uses, which may differ from its queue
         with span(recorder, kind, kind=kind, resource=on, chunk=chunk, layer=layer, phase=phase):
             bodies[kind](task)
 
     return body
 
 
-def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseException], None]) -> None:
-    """Runs compute on the calling thread and each kind of link on a thread of its own; returns when all are done.
+def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseException], None]) -> None:
+    """Run compute on the calling thread and each kind of link on a separate thread; return when all are complete.
 
-    After a `RankError` that the ranks have agreed on, tasks that do not follow from its task still run: the same on all
-    ranks, so that no rank waits for a task that another one left out.
+    After a `RankError` that all ranks have agreed on, tasks that do not depend on the failed task still run, equally on
+    all ranks, so that no rank waits for a task that another rank skipped.
     """
     done = {task: threading.Event() for task in plan.tasks}
     errors: list[BaseException] = []
     agreed: list[BaseException] = []
     skipped: set[Task] = set()
-    links: list[tuple[Helper, Future[None]]] = []
+    links: list[tuple[WorkerThread, Future[None]]] = []
     inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu")
 
@@ -121,7 +118,7 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
             if errors[0] is error:
                 stop(error)
         finally:
-            # Nobody may wait for a task that will never run.
+            # Wake all waiting threads.
             for event in done.values():
                 event.set()
 
@@ -129,13 +126,13 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
         ended = False
         for task in plan.on(resource):
             for earlier in plan.waits[task]:
-                # Waits in slices, and looks between them whether the threads of the links still live.
-                while not done[earlier].wait(LOOK_S):
+                # Wait in slices, to detect link threads that have died.
+                while not done[earlier].wait(POLL_S):
                     for thread, works in links:
                         thread.check(works)
             if errors:
                 return
-            # What follows from a task that was skipped is skipped, on all ranks alike.
+            # Dependents of a skipped task are skipped on all ranks.
             ended = ended or not skipped.isdisjoint(plan.waits[task])
             try:
                 if not ended:
@@ -151,8 +148,8 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
 
     def link(resource: str) -> None:
         try:
-            # Modes are a thread's own, and hooks compute here, too. Casts without gradients are not for the caller, who
-            # would find them in the cache.
+            # Autograd modes are thread-local, and hooks compute here too. Casts without gradients must not enter the
+            # caller's autocast cache.
             cast = torch.autocast("cpu", dtype, cache_enabled=False) if autocast else nullcontext()
             with torch.inference_mode(inference), torch.no_grad(), cast:
                 work(resource)
@@ -160,10 +157,10 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
             fail(error)
 
     try:
-        # Links first: their threads wait for the network while computation begins here.
+        # Links first: their threads wait for the network while compute starts here.
         for resource in RESOURCES[1:]:
             if plan.on(resource):
-                thread = Helper(f"fusedmoe {resource}")
+                thread = WorkerThread(f"fusedmoe {resource}")
                 links.append((thread, thread.begin(partial(link, resource))))
                 thread.end()
         work(RESOURCES[0])
@@ -175,16 +172,15 @@ def _on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseEx
         try:
             raise (errors or agreed)[0]
         finally:
-            # Its traceback leads to these lists: a circle would keep tensors and process groups until the collector
-            # comes by.
+            # The traceback refers to these lists: the cycle would keep tensors and process groups alive until garbage
+            # collection.
             errors.clear()
             agreed.clear()
 
 
-def _on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, torch.cuda.Stream]) -> None:
-    """Issues the tasks in the plan's sequence, each on its resource's stream behind the events of what it waits for."""
+def _run_on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, torch.cuda.Stream]) -> None:
     caller = torch.cuda.current_stream()
-    # Streams of the links must not run ahead of what the caller's stream has issued before.
+    # Link streams must wait for earlier work on the caller's stream.
     begun = torch.cuda.Event()
     begun.record(caller)
     used = [stream for resource, stream in streams.items() if plan.on(resource)]
@@ -195,7 +191,7 @@ def _on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, 
         stream = streams[plan.resources[task][0]]
         for earlier in plan.waits[task]:
             stream.wait_event(done[earlier])
-        # Switching to the stream that is current already would cost time for nothing.
+        # Entering the current stream again would only cost time.
         with torch.cuda.stream(stream) if stream != caller else nullcontext():
             body(task)
             done[task] = torch.cuda.Event()
@@ -206,16 +202,15 @@ def _on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of a layer and its ranks, which decide the kinds of tasks that run here.
+    """Properties of a layer and its ranks that determine the supported kinds of tasks.
 
     Attributes:
-        ep, esp: ranks that share the experts, and the shards of each.
-        grouped: the experts are the library's own products; else modules.
-        direct: nothing but kernels sees rows between the gate's choice and the experts' results: no hooks, no order by
-            products, no experts that move.
-        dtype, device: of the rows.
-        heap: tells whether all of the ranks have memory that kernels of the others address. It may be collective.
-        copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
+        ep, esp: sizes of the expert-parallel and expert-sharding groups.
+        grouped: experts use the library's grouped products, not modules.
+        direct: only kernels access rows between the gate and the experts' results: no hooks, no einsum order, no
+            dynamic placement.
+        heap: returns whether all ranks have symmetric memory. May be collective.
+        copies: experts have replicas on other ranks (`fusedmoe.placement`).
     """
 
     ep: int = 1
@@ -228,49 +223,49 @@ class Capabilities:
     copies: bool = False
 
 
-def runnable_kinds(layer: Capabilities, follows: Follows) -> tuple[str, ...]:
-    """Returns the kinds of tasks that plans may have."""
-    # Dispatch and combine without peers are among them: hooks may act there.
+def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
+    """Return the kinds of tasks that plans may contain."""
+    # Hooks may act in dispatch and combine even without peers.
     parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
     after = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.LOSS, TaskKind.OPTIMIZER)
     if follows == "step":
-        # What autograd runs beside a step's tasks is in its plan for the time that it takes.
+        # The plan contains attention, gate and other work only for their duration: autograd runs them.
         return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
     if follows == "blocks":
         copied = (GATHER, REDUCE) if layer.copies else ()
         return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
-    # Fused operations do all of a layer that follows its own schedule; in a step's plan nothing runs them.
+    # Fused operations are available only to layers that follow their own schedule.
     split = layer.ep > 1 or layer.esp > 1
-    served = triton_serves(layer.device) and layer.dtype != torch.float64
-    # The heap is asked for last, and only where all else allows it: it may be collective.
+    served = device_uses_triton(layer.device) and layer.dtype != torch.float64
+    # `heap` may be collective, so it is called last, and only if all other conditions hold.
     if not (split and layer.grouped and layer.direct and served and layer.heap()):
         return parts
-    # Where experts are split over both axes, rows go from every rank straight to all shards of their experts.
+    # With experts split over both axes, rows are sent directly to all shards.
     over_experts, over_shards = FUSED
     return (*parts, over_experts if layer.ep > 1 else over_shards)
 
 
 def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
-    """Raises `ConfigError`, naming the task and what can run, for a plan with a task of another kind."""
+    """Raise `ConfigError` if the plan has a task whose kind is not in `kinds`."""
     if not plan.kinds.issubset(kinds):
         strange = next(task for task in plan.sequence if task.kind not in kinds)
         raise ConfigError(
-            f"{whose} has {name(strange)} ({strange.kind}), which cannot run here; what can: {', '.join(kinds)}"
+            f"{whose} has {name(strange)} ({strange.kind}), which cannot run here; supported: {', '.join(kinds)}"
         )
 
 
 class Streams:
-    """The CUDA streams that a plan runs on, made on first use; copies and pickles make their own."""
+    """CUDA streams for the resources of a plan, created on first use and not copied or pickled."""
 
-    _links: dict[str, torch.cuda.Stream] | None = None
+    _link_streams: dict[str, torch.cuda.Stream] | None = None
 
     def on(self, device: torch.device) -> dict[str, torch.cuda.Stream] | None:
-        """Returns a stream for each resource, the current one for computation; None where the device is no GPU."""
+        """Return a stream per resource, with the current one for compute; None on a CPU."""
         if device.type != "cuda":
             return None
-        if self._links is None:
-            self._links = {link: torch.cuda.Stream(device) for link in ("intra", "inter")}
-        return {"compute": torch.cuda.current_stream(device), **self._links}
+        if self._link_streams is None:
+            self._link_streams = {link: torch.cuda.Stream(device) for link in ("intra", "inter")}
+        return {"compute": torch.cuda.current_stream(device), **self._link_streams}
 
     def __getstate__(self) -> dict[str, object]:
         return {}

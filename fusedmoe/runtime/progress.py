@@ -1,4 +1,4 @@
-"""Progress on a terminal: of work that may take a moment or a minute, and of a training run."""
+"""Progress bars for long operations and training runs."""
 
 from __future__ import annotations
 
@@ -6,42 +6,59 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from fusedmoe.errors import printable
 
-# Work that is over sooner shows no bar.
+# No bar for shorter work.
 _AFTER_S = 2.0
 
-# Between two lines when there is no terminal to draw on.
+# No remaining time before this fraction of the work is done: the first parts are often slower or faster than the rest.
+_ESTIMATE_FROM = 0.1
+
+# Seconds between two lines without a terminal.
 _LINE_EVERY_S = 15.0
 
 
-class WorkBar:
-    """A bar on stderr that shows how much of some work is done and the time left, once it has taken a while; without a
-    terminal a line now and every quarter of a minute.
+class ProgressBar:
+    """Progress bar on stderr with the remaining time, shown after 2 s; without a terminal, a line every 15 s.
 
-    with WorkBar("simulating") as bar:
-        work(bar.show)              # calls show(done, total) now and then
+    with ProgressBar("simulating") as bar:
+        work(bar.show)              # calls show(done, total)
+
+    Args:
+        what: the work, as shown.
+        budget_s: time limit of the work in seconds, shown in place of an estimate.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what, self._began = what, time.monotonic()
+    def __init__(self, what: str, budget_s: float | None = None) -> None:
+        self._what, self._began, self._budget_s = what, time.monotonic(), budget_s
         console = Console(stderr=True)
-        parts = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        left = RemainingColumn() if budget_s is None else TextColumn(f"at most {_clock(budget_s)} in all")
+        parts = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), left)
         self._terminal = console.is_terminal
         self._progress = Progress(*parts, console=console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(what, total=None)
         self._next_s = self._began + _AFTER_S
 
-    def __enter__(self) -> WorkBar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def show(self, done: float, total: float) -> None:
-        """Shows how much is done, of how much, in any unit."""
+        """Update the bar. `done` and `total` have any common unit."""
         now = time.monotonic()
         if self._terminal:
             if now > self._next_s:
@@ -49,12 +66,31 @@ class WorkBar:
                 self._progress.update(self._task, completed=done, total=total)
         elif self._next_s < now and 0 < done < total:
             self._next_s = now + _LINE_EVERY_S
-            left = _clock((now - self._began) / done * (total - done))
-            print(f"fusedmoe: {self._what}: {done / total:.0%}, {left} left", file=sys.stderr, flush=True)
+            left = ""
+            if self._budget_s is not None:
+                left = f", at most {_clock(self._budget_s)} in all"
+            elif done >= _ESTIMATE_FROM * total:
+                left = f", {_clock((now - self._began) / done * (total - done))} left"
+            print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
+
+
+class RemainingColumn(ProgressColumn):
+    """Remaining time, once a tenth of the work is done."""
+
+    max_refresh = 0.5
+
+    def __init__(self, words: str = "") -> None:
+        super().__init__()
+        self._column, self._words = TimeRemainingColumn(), words
+
+    def render(self, task: Task) -> Text:
+        if task.percentage < 100 * _ESTIMATE_FROM:
+            return Text("")
+        return Text.assemble(self._column.render(task), self._words)
 
 
 class Display:
-    """A context to report training steps to. This one shows nothing."""
+    """Context that reports training steps. This base class shows nothing."""
 
     def __enter__(self) -> Display:
         return self
@@ -63,21 +99,21 @@ class Display:
         pass
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        """Shows the steps that are done now, the loss of the last one, and the speed."""
+        """Show the number of completed steps, the last loss, and the speed."""
 
     def say(self, line: str) -> None:
-        """Shows something that happened between two steps."""
+        """Show a message between two steps."""
 
 
 def make_display(rank: int, total: int, done: int) -> Display:
-    """Returns the display that fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
+    """Return a bar on a terminal, lines without one, and no output on ranks other than 0."""
     if rank:
         return Display()
     return TrainingBar(total, done) if sys.stdout.isatty() else Lines(total)
 
 
 class Lines(Display):
-    """A line for the first step, for the last and every quarter of a minute."""
+    """Print a line for the first and last step and every 15 s."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -87,7 +123,7 @@ class Lines(Display):
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
         now, left = time.monotonic(), ""
         first, began_s = self._began = self._began or (done, now)
-        if done > first:
+        if done - first >= max(1.0, _ESTIMATE_FROM * (self._total - first)):
             left = f", {_clock((now - began_s) / (done - first) * (self._total - done))} left"
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_EVERY_S
@@ -98,7 +134,7 @@ class Lines(Display):
 
 
 class TrainingBar(Display):
-    """A bar that moves, with the loss, the speed and the time left."""
+    """Progress bar with loss, speed and remaining time."""
 
     def __init__(self, total: int, done: int) -> None:
         self._progress = Progress(
@@ -107,8 +143,7 @@ class TrainingBar(Display):
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]} tokens/s"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            RemainingColumn(" left"),
             console=Console(),
         )
         self._task = self._progress.add_task("training", total=total, completed=done, loss="–", speed="–")

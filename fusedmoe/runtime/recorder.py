@@ -1,17 +1,15 @@
-"""Measuring what runs: a `Recorder` collects spans and gives them as a `Timeline`.
+"""Recording of task times: a `Recorder` collects spans and returns a `Timeline`.
 
-    recorder = Recorder(rank)                        # for the steps to be measured; None otherwise
+    recorder = Recorder(rank)                        # None to record nothing
     with span(recorder, "dispatch", kind="dispatch", resource="inter", chunk=0, phase="forward"):
         ...
     timelines = all_gather_object(world, recorder.timeline())
 
-Whoever is measured holds a `Recorder | None` and calls the function `span`: with None it hands out one shared context
-that does nothing, which also passes through `torch.compile` without a graph break. While a profiler of PyTorch's is on,
-each span is a range of its, too (`torch.profiler.record_function`), recorder or not.
+For a None recorder `span` returns a shared null context, which does not break graphs of `torch.compile`. While a
+PyTorch profiler is active, each span is also a `torch.profiler.record_function` range, with or without a recorder.
 
-On a CPU the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the stream that is current
-where it opens and where it closes, so it shows when the device worked, and recording never waits for it; only
-`timeline()` does.
+On a CPU, the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the current streams at its
+start and end, so it measures device time. Recording does not synchronize; `timeline()` does.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from fusedmoe.compat.torch import profiler_is_on
+from fusedmoe.compat.torch import is_profiler_active
 from fusedmoe.kernels.derivatives import Function
-from fusedmoe.schedule.timeline import Span, Timeline, check_word
+from fusedmoe.schedule.timeline import Span, Timeline, require_known
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -44,17 +42,16 @@ def span(
     phase: str | None = None,
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
-    """Returns `recorder.span(...)`, or a shared context that does nothing when there is no recorder; and a range of
-    PyTorch's profiler, where one is on."""
-    # A layer's recorder adds the layer's number, and hands on to the one behind it.
+    """Return `recorder.span(...)` or a null context, plus a profiler range if a PyTorch profiler is active."""
+    # A layer's recorder adds the layer index and forwards to its parent.
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.number, recorder.to
-    if recorder is None and not profiling():
+    if recorder is None and not is_profiling():
         return _NOTHING
     record = None
     if recorder is not None:
         record = recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
-        if not profiling():
+        if not is_profiling():
             return record
     numbers = [f"{what} {number}" for what, number in (("layer", layer), ("chunk", chunk)) if number is not None]
     return _Range(", ".join((f"fusedmoe: {name}", *numbers, *filter(None, (phase,)))), record)
@@ -68,13 +65,20 @@ _active = _Active()
 
 
 def active_recorder() -> Recorder | None:
-    """Return the recorder that `record_with` set on this thread; None without one, and in a graph."""
+    """Return the recorder set by `record_with` on this thread; None without one or during compilation."""
     return None if torch.compiler.is_compiling() else _active.recorder
 
 
+def part_span(kind: str) -> AbstractContextManager[None]:
+    """Return a context that records the forward of a part of a layer with the active recorder."""
+    recorder = None if torch.compiler.is_compiling() else _active.recorder
+    if recorder is None and not is_profiling():  # nearly always
+        return _NOTHING
+    return span(recorder, kind, kind=kind, phase="forward")
+
+
 def record_with(recorder: Recorder | None) -> AbstractContextManager[None]:
-    """Return a context in which the parts of a layer report to this recorder, on this thread; None: to none."""
-    # Without a recorder, inside and outside, a token's path has nothing to set.
+    """Return a context in which layers on this thread record to `recorder`; None disables recording."""
     return _NOTHING if recorder is _active.recorder else _record_with(recorder)
 
 
@@ -87,29 +91,27 @@ def _record_with(recorder: Recorder | None) -> Iterator[None]:
         _active.recorder = outer
 
 
-def profiling() -> bool:
-    """Returns True if a profiler of PyTorch's is on."""
-    return not torch.compiler.is_compiling() and profiler_is_on()
+def is_profiling() -> bool:
+    """Return whether a PyTorch profiler is active."""
+    return not torch.compiler.is_compiling() and is_profiler_active()
 
 
-def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:
-    """Returns the recorder that the parts of a layer report to, so that their spans carry its number; None where nobody
-    listens."""
-    # A graph runs later than it is made: no clock of ours is in it.
-    if torch.compiler.is_compiling() or (recorder is None and not profiling()):
+def layer_recorder(recorder: Recorder | None, number: int | None) -> Recorder | None:
+    """Return a recorder that adds the layer index to spans; None if nothing records."""
+    # Compiled graphs contain no recording.
+    if torch.compiler.is_compiling() or (recorder is None and not is_profiling()):
         return None
     return _LayerRecorder(recorder, number)
 
 
 def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x: Tensor, *, kind: str) -> Tensor:
-    """Returns `operation(x)`, as a span of the forward and one of the backward pass when there is a recorder."""
-    if recorder is None and not profiling():
+    """Return `operation(x)`, recorded as a forward and a backward span if there is a recorder."""
+    if recorder is None and not is_profiling():
         return operation(x)
-    if not (x.requires_grad and torch.is_grad_enabled()):  # no gradient will come by to close a span of the backward
+    if not (x.requires_grad and torch.is_grad_enabled()):  # no backward pass would close the span
         with span(recorder, kind, kind=kind, phase="forward"):
             return operation(x)
-    # Autograd runs the backward of a region on its own: going backward, the mark where the result leaves opens the
-    # span, and the one where the input enters closes it.
+    # In the backward pass, the mark on the output opens the span, and the mark on the input closes it.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
         y = operation(_Mark.apply(x, lambda: back.__exit__(None, None, None)))
@@ -117,9 +119,9 @@ def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x
 
 
 class _Mark(Function):
-    """The identity; calls `action` when the gradient passes."""
+    """Identity that calls `action` in the backward pass."""
 
-    operation, twice = "a recorded part", True
+    operation, double_backward = "a recorded part", True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
@@ -133,11 +135,11 @@ class _Mark(Function):
 
 
 class Recorder:
-    """Collects the spans of one rank from its creation on. Spans may be opened on several threads.
+    """Collects the spans of one rank since its creation. Thread-safe.
 
-    `device`: a CUDA device makes it measure with events on the current streams of that device; anything else, and
-    None, with the host's `clock`, in seconds. Events count from creation (or `clear`) in float32 milliseconds: exact to
-    a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not for a whole run.
+    `device`: with a CUDA device, spans use events on its current streams; otherwise the host's `clock` in seconds.
+    Event times since creation (or `clear`) are float32 milliseconds, exact to 1 µs in the first 10 s: create a recorder
+    for the measured steps, not for a whole run.
     """
 
     def __init__(
@@ -153,10 +155,10 @@ class Recorder:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all spans, open ones too, and starts again at zero. Waits for the device, if any."""
-        self._records: list[tuple[Span, Any, Any]] = []  # with the marks of its start and its end
+        """Discard all spans, including open ones, and restart at zero. Synchronizes with the device."""
+        self._records: list[tuple[Span, Any, Any]] = []  # span, start mark, end mark
         self._added: list[Span] = []
-        # An idle device passes the event at once, so host and device zero are a few microseconds apart.
+        # An idle device executes the event at once: host and device zero differ by microseconds.
         self._wait()
         self._zero = self._mark()
         self._wait()
@@ -167,7 +169,6 @@ class Recorder:
             torch.cuda.synchronize(self._device)
 
     def _mark(self) -> Any:
-        """Returns this moment: the clock's, or an event on the device's current stream."""
         if self._device is None:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
@@ -175,7 +176,6 @@ class Recorder:
         return event
 
     def _seconds(self, mark: Any) -> float:
-        """Returns the seconds from zero to a mark that the device has passed."""
         return mark - self._zero_s if self._device is None else float(self._zero.elapsed_time(mark)) * 1e-3
 
     def span(
@@ -189,27 +189,27 @@ class Recorder:
         phase: str | None = None,
         also: tuple[str, ...] = (),
     ) -> AbstractContextManager[None]:
-        """Returns a context whose body is one span. A body that raises leaves none behind. `also`: see `Span`.
+        """Return a context that records one span, unless its body raises. `also`: see `Span`.
 
-        Raises `ConfigError` for a kind, resource or phase that `fusedmoe.schedule.timeline` does not list.
+        Raises `ConfigError` for an unknown kind, resource or phase.
         """
-        check_word("kind", kind)
-        check_word("phase", phase)
+        require_known("kind", kind)
+        require_known("phase", phase)
         for each in (resource, *also):
-            check_word("resource", each)
+            require_known("resource", each)
         return _Record(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
     def now(self) -> float:
-        """Returns the seconds since zero on the host's clock, for `add`."""
+        """Return the seconds since zero on the host's clock, for `add`."""
         return self._now() - self._zero_s
 
     def add(self, span: Span) -> None:
-        """Adds a span whose times are known: work that began on one thread and was seen to end on another."""
+        """Add a span with known times, for example of work that starts and ends on different threads."""
         self._added.append(span)
 
     def timeline(self) -> Timeline:
-        """Returns all that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
-        records, added = tuple(self._records), tuple(self._added)  # before the wait: others may go on recording
+        """Return everything recorded so far. Synchronizes with the device. Recording may continue."""
+        records, added = tuple(self._records), tuple(self._added)  # before the wait: others may record
         self._wait()
         seconds = self._seconds
         measured = [what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records]
@@ -217,7 +217,7 @@ class Recorder:
 
 
 class _LayerRecorder(Recorder):
-    """Gives spans the number of their layer; they go to another recorder, if there is one, and to the profiler."""
+    """Adds the layer index to spans and forwards them to another recorder and the profiler."""
 
     def __init__(self, recorder: Recorder | None, number: int | None) -> None:
         self.to, self.number = recorder, number
@@ -227,7 +227,7 @@ class _LayerRecorder(Recorder):
 
 
 class _Range(AbstractContextManager[None]):
-    """A range of PyTorch's profiler, and a span of a recorder's inside it, if there is one."""
+    """A PyTorch profiler range with an optional recorder span inside."""
 
     def __init__(self, label: str, record: AbstractContextManager[None] | None) -> None:
         self._range, self._record = profiler.record_function(label), record or _NOTHING
@@ -242,12 +242,12 @@ class _Range(AbstractContextManager[None]):
 
 
 class _Record:
-    """A span that is being recorded, once for each time that it is entered."""
+    """A span being recorded; may be entered several times."""
 
     __slots__ = ("_mark", "_records", "_what", "_start")
 
     def __init__(self, mark: Callable[[], Any], records: list[tuple[Span, Any, Any]], what: Span) -> None:
-        # The list of now: a recorder that is cleared meanwhile has another one, and forgets this span.
+        # A recorder cleared meanwhile has a new list and discards this span.
         self._mark, self._records, self._what = mark, records, what
 
     def __enter__(self) -> None:
@@ -259,29 +259,29 @@ class _Record:
 
 
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
-    """Returns one instant on both clocks: (`now()`, `time.time()`)."""
+    """Return the same instant on both clocks: (`now()`, `time.time()`)."""
     readings = [(now(), time.time(), now()) for _ in range(8)]
-    # The reading with the least time between both clocks is the most exact.
+    # The reading with the smallest interval is the most accurate.
     before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return (before + after) / 2, wall
 
 
 class Moment:
-    """A moment in what the device does."""
+    """A point in time of the device's execution."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
         self._clock_s = 0.0
 
     def note(self, device: torch.device) -> None:
-        """Takes the time: now, or on CUDA when the current stream gets there."""
+        """Record the current time; with CUDA, when the current stream reaches this point."""
         self._clock_s = time.perf_counter()
         if device.type == "cuda":
             self._event = self._event or torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     def after(self, other: Moment) -> float:
-        """Returns the seconds from another moment. On CUDA this waits for both."""
+        """Return the seconds since another moment. With CUDA, waits for both."""
         if self._event is None or other._event is None:
             return self._clock_s - other._clock_s
         other._event.synchronize()

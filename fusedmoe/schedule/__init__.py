@@ -1,62 +1,49 @@
-"""Plans of training steps as plain Python, without torch: costs, policies, the simulator, timelines and pictures.
+"""Plans of training steps: costs, policies, the simulator, timelines and figures. Does not import torch.
 
 costs = CostModel.from_json(Path("costs.json").read_text())
 step = workload.step_costs(costs, gradient_bytes, kinds)
 plan = POLICIES["fsmoe"].plan(step)
 draw([simulate(plan, step)], Path("step.png"), title="fsmoe")
 
-task, plan                          tasks, their dependencies, and one order of tasks per resource
-cost, workload, step_costs          costs of a machine, a layer, and a step of several layers
-machines, refit                     cost models of machines we have not measured; costs fitted to measured steps
-passes, step, list_schedule         task orders of one pass, of a step, and of any task graph
-policies                            published systems: functions from costs to a plan
-events, simulate, bound             predicted time of a plan, and a lower bound for all plans
-timeline, draw                      start and end of each task, measured or predicted; pictures
-plan_chooser, candidates, trials    the fastest plan, measured while a job trains
+task, plan                          tasks, dependencies, and the task order of each resource
+cost, workload, step_costs          costs of a machine, a layer, and a step
+machines, refit                     cost models from data sheets; costs fitted to measured steps
+passes, step, list_schedule         task orders of a pass, a step, and any task graph
+policies                            published systems as functions from costs to a plan
+events, simulate, bound             predicted time of a plan; lower bound over all plans
+timeline, draw                      start and end of each task; figures
+plan_chooser, candidates, trials    choice of the fastest plan during training
 """
 
 from __future__ import annotations
 
-from fusedmoe.schedule.cost import LINES, Contention, CostModel, Costs, Line
+from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.machines import TESTBEDS
-from fusedmoe.schedule.passes import one_queue, three_queues
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.plan_chooser import PlanChooser
-from fusedmoe.schedule.policies import POLICIES, register_policy
-from fusedmoe.schedule.policies.sparse_collectives import with_sparse
-from fusedmoe.schedule.refit import observe, refit
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.workload import Workload, uniform_share
+from fusedmoe.schedule.workload import Workload
 
 __all__ = [
     "ChunkedPass",
-    "Contention",
     "CostModel",
-    "Costs",
     "LINES",
     "Line",
     "POLICIES",
     "Plan",
-    "PlanChooser",
     "StepCosts",
+    "StepSplit",
     "TESTBEDS",
-    "Task",
-    "Timeline",
     "Workload",
     "draw",
     "makespan",
-    "observe",
-    "one_queue",
-    "refit",
-    "register_policy",
+    "micro_schedule",
     "simulate",
     "step_plan",
     "three_queues",
-    "uniform_share",
-    "with_sparse",
 ]

@@ -1,4 +1,4 @@
-"""Candidate plans of a training step: the best plan of each family by prediction, plans near one, and no plan."""
+"""Candidate plans of a training step: the best plan of each policy, variations of it, and no plan."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slo
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
-#: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
+#: Family of the empty plan: unchunked layers, gradients reduced after the backward pass.
 OFF = "off"
 
-# Of the plans beside one, so many are worth measuring.
-_BESIDE = 4
+_MAX_NEIGHBOURS = 4
 
 
 class PlanCandidate(NamedTuple):
-    """A plan of a step that may be the fastest."""
-
-    family: str  # the policy that it comes from, or `OFF`, whose plan has no tasks
+    family: str  # name of its policy, or `OFF` with an empty plan
     plan: Plan
-    whole: bool  # micro-batches go through whole layers; else nothing but the layers' pipelines is in chunks
-    predicted_s: float  # of a step, by the costs
+    whole: bool  # micro-batches pass through whole layers; False: only pipelines are chunked
+    predicted_s: float  # step time
 
     @property
     def name(self) -> str:
-        """The family with its chunks forward and backward, and what else tells it from those beside it."""
+        """The family, its chunk counts forward and backward, W tasks and bucket size."""
         if self.family == OFF:
             return OFF
         both = (sorted({n for (of, _), n in self.plan.degrees.items() if of == phase}) for phase in PHASES)
@@ -47,7 +44,7 @@ class PlanCandidate(NamedTuple):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy of its family; None for `OFF`, and for one that a job before had registered."""
+        """The family's policy; None for `OFF` and for unregistered user policies."""
         return ANY_ORDER if self.family == ANY_ORDER.name else POLICIES.get(self.family)
 
     @property
@@ -56,7 +53,7 @@ class PlanCandidate(NamedTuple):
 
 
 def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
-    """Returns each plan once, shortest prediction first."""
+    """Return each plan once, sorted by predicted time."""
     first: dict[tuple[str, bool], PlanCandidate] = {}
     for one in candidates:
         first.setdefault((one.plan.fingerprint, one.whole), one)
@@ -66,8 +63,7 @@ def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
 def family_candidates(
     costs: StepCosts, limit: int, samples: int | None, progress: Callable[[int, int], None]
 ) -> list[PlanCandidate]:
-    """Returns the best plan of each family, and the plan without tasks; shortest prediction first. For its arguments
-    see `PlanSearch`."""
+    """Return the best plan of each policy and the empty plan, by predicted time. Arguments: see `PlanSearch`."""
     plans = PlanSearch(costs, limit, samples, progress).families
     whole = whole_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in plans.items()]
@@ -75,28 +71,27 @@ def family_candidates(
     return distinct(candidates)
 
 
-def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
-    """Returns plans of the same family with some more or fewer chunks, or other buckets: the best by prediction."""
+def neighbour_candidates(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+    """Return the best variations of a plan by predicted time: other chunk counts, bucket sizes or W tasks."""
     if one.policy is None or not one.policy.varies:
         return []
-    plans = _splits_beside(one.plan, costs, limit, samples) if one.whole else _layers_beside(one, costs, limit)
+    plans = _neighbour_splits(one.plan, costs, limit, samples) if one.whole else _neighbour_layers(one, costs, limit)
     found = distinct(PlanCandidate(one.family, plan, one.whole, makespan(plan, costs)) for plan in plans)
-    return [other for other in found if other.plan != one.plan][:_BESIDE]
+    return [other for other in found if other.plan != one.plan][:_MAX_NEIGHBOURS]
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
-    """Returns a plan of `micro_schedule` with gradient buckets of that many bytes."""
+    """Return the candidate, made by `micro_schedule`, with gradient buckets of `size` bytes."""
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
     return PlanCandidate(one.family, plan, one.whole, makespan(plan, costs))
 
 
-def degrees_beside(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
-    """Returns the plans that differ from one of FlowMoE's in nothing but the number of micro-batches, which both
-    passes have."""
+def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+    """Return variations of a FlowMoE plan with another number of micro-batches, changed alike in both passes."""
     split = StepSplit.from_plan(base.plan)
     degrees = split.degrees(len(costs.layers))
     plans = []
-    for change in _degrees_beside(limit, samples):
+    for change in _degree_changes(limit, samples):
         changed = {phase: tuple(Degrees(*map(change, of)) for of in degrees[phase]) for phase in PHASES}
         plans.append(micro_schedule(costs, split.with_degrees(changed)).plan())
     found = distinct(PlanCandidate(base.family, plan, base.whole, makespan(plan, costs)) for plan in plans)
@@ -104,15 +99,15 @@ def degrees_beside(base: PlanCandidate, costs: StepCosts, limit: int, samples: i
 
 
 def predicted_s(plan: Plan, costs: StepCosts) -> float:
-    """Returns the seconds of a step by a plan; without tasks, of one with nothing in chunks."""
+    """Return the predicted step time. The empty plan means unchunked layers."""
     return makespan(plan if len(plan) else POLICIES["sequential"].plan(costs), costs)
 
 
-def _splits_beside(plan: Plan, costs: StepCosts, limit: int, samples: int | None) -> Iterator[Plan]:
+def _neighbour_splits(plan: Plan, costs: StepCosts, limit: int, samples: int | None) -> Iterator[Plan]:
     split, largest = StepSplit.from_plan(plan), max(costs.gradient_bytes)
     changed = [split._replace(weights=not split.weights)]
     degrees = split.degrees(len(costs.layers))
-    for degree, phase in product(_degrees_beside(limit, samples), PHASES):
+    for degree, phase in product(_degree_changes(limit, samples), PHASES):
         other = tuple(Degrees(*map(degree, of)) for of in degrees[phase])
         changed.append(split.with_degrees({**degrees, phase: other}))
     if split.bucket_bytes:
@@ -122,8 +117,8 @@ def _splits_beside(plan: Plan, costs: StepCosts, limit: int, samples: int | None
         yield micro_schedule(costs, one).plan()
 
 
-def _degrees_beside(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
-    """Yields functions that change a degree: into itself, where the changed one cannot be."""
+def _degree_changes(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
+    """Yield functions that change a degree, or return it unchanged if the new degree is invalid."""
 
     def changed(how: Callable[[int], int], now: int) -> int:
         new = how(now)
@@ -133,8 +128,8 @@ def _degrees_beside(limit: int, samples: int | None = None) -> Iterator[Callable
         yield partial(changed, how)
 
 
-def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
-    """Yields plans with the same orders and gradients, and other degrees in all layers, or smaller buckets."""
+def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
+    """Yield plans with other degrees in all layers, or smaller buckets, and otherwise the same orders."""
     plan, layers = candidate.plan, range(len(costs.layers))
     forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
     same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]
@@ -145,14 +140,12 @@ def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> It
             return idle_slot_plan(costs, ahead, back, bucket_bytes)
         if candidate._gradients == "exposed":
             return step_plan(costs, ahead, back, exposed=True)
-        # The same bytes stay in the places that the plan has for them.
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
         return step_plan(costs, ahead, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
 
-    for degree in _degrees_beside(limit):
+    for degree in _degree_changes(limit):
         ahead, back = ([one._replace(degree=degree(one.degree)) for one in both] for both in (forward, backward))
-        # Where both passes have the same degrees these change together, else each by itself.
         if same:
             yield rebuilt(ahead, back, largest)
         else:
@@ -163,10 +156,9 @@ def _layers_beside(candidate: PlanCandidate, costs: StepCosts, limit: int) -> It
 
 
 def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
-    """Returns the order and the degree that the plan has of one layer's chunks."""
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
     own = pass_of(plan, layer, phase)
-    # The order is not written in a plan: it is the one that gives the same tasks on each resource.
+    # A plan does not store its order function: find the one that reproduces the task orders.
     for order in (three_queues, alternating, one_queue):
         tasks = order(kinds, degree, phase, layer)
         if all(tuple(t for t in own.on(on) if t.kind in PIPELINE) == tuple(tasks.get(on, ())) for on in RESOURCES):

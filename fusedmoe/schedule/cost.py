@@ -1,7 +1,6 @@
-"""Cost models: how long collectives and matrix products take, as straight lines through measured points.
+"""Cost models: time of collectives, matrix products and copies as a linear function of size.
 
-A time is α + β·n (FSMoE Eq. 1): α seconds to start, β seconds for each unit of n. n counts bytes for a collective or
-a copy and FLOP for a matrix product, everywhere in this package.
+The time is α + β·n (FSMoE Eq. 1) with n in bytes for a collective or a copy, and in FLOP for a matrix product.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind
 
-#: Lines of a cost model: collectives and the groups that they run in, matrix products, copies of rows in another order.
+#: Names of the lines: collectives/group, matrix products, and copies that permute rows.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
 
-#: Seconds for each byte or FLOP of a line that rises with neither: no schedule should believe that size is free.
-LEAST_BETA = 1e-15
+#: Minimum slope of a fit in seconds per byte or FLOP: no schedule may treat size as free.
+MIN_BETA = 1e-15
+
+# Fits with a smaller r² predict hardly better than the mean of their points.
+_FAIR_R2 = 0.9
 
 _FORMAT = "fusedmoe-costs"
 _VERSION = 2
@@ -33,14 +35,13 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Contention:
-    """The speed that a task keeps while another resource works, too, as a share of its speed alone, (0, 1]; beside both
-    others it keeps the product of the two shares.
+    """Fraction of its speed, in (0, 1], that a task keeps while another resource is busy. Fractions multiply.
 
-    Example, a product of 4 s and an all-to-all of 3 s that begin together, by `compute_beside_inter=0.5` and
-    `inter_beside_compute=0.75`: after 4 s the all-to-all has ended (0.75 · 4 s = 3 s), and 2 s of the product are left
-    (4 s − 0.5 · 4 s), which then ends after 6 s in all.
+    Example: a matrix product of 4 s and an all-to-all of 3 s start together, with `compute_beside_inter=0.5` and
+    `inter_beside_compute=0.75`. The all-to-all ends after 4 s (0.75 · 4 s = 3 s). The product has 2 s of work left (4 s
+    − 0.5 · 4 s) and ends after 6 s.
 
-    Raises `ConfigError` for a share outside (0, 1], and one so small that no sum of times has room for it.
+    Raises `ConfigError` for a fraction below 1e-9 or above 1.
     """
 
     compute_beside_intra: float = 1.0
@@ -53,37 +54,34 @@ class Contention:
     def __post_init__(self) -> None:
         for what, share in asdict(self).items():
             if not (isinstance(share, (int, float)) and 1e-9 <= share <= 1):
-                raise ConfigError(
-                    f"contention: {what} is a share of the speed, more than 0 and at most 1, not {share!r}"
-                )
+                raise ConfigError(f"contention: {what} must be a fraction of the speed in (0, 1], not {share!r}")
 
     @classmethod
     def between_links(cls, share: float) -> Contention:
-        """Returns that of links which keep this share beside each other, and leave computation alone."""
+        """Return a contention between intra-node and inter-node links only, equal for both."""
         return cls(intra_beside_inter=share, inter_beside_intra=share)
 
     def share(self, resource: str, beside: str) -> float:
-        """Returns the share of its speed that a task on a resource keeps while one on another runs."""
+        """Return the fraction of its speed that `resource` keeps while `beside` is busy."""
         return 1.0 if resource == beside else float(getattr(self, f"{resource}_beside_{beside}"))
 
     @cached_property
     def speeds(self) -> tuple[tuple[float, ...], ...]:
-        """The speed of each resource by which of them work: resource n of `RESOURCES` is bit n of the index."""
+        """Speed of each resource by set of busy resources: bit n of the index is `RESOURCES[n]`."""
         sets = [[r for n, r in enumerate(RESOURCES) if which >> n & 1] for which in range(1 << len(RESOURCES))]
         return tuple(tuple(math.prod(self.share(r, one) for one in working) for r in RESOURCES) for working in sets)
 
     def disturbs(self, resources: Collection[str]) -> bool:
-        """Returns True if any of these resources disturbs another."""
+        """Return whether any of these resources slows down another one of them."""
         return any(self.share(r, one) < 1 for r in resources for one in resources)
 
     @cached_property
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """Weights of the resources' work, in the order of `RESOURCES`, whose sums bound the time that all of it takes.
+        """Weight vectors over `RESOURCES` such that each weighted sum of work bounds its total time from below.
 
-        While any set of resources works, the work that is done in a second, each at its speed there, is never worth
-        more than a second by such weights. So no order of the work takes less than its worth. These are the corners
-        of all weights of which that is true: the largest of their sums is the least time of any work that can be
-        spread over time as one likes.
+        They are the undominated vertices of the polytope in which no set of busy resources does more than 1 weighted
+        second of work per second. The largest weighted sum is the minimum time of work that can be spread arbitrarily
+        over time.
         """
         count = len(RESOURCES)
         rates = np.array([[s * (which >> n & 1) for n, s in enumerate(of)] for which, of in enumerate(self.speeds)][1:])
@@ -95,7 +93,6 @@ class Contention:
                 found = np.maximum(np.linalg.solve(matrix, ends[list(chosen)]), 0.0)
                 if (rates @ found).max() <= 1 + 1e-9:
                     corners.append(found / max(1.0, float((rates @ found).max())))
-        # Without those that another one equals or beats in all.
         kept: list[np.ndarray] = []
         for corner in sorted(corners, key=lambda one: float(-one.sum())):
             if not any((corner <= other + 1e-9).all() for other in kept):
@@ -103,31 +100,30 @@ class Contention:
         return tuple(tuple(map(float, corner)) for corner in kept)
 
     def least_s(self, compute: float, intra: float, inter: float) -> float:
-        """Returns the seconds that so many seconds of work on each resource take at least, in any order."""
+        """Return a lower bound of the seconds for this work, in seconds per resource."""
         return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
 
 
-#: Resources that leave each other alone.
-ALONE = Contention()
+NO_CONTENTION = Contention()
 
 
 class Costs(Protocol):
-    """Everything that a simulation has to know beside the plan."""
+    """Interface of the costs of a plan's tasks, for the simulator."""
 
     @property
     def contention(self) -> Contention:
-        """The speeds that resources keep beside each other."""
+        """Speeds of concurrently busy resources."""
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
-        """The duration of each task of the plan when it has its resources for itself."""
+        """Return the duration of each task without contention."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Costs that are given task by task."""
+    """Costs given task by task."""
 
     given: Mapping[Task, float]
-    contention: Contention = ALONE
+    contention: Contention = NO_CONTENTION
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         return self.given
@@ -135,7 +131,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Line:
-    """alpha_s + beta_s·n seconds. `r2` says how well the line fits what was measured (1: perfectly)."""
+    """Time alpha_s + beta_s·n in seconds. `r2`: coefficient of determination of the fit."""
 
     alpha_s: float
     beta_s: float
@@ -146,11 +142,11 @@ class Line:
 
     @property
     def per_s(self) -> float:
-        """Bytes or FLOP of something large in a second; a number too large to matter where size is free."""
-        return 1 / max(self.beta_s, LEAST_BETA)
+        """Asymptotic rate in bytes/s or FLOP/s, at most 1 / `MIN_BETA`."""
+        return 1 / max(self.beta_s, MIN_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Returns the bytes or FLOP of this time; 0 where it is too short to start (F14)."""
+        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up (F14)."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -158,30 +154,33 @@ class Line:
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Line:
-    """Returns the line of least squares through points (n, seconds), with its r².
+    """Return the least-squares line through points (n, seconds), with its r².
 
-    Raises `ConfigError` for points of fewer than two different n, or that are not finite.
+    Raises `ConfigError` for fewer than two distinct n, or points that are not finite.
     """
     n, seconds = np.array(sorted(points), dtype=np.float64).reshape(-1, 2).T
     if len(set(n)) < 2 or not np.isfinite([n, seconds]).all():
-        raise ConfigError("cost fit: needs finite points of at least two different sizes; measure more sizes")
+        raise ConfigError("cost fit: needs finite points with at least two different sizes; measure more sizes")
     from_mean, above_mean = n - n.mean(), seconds - seconds.mean()
     beta = float(from_mean @ above_mean / (from_mean @ from_mean))
     return _line(float(seconds.mean() - beta * n.mean()), beta, n, seconds)
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """Returns the line of least squares; where that starts or grows below zero, the best that does neither."""
+def fit_nonnegative_line(points: Sequence[tuple[float, float]]) -> Line:
+    """Return a line through points (n, seconds) with a non-negative intercept and a slope of at least `MIN_BETA`.
+
+    Minimises squared errors, or squared relative errors if the least-squares line violates these bounds.
+    """
     line = fit(points)
-    if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
+    if line.alpha_s >= 0 and line.beta_s >= MIN_BETA:
         return line
-    # Noise in the longest times did that, so now relative errors count. Imported here: hardly any fit needs it, and it
-    # is slow to import.
+    # Noise in the longest times makes the fit negative: minimize relative errors instead. The import is slow and rarely
+    # needed.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
     (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-    return _line(float(alpha), max(LEAST_BETA, float(beta / n.max())), n, seconds)
+    return _line(float(alpha), max(MIN_BETA, float(beta / n.max())), n, seconds)
 
 
 def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
@@ -191,13 +190,14 @@ def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
 
 @dataclass(frozen=True)
 class FusedCosts:
-    """Costs of fused operations beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
+    """Costs of fused operations in addition to the lines (`workload.one_sided_s`).
 
-    `tile_rows`: rows that one signal stands for, which follows from the kernels. `signal_s`: by link ("intra",
-    "inter"), seconds from the end of a tile's rows on the link to when the kernel that waits for them goes on. A link
-    without a signal has no fused operations.
+    Raises `ConfigError` for an unknown link or an invalid number.
 
-    Raises `ConfigError` for a link that is not there, and numbers that cannot be.
+    Attributes:
+        tile_rows: rows per signal, as the kernels send them.
+        signal_s: by link ("intra", "inter"), seconds from the end of a tile's transfer until the waiting kernel
+            continues. Links without an entry have no fused operations.
     """
 
     tile_rows: int
@@ -205,28 +205,28 @@ class FusedCosts:
 
     def __post_init__(self) -> None:
         if type(self.tile_rows) is not int or self.tile_rows < 1:
-            raise ConfigError(f"fused costs: tile_rows must be an integer from 1, not {self.tile_rows!r}")
+            raise ConfigError(f"fused costs: tile_rows must be an integer >= 1, not {self.tile_rows!r}")
         for link, seconds in self.signal_s.items():
             if link not in LINKS.values():
-                raise ConfigError(f"fused costs: {link!r} is no link; signals are on intra and inter")
+                raise ConfigError(f"fused costs: unknown link {link!r}; expected intra or inter")
             if not _is_time(seconds):
-                raise ConfigError(f"fused costs: a signal on {link} cannot take {seconds!r} s")
+                raise ConfigError(f"fused costs: invalid time {seconds!r} s of a signal on {link}")
 
 
 class Sample(NamedTuple):
-    """A part of a layer or step that was measured."""
+    """A measured part of a layer or step."""
 
     kind: str
     phase: str | None
-    chunks: int = 1  # that the part went in; of a gradient-all-reduce its bytes
-    apart: bool = False  # weight gradients were W tasks
+    chunks: int = 1  # number of chunks; bytes of a gradient-all-reduce
+    apart: bool = False  # weight gradients ran as W tasks
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Seconds of each sample, for layers whose experts compute so many rows in a pass (None: as those they are for).
+    """Measured seconds per sample. Raises `ConfigError` for an invalid time.
 
-    Raises `ConfigError` for a time that is none.
+    `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
     """
 
     seconds: Mapping[Sample, float] = field(default_factory=dict)
@@ -235,53 +235,49 @@ class Observed:
     def __post_init__(self) -> None:
         for sample, seconds in self.seconds.items():
             if not 0 <= seconds <= 1e9 or sample.chunks < 1:
-                raise ConfigError(f"observed: {sample.kind} in {sample.chunks} chunks cannot take {seconds!r} s")
+                raise ConfigError(f"observed: invalid time {seconds!r} s of {sample.kind} in {sample.chunks} chunks")
 
     def __or__(self, other: Observed) -> Observed:
-        """Joins both; where both know a sample, the right one's counts."""
+        """Join samples; `other` has precedence."""
         return Observed({**self.seconds, **other.seconds}, other.rows or self.rows)
 
     def get(self, kind: str, phase: str | None, apart: bool = False) -> dict[int, float]:
-        """Returns the seconds of a kind of tasks by the number of chunks."""
+        """Return the seconds of a kind of task by number of chunks. `apart`: weight gradients ran as W tasks."""
         return {sample.chunks: s for sample, s in self.seconds.items() if sample == (kind, phase, sample.chunks, apart)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain types, for JSON."""
         return {"rows": self.rows, "samples": [[*sample, seconds] for sample, seconds in self.seconds.items()]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Observed:
-        """Reads what `as_dict` gave. Raises `ConfigError` for anything else."""
+        """Read the result of `as_dict`. Raises `ConfigError` if invalid."""
         try:
             rows = None if data["rows"] is None else float(data["rows"])
             seconds = {}
             for kind, phase, chunks, apart, took_s in data["samples"]:
-                kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # as older files call it
+                kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # name in older files
                 seconds[Sample(kind, phase, int(chunks), bool(apart))] = float(took_s)
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"observed: a field is missing or no number: {error}") from error
+            raise ConfigError(f"observed: missing field or invalid number: {error}") from error
         return cls(seconds, rows)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The lines of one machine, by the names in `LINES`, each as it is with nothing beside it, and its contention.
+    """Time of operations on one machine. Raises `ConfigError` for unknown `lines` or a contention of the wrong type.
 
     Attributes:
-        contention: the speeds of products and of both kinds of links while others of them work, too.
-        machine: says what was measured, for whoever reads it.
-        fused: None for a machine without fused operations, or where nothing is known of them: then no layer chooses
-            them by cost.
-        tiled: experts' gradients are computed tile by tile, in the cache, as on a CPU. Activations that wait for W
-            tasks are then written and read for these alone; else both ways of computing them do it.
-        task_s: seconds that the executor takes for a task, whatever it does.
-        observed: what the parts of layers took where they ran, by `Workload.shapes`; it goes before the lines.
-
-    Raises `ConfigError` for an unknown line, and a contention that is a number.
+        lines: fitted time of each operation of `LINES`, by name, without contention.
+        machine: description of the measured machine.
+        fused: costs of fused operations; None: unsupported or unknown, never selected by cost.
+        tiled: the expert backward keeps activations in the cache, as on CPUs. A plan with W tasks then also writes them
+            to memory and reads them again.
+        task_s: executor overhead per task in seconds.
+        observed: measured task times by `Workload.shapes`, with precedence over lines.
     """
 
     lines: Mapping[str, Line] = field(default_factory=dict)
-    contention: Contention = ALONE
+    contention: Contention = NO_CONTENTION
     machine: str = ""
     fused: FusedCosts | None = None
     tiled: bool = False
@@ -294,21 +290,27 @@ class CostModel:
             raise ConfigError(f"cost model: {unknown[0]!r} is not one of {', '.join(LINES)}")
         if not isinstance(self.contention, Contention):
             raise ConfigError(
-                f"cost model: contention is a fusedmoe.schedule.Contention, not {self.contention!r}; a share of links "
-                "beside each other is Contention.between_links(share)"
+                f"cost model: contention must be a fusedmoe.schedule.Contention, not {self.contention!r}; use "
+                "Contention.between_links(share) for a fraction between links"
             )
 
     def line(self, name: str) -> Line:
-        """Returns the line of that name. Raises `ConfigError` where the model has none."""
+        """Return a line. Raises `ConfigError` if it was not measured."""
         if name not in self.lines:
             raise ConfigError(
-                f"cost model: nothing is known of {name!r}; measure it, by fusedmoe profile on ranks laid out as those "
-                "that follow the plan"
+                f"cost model: {name!r} was not measured; run fusedmoe profile with the same layout of ranks as the job "
+                "that follows the plan"
             )
         return self.lines[name]
 
+    @property
+    def poor_fits(self) -> str:
+        """Names and r² of lines that fit their measured points poorly; empty if there are none."""
+        fits = {name: line.r2 for name, line in self.lines.items()}
+        return ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in fits.items() if r2 is not None and r2 < _FAIR_R2)
+
     def to_json(self) -> str:
-        """Returns indented JSON; `from_json` makes an equal model of it."""
+        """Return indented JSON. `from_json` is the inverse."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "machine": self.machine}
         data |= {"contention": asdict(self.contention)}
         data |= {"lines": {name: vars(line) for name, line in self.lines.items()}}
@@ -323,32 +325,32 @@ class CostModel:
 
     @classmethod
     def from_json(cls, source: str) -> CostModel:
-        """Reads the model written by `to_json`. Raises `ConfigError` for anything else."""
+        """Parse the result of `to_json`. Raises `ConfigError` if invalid."""
         data: Any = parse_json(source, "cost model")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(
-                f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION}); write it anew: '
+                f'cost model: the JSON lacks "format": "{_FORMAT}", "version": {_VERSION}; create it again with '
                 "fusedmoe profile --json"
             )
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
             for name, line in lines.items():
                 if not (_is_time(line.alpha_s) and _is_time(line.beta_s)):
-                    raise ConfigError(f"cost model: {name!r} cannot take {line.alpha_s!r} and {line.beta_s!r} s")
+                    raise ConfigError(f"cost model: invalid times {line.alpha_s!r} and {line.beta_s!r} s of {name!r}")
                 if line.r2 is not None and not _is_time(abs(line.r2)):
-                    raise ConfigError(f"cost model: r2 = {line.r2!r} of {name!r} cannot be")
+                    raise ConfigError(f"cost model: invalid r2 = {line.r2!r} of {name!r}")
             if not isinstance(data["machine"], str):
-                raise ConfigError(f"cost model: a machine is told in words, not {data['machine']!r}")
+                raise ConfigError(f"cost model: machine must be a string, not {data['machine']!r}")
             if not _is_time(task_s := data.get("task_s", 0.0)):
-                raise ConfigError(f"cost model: a task cannot take {task_s!r} s")
+                raise ConfigError(f"cost model: invalid task_s = {task_s!r}")
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
             seen = {shapes: Observed.from_dict(parts) for shapes, parts in data.get("observed", {}).items()}
             contention = Contention(**data["contention"])
             return cls(lines, contention, data["machine"], fused, data.get("tiled") is True, task_s, seen)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
+            raise ConfigError(f"cost model: missing or unknown field: {error}") from error
 
 
 def _is_time(value: Any) -> bool:
-    """Returns True for a number of seconds that leaves room for sums and products."""
+    # At most 1e9 s: sums and products stay finite.
     return isinstance(value, (int, float)) and 0 <= value <= 1e9

@@ -1,17 +1,15 @@
-"""Timelines as a picture: a group of rows per rank, a row per resource, a bar per span.
+"""Figures of timelines: a group of rows per rank, a row per resource, a bar per span.
 
     draw(timelines, "step.png", title="Step 200")
 
-Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be told apart
-with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground marks the backward
-pass. A task stands in the row of what it occupies, whichever queue it waited in: an all-gather in that of the links
-inside a node. A fused operation stands in both of its rows, as an expert with bands: above what it receives, below what
-it sends. At the right, each row says for how much of the time its resource was in use; at the left, each rank says how
-much communication was exposed, that is, had no computation beside it.
+Colours encode kinds of tasks, with different lightness on one row for colour-blind readers. The legend shows the
+symbols used in narrow bars. A shaded background marks the backward pass; its lightness alternates between layers, in
+both passes. A task is on the row of the hardware it uses, not of its queue: an all-gather is intra-node. A fused
+operation is on both rows, drawn as an expert with an upper band for received rows and a lower band for sent rows. The
+utilization of each resource is on the right, the exposed communication of each rank on the left.
 """
 
-# matplotlib is imported where it draws, not with this module, which is imported to plan; and used through its object
-# interface: no window, no global state, any thread.
+# Planning imports this module, so matplotlib is imported lazily. Its object interface works in any thread.
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_TIMELINES = 64
 
-#: Of each kind but fused operations, which have those of their parts.
+#: Colours by kind. Fused operations use those of their parts.
 COLOURS: dict[str, str] = {
     TaskKind.GATE: "#35259a",
     TaskKind.PERMUTE: "#8a77ee",
@@ -52,34 +50,36 @@ COLOURS: dict[str, str] = {
     TaskKind.OTHER: "#a09c98",
 }
 
-# The height of a fused operation's bands, as a share of its bar's.
+# Height of a fused operation's bands, as a fraction of its bar.
 _BAND = 0.12
 
-# Inches: across the page, then down.
+# In inches: horizontal, then vertical.
 _WIDTH, _LEFT, _RIGHT = 15.0, 1.75, 0.75
 _ROW, _ROW_GAP, _STRIP, _GROUP_GAP, _LANE_MIN = 0.34, 0.05, 0.2, 0.2, 0.17
 _DPI = 130
 
 _INK, _FAINT, _RULE, _ROW_GROUND, _BACKWARD = "#1a1a1a", "#5c5c5c", "#d8d8d8", "#f4f4f4", "#e2dfd6"
+# Backgrounds of odd layers.
+_ODD = {"forward": "#e3e8f0", "backward": "#cdc7b6"}
 
 
 def draw(timelines: Timeline | Sequence[Timeline], path: str | Path, *, title: str = "Timeline") -> None:
-    """Writes the picture of the timelines to `path`; its ending chooses the format (.png, .svg, .pdf).
+    """Write the figure of the timelines to `path`; its suffix selects the format (.png, .svg, .pdf).
 
-    The timelines are aligned first (`timeline.align`). Several of one rank, say predicted and measured, become groups
-    of their own, in the order given. Raises `ConfigError` for more than `MAX_TIMELINES`.
+    Aligns timelines (`timeline.align`). Several timelines of one rank (predicted and measured) are separate groups, in
+    the given order. Raises `ConfigError` for more than `MAX_TIMELINES`.
     """
     figure(timelines, title=title).savefig(path, dpi=_DPI)
 
 
 def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline") -> Figure:
-    """Returns the picture as a matplotlib figure, bound to no window."""
+    """Return the figure of `draw` without writing it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
     if len(aligned) > MAX_TIMELINES:
-        raise ConfigError(f"draw: {len(aligned)} timelines make no readable picture; choose at most {MAX_TIMELINES}")
+        raise ConfigError(f"draw: {len(aligned)} timelines are too many for a figure; pass at most {MAX_TIMELINES}")
     groups, rows_height = _lay_out(aligned)
     kinds = [kind for kind in KINDS if any(span.kind == kind for t in aligned for span in t.spans)]
     has_backward = any(span.phase == "backward" for t in aligned for span in t.spans)
@@ -101,7 +101,7 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     _draw_heading(page, title, _summary(aligned, span_ms), legend)
     _style_chart(chart)
     inches_per_ms = plot_width / (span_ms or 1.0)
-    # Brackets are abbreviated all or none, so that one picture has one language.
+    # Abbreviate all brackets or none.
     runs = [(group.bracket(run, brief=False), run) for group in groups for run in group.runs]
     brief = not all(_fits(name, 1e3 * (run.end_s - run.start_s) * inches_per_ms) for name, run in runs if name)
     for group in groups:
@@ -112,8 +112,6 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
 
 
 class _Run(NamedTuple):
-    """A stretch of one pass and layer."""
-
     start_s: float
     end_s: float
     phase: str
@@ -131,7 +129,7 @@ class _Row(NamedTuple):
 class _Group(NamedTuple):
     label: str
     note: str
-    top: float  # of the strip that names the passes
+    top: float  # top of the strip with pass names
     rows: list[_Row]
     runs: list[_Run]
 
@@ -140,7 +138,10 @@ class _Group(NamedTuple):
         return self.rows[-1].top + self.rows[-1].height
 
     def bracket(self, run: _Run, brief: bool) -> str:
-        """Returns the text above a stretch: the pass and the layer; nothing above the loss, which is in none."""
+        """Return the label above an interval: its pass and layer, abbreviated if `brief`.
+
+        An interval without a layer (the loss) has the pass only, or no label if other intervals have layers.
+        """
         name = {"forward": "fwd", "backward": "bwd"}[run.phase] if brief else run.phase
         if run.layer is not None:
             return f"{name} {run.layer}" if brief else f"{name}, layer {run.layer}"
@@ -148,7 +149,6 @@ class _Group(NamedTuple):
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
-    """Returns the groups with the places of their rows, from the top, and the height of them all."""
     used = {resource for timeline in timelines for resource in timeline.resources}
     shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
     several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
@@ -160,7 +160,6 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
         rows = []
         for resource in shown:
             parts = lanes(timeline.on(resource))
-            # Overlapping spans get lanes of their own, which must stay tall enough to see.
             height = max(_ROW, len(parts) * _LANE_MIN)
             rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP
@@ -172,7 +171,6 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
 
 
 def _runs(timeline: Timeline) -> list[_Run]:
-    """Returns the stretches as the compute row goes through them (or all rows, without it)."""
     result: list[_Run] = []
     for span in timeline.on("compute") or timeline.spans:
         if span.phase is None:
@@ -181,7 +179,7 @@ def _runs(timeline: Timeline) -> list[_Run]:
         if last is not None and last[2:] == (span.phase, span.layer):
             result[-1] = last._replace(end_s=max(last.end_s, span.end_s))
         else:
-            if last is not None:  # a stretch ends at the latest where the next one starts
+            if last is not None:  # runs do not overlap
                 result[-1] = last._replace(end_s=min(last.end_s, span.start_s))
             result.append(_Run(span.start_s, span.end_s, span.phase, span.layer))
     return result
@@ -195,12 +193,12 @@ def _summary(timelines: Sequence[Timeline], span_ms: float) -> str:
         parts.insert(0, sources.pop())
         if any(resource != "compute" for timeline in timelines for resource in timeline.resources):
             exposed_s = sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
-            parts.append(f"exposed communication: {ms(exposed_s)} a rank")
+            parts.append(f"exposed communication: {ms(exposed_s)} per rank")
     return "   ·   ".join(parts)
 
 
 def _flow(entries: list[tuple[str, str]]) -> tuple[list[tuple[float, float, str, str]], float]:
-    """Returns the legend set like text: (x, y, kind, label) of each entry, and the height."""
+    """Return (x, y, kind, label) of each legend entry, and the height."""
     x, y, result = 0.15, 0.0, []
     for kind, label in entries:
         width = 0.22 + text_width(label, 8.0) + 0.14
@@ -248,7 +246,7 @@ def _draw_group(
     page.text(0.15, middle, group.label, size=10, weight="bold", color=_INK, va="center")
     below = middle + 0.1 + 0.09 * group.label.count("\n")
     page.text(0.15, below, group.note, size=7.5, color=_FAINT, va="top")
-    page.text(_WIDTH - 0.1, head + group.top + 0.1, "in use", size=7, color=_FAINT, ha="right", va="center")
+    page.text(_WIDTH - 0.1, head + group.top + 0.1, "busy", size=7, color=_FAINT, ha="right", va="center")
     for row in group.rows:
         y = head + row.top + row.height / 2
         page.text(_LEFT - 0.1, y, row.resource, size=9, color=_INK, ha="right", va="center")
@@ -257,9 +255,9 @@ def _draw_group(
         chart.add_patch(Rectangle((0, row.top), span_ms or 1.0, row.height, facecolor=_ROW_GROUND, zorder=0.1))
     for run in group.runs:
         left, width = run.start_s * 1e3, (run.end_s - run.start_s) * 1e3
-        if run.phase == "backward":
+        if ground := ground_of(run.phase, run.layer):
             height = group.bottom - group.rows[0].top
-            chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=_BACKWARD, zorder=0.2))
+            chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=ground, zorder=0.2))
         name = group.bracket(run, brief)
         if not name:
             continue
@@ -269,6 +267,13 @@ def _draw_group(
         if _fits(name, width * inches_per_ms):
             chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
     _draw_bars(chart, group, inches_per_ms)
+
+
+def ground_of(phase: str, layer: int | None) -> str | None:
+    """Return the background colour of a layer's pass, alternating between layers; None: the row's own colour."""
+    if layer is not None and layer % 2:
+        return _ODD[phase]
+    return _BACKWARD if phase == "backward" else None
 
 
 def _fits(name: str, inches: float) -> bool:
@@ -285,7 +290,7 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
             top = row.top + index * lane_height
             bottom = top + lane_height - (0.015 if len(row.lanes) > 1 else 0.0)
             for span in lane:
-                # A task too short for a pixel still shows, at the very end too.
+                # Draw tasks shorter than a pixel one pixel wide, also at the right edge.
                 width = max(span.duration_s * 1e3, 1.0 / _DPI / inches_per_ms)
                 left = min(span.start_s * 1e3, chart.get_xlim()[1] - width)
                 right = left + width
@@ -300,13 +305,13 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
                 for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0):
                     at = left + width / 2, (y0 + y1) / 2 + dy
                     chart.text(*at, text, size=size, color=ink, ha="center", va="center_baseline", parse_math=False)
-    # One collection for all bars: a patch for each takes seconds where a step has thousands of tasks.
+    # One collection for all bars: a patch per bar takes seconds for thousands of tasks.
     bars = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges or [0.0], zorder=2)
     chart.add_collection(bars, autolim=False)
 
 
 class Stripe(NamedTuple):
-    """A part of a bar; top and bottom are shares of its height, from above."""
+    """A horizontal stripe of a bar. `top` and `bottom` are fractions of its height, from above."""
 
     top: float
     bottom: float
@@ -314,7 +319,7 @@ class Stripe(NamedTuple):
 
 
 def stripes_of(kind: str) -> list[Stripe]:
-    """Returns the stripes of a bar, painted one over the other: its ground, and a fused operation's bands."""
+    """Return the stripes of a bar in painting order: background, then bands of a fused operation."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
@@ -322,13 +327,13 @@ def stripes_of(kind: str) -> list[Stripe]:
 
 
 def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:
-    """Returns top and bottom of what bands leave of a bar."""
+    """Return top and bottom of a bar's area without bands."""
     top = max((band.bottom for band in bands if band.bottom < 0.5), default=0.0)
     return top, min((band.top for band in bands if band.top > 0.5), default=1.0)
 
 
 def label_of(span: Span, width: float, height: float) -> list[tuple[float, str, float]]:
-    """Returns the text that fits into a bar of so many inches: lines of (offset from its middle, text, points)."""
+    """Return the lines of text that fit into a bar (inches): (offset from the middle, text, points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
     name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)
@@ -342,9 +347,9 @@ def label_of(span: Span, width: float, height: float) -> list[tuple[float, str, 
     return []
 
 
-@lru_cache(maxsize=4096)  # many labels are the same on all ranks
+@lru_cache(maxsize=4096)  # ranks have equal labels
 def text_width(text: str, size: float) -> float:
-    """Returns the inches of a text at a font size in points."""
+    """Return the width in inches of a text at a font size in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -353,7 +358,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def ms(seconds: float) -> str:
-    """Writes milliseconds with three digits that count: 123 ms, 12.3 ms, 1.23 ms, 0.123 ms."""
+    """Format seconds as milliseconds with three significant digits: 123 ms, 12.3 ms, 0.123 ms."""
     value = seconds * 1e3
     decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
     return f"{value:.{decimals}f} ms"

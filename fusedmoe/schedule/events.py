@@ -1,8 +1,6 @@
-"""The event loop: when tasks start and end, an order to go through them in, and what waits for each.
+"""Event loop that computes start and end of tasks; topological order and dependents of tasks.
 
-Simulation, list scheduling, idle-slot filling, contention and the order in which a plan is issued are uses of what is
-here. Tasks go by number: places in a list are quicker than keys. `before[n]` are the tasks that task n waits for,
-`followers[n]` those that wait for it.
+Tasks are indices, for fast list access. `before[n]` are the dependencies of task n, `followers[n]` its dependents.
 """
 
 from __future__ import annotations
@@ -14,12 +12,11 @@ from fusedmoe.schedule.task import RESOURCES
 
 _COUNT, _NEVER = len(RESOURCES), float("inf")
 
-#: Added to the number of a task's resource: it starts only where its resource would be idle.
+#: Added to a task's resource index: the task starts only if its resource would be idle.
 SPARE = _COUNT
 
 
 def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Returns for each task the tasks that wait for it."""
     followers: list[list[int]] = [[] for _ in before]
     for place, waited in enumerate(before):
         for one in waited:
@@ -28,8 +25,10 @@ def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
-    """Returns all tasks, each after what it waits for: as they would start if each took the same time, and of those
-    that start together the lower number first. Tasks that wait in a circle are left out, and all behind them."""
+    """Return all tasks in a topological order: by start time with unit durations, then by index.
+
+    Omits tasks in or behind a cycle.
+    """
     waits = list(map(len, before))
     ready = [place for place, count in enumerate(waits) if not count]
     order: list[int] = []
@@ -46,8 +45,7 @@ def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[in
 
 
 def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns starts and ends, as `run` does, of tasks that are numbered in an order like `issue_order`'s, where
-    nothing but what is in `before` holds a task up."""
+    """Return starts and ends of topologically ordered tasks, without resource limits or contention."""
     starts: list[float] = []
     ends: list[float] = []
     for took, found in zip(seconds, before, strict=True):
@@ -66,15 +64,16 @@ def run(
     speeds: Sequence[Sequence[float]] | None = None,
     works: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Returns starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
-    priority starts, then the one with the lower number. A task that has started ends: nothing is interrupted.
+    """Return the starts and ends of all tasks, without preemption.
+
+    When a resource is free, the ready task with the smallest priority starts; ties go to the smaller index.
 
     Args:
-        on: the number of each task's resource in `RESOURCES`. With `SPARE` added the task starts only where nothing
-            else can, now or as soon as what takes no time has ended.
-        priority: None: all the same.
-        speeds: of tasks while several resources work (`cost.Contention.speeds`); None: all go on as if alone.
-        works: the number of the resource that each task keeps busy, where links share a queue; None: as `on`.
+        on: index of each task's resource in `RESOURCES`. With `SPARE` added, the task starts only if no other task can
+            start now or after tasks that take no time.
+        priority: None: equal priorities.
+        speeds: `cost.Contention.speeds`; None: no contention.
+        works: index of the hardware each task uses, if links share a queue; None: as `on`.
     """
     count = len(before)
     by_rank = rank = list(range(count))
@@ -87,19 +86,18 @@ def run(
     ready: list[list[int]] = [[] for _ in range(2 * _COUNT)]
     for number, place in enumerate(by_rank):
         if not waits[place]:
-            ready[on[place]].append(number)  # in order, so a heap
+            ready[on[place]].append(number)  # sorted, hence a heap
     queues = list(enumerate(ready[:_COUNT]))
     spare = list(enumerate(ready[_COUNT:])) if max(on, default=0) >= SPARE else []
     starts, ends = [0.0] * count, [0.0] * count
-    end = [_NEVER] * _COUNT  # of what runs on each
+    end = [_NEVER] * _COUNT  # end of the running task of each resource
     running, known = [-1] * _COUNT, [-1] * _COUNT
-    # Between two events nothing starts or ends, so all speeds are constant. Of what runs three numbers are kept: the
-    # work that was left when its speed last changed, when that was, and its end if the speed stays. So a task that is
-    # never slowed down ends at exactly start + duration.
+    # Speeds are constant between two events. Keep for each running task the work left at its last change of speed, the
+    # time of this change, and its end at the current speed. A task that never slows down ends at exactly start +
+    # duration.
     left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, [1.0] * _COUNT
     now, never = 0.0, _NEVER
     while True:
-        # Every free resource takes its most urgent ready task.
         for resource, heap in queues:
             if heap and end[resource] == never:
                 place = by_rank[heappop(heap)]
@@ -113,8 +111,7 @@ def run(
                 together |= 1 << work[resource]
             for resource in busy:
                 place, wanted = running[resource], speeds[together][work[resource]]
-                # What began since the last event has all of its work left; what was there before goes on at another
-                # speed where something else began or ended.
+                # A new task has all its work left. A running task's work is updated when its speed changes.
                 if place != known[resource]:
                     known[resource], left[resource] = place, seconds[place]
                 elif wanted != speed[resource]:
@@ -124,7 +121,7 @@ def run(
                 since[resource], speed[resource] = now, wanted
                 end[resource] = now + left[resource] / wanted
         soonest = min(end)
-        # Tasks that only fill idle time may start where nothing is ready and no event is due now.
+        # `SPARE` tasks start only if no task is ready and no event is due now.
         if spare and soonest > now:
             for resource, heap in spare:
                 if heap and end[resource] == never:
@@ -135,7 +132,7 @@ def run(
         if soonest == never:
             return starts, ends
         now = soonest
-        # All that ends at this moment frees its resource before anything starts.
+        # All tasks that end now free their resources before the next task starts.
         for resource, ends_at in enumerate(end):
             if ends_at == now:
                 end[resource] = never

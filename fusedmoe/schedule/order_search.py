@@ -1,19 +1,19 @@
-"""Tabu search over the orders of a plan's tasks, for orders that list scheduling cannot find.
+"""Tabu search over the task orders of a plan, for orders that list scheduling cannot find.
 
     plan = improved_order(plan, costs)
 
 A list schedule starts a task whenever its resource is free. The processor never waits 0.1 ms for the next chunk: it
-starts a long weight gradient instead, which delays the chunk and all that depends on it. This search changes the orders
-themselves, so a resource may be idle wherever that makes the step shorter.
+starts a long weight gradient, which delays the chunk and all its dependents. This search changes the orders themselves,
+so a resource may be idle if that shortens the step.
 
-Only tasks on critical paths matter. A block is a run of such tasks on one resource without a gap. A move puts a task of
-a block behind a later one or before an earlier one; the longest way through the tasks between estimates its effect
+Only tasks on critical paths matter. A block is a run of them on one resource without a gap. A move puts a task of a
+block after a later one or before an earlier one; its effect is estimated by the longest path through the tasks between
 (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling", 1998). The search
-applies the move with the least estimate, even if the step gets longer, and forbids its reversal for some iterations
+applies the move with the smallest estimate, even if the step gets longer, and forbids its reversal for some iterations
 (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem", 1996).
 
-The number of iterations depends on the number of tasks alone, and random choices have a fixed seed: all ranks compute
-the same plan.
+All ranks compute the same plan: the number of iterations depends only on the number of tasks, and the random seed is
+fixed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, best_of
 from fusedmoe.schedule.task import FUSED, RESOURCES, TaskKind, resources_of, standard_dependencies
 
-# Iterations, and tasks times iterations: of 1,300 tasks (24 layers) 76, well below a second.
+# Maxima of iterations and of tasks × iterations: 76 iterations for 1,300 tasks (24 layers), well below 1 s.
 _ITERATIONS, _WORK = 800, 100_000
-# Iterations without a shorter step before the search returns to the best orders.
+# Iterations without improvement before the search returns to the best orders.
 _PATIENCE = 150
-# Iterations for which a move's reversal is forbidden: the least and the most, the next pair after each return.
+# Minimum and maximum iterations for which a reversal is forbidden; each return selects the next pair.
 _TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
 # Random moves after each return.
 _SHAKES = 4
-# Moves of a block reach over so many tasks.
+# Maximum distance of a move.
 _REACH = 12
 
 
 def improved_order(plan: Plan, costs: Costs) -> Plan:
     """Return a plan of the same tasks that takes no longer in simulation.
 
-    Gradient all-reduces keep their order. The search ignores contention; with contention `plan` is returned unless
-    the orders that were found are shorter with it, too. A plan with fused operations is returned as it is.
+    Gradient all-reduces keep their order. The search ignores contention, but its result is returned only if it is
+    faster under contention too. Plans with fused operations are returned unchanged.
     """
     if any(task.kind in FUSED for task in plan):
         return plan
@@ -55,15 +55,15 @@ def improved_order(plan: Plan, costs: Costs) -> Plan:
 
 
 class _Move(NamedTuple):
-    """A task of one resource moves from one place of the order to another."""
+    """Move of a task to another position in the order of its resource."""
 
     resource: int
-    source: int  # place in the order of the resource
+    source: int  # positions in this order
     target: int
 
 
 class _OrderSearch:
-    """The orders of three resources, changed one move at a time."""
+    """Task orders of the three resources, changed one move at a time."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._tasks = list(plan.sequence)
@@ -84,12 +84,10 @@ class _OrderSearch:
         self._random = random.Random(0)
 
     def plan(self) -> Plan:
-        """Return the plan of the orders as they are."""
         orders = ([self._tasks[place] for place in order] for order in self._orders)
         return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
 
     def run(self) -> None:
-        """Search, and leave the best orders behind."""
         now_s = self._evaluate()
         assert now_s is not None
         best_s, best, stale, returns = now_s, [list(order) for order in self._orders], 0, 0
@@ -119,7 +117,7 @@ class _OrderSearch:
         self._orders = best
 
     def _try(self, move: _Move) -> float:
-        """Apply a move and return the makespan; undo a move that makes a cycle."""
+        """Apply a move and return the makespan. A move that makes a cycle is undone."""
         self._apply(move)
         after_s = self._evaluate()
         if after_s is None:
@@ -133,14 +131,13 @@ class _OrderSearch:
         order.insert(move.target, order.pop(move.source))
 
     def _pairs(self, move: _Move) -> list[tuple[int, int]]:
-        """Return the pairs of tasks, the earlier one first, whose order a move makes."""
         order, moved = self._orders[move.resource], self._orders[move.resource][move.source]
         if move.source < move.target:
             return [(passed, moved) for passed in order[move.source + 1 : move.target + 1]]
         return [(moved, passed) for passed in order[move.target : move.source]]
 
     def _evaluate(self) -> float | None:
-        """Compute earliest starts and the longest ways to the end. Return the makespan, or None for a cycle."""
+        """Compute all earliest starts and longest paths to the end. Returns the makespan, or None for a cycle."""
         seconds, followers, heads, tails = self._seconds, self._followers, self._heads, self._tails
         waits = list(map(len, self._before))
         behind = [-1] * len(waits)
@@ -173,7 +170,6 @@ class _OrderSearch:
             return None
         makespan = 0.0
         for place in reversed(done):
-            # A tail is the way from the task's end to the end of all.
             tail, later = 0.0, behind[place]
             if later >= 0:
                 tail = tails[later] + seconds[later]
@@ -188,7 +184,7 @@ class _OrderSearch:
         return makespan
 
     def _bound_s(self) -> float:
-        """Return the seconds that no order beats: the longest way, and each resource's work between its ends."""
+        """Return a lower bound over all orders: the longest path; the work of a resource and the paths around it."""
         orders, self._orders = self._orders, [[] for _ in RESOURCES]
         least_s = self._evaluate() or 0.0
         self._orders = orders
@@ -200,7 +196,7 @@ class _OrderSearch:
         return least_s
 
     def _blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks of one critical path: resource, first and last place."""
+        """Yield each block of critical tasks: resource, first and last position."""
         heads, tails, seconds = self._heads, self._tails, self._seconds
         least = self._makespan * (1 - ROUNDING)
         critical = [heads[place] + seconds[place] + tails[place] >= least for place in range(len(heads))]
@@ -220,7 +216,7 @@ class _OrderSearch:
         return self._heads[later] - end <= self._makespan * ROUNDING
 
     def _moves(self) -> Iterator[_Move]:
-        """Yield moves of each task of a block towards its ends: past one task, and as far as it can go."""
+        """Yield moves of each task by one position and to the ends of its block."""
         for resource, first, last in self._blocks():
             order = self._orders[resource]
             for source in range(first, last + 1):
@@ -231,11 +227,11 @@ class _OrderSearch:
                     left -= 1
                 for target in sorted({source + 1, right}) if right > source else ():
                     yield _Move(resource, source, target)
-                if left < source - 1:  # neighbours were swapped above
+                if left < source - 1:  # otherwise the moves of the neighbour include the swap
                     yield _Move(resource, source, left)
 
     def _choose(self, forbidden: dict[tuple[int, int], int], iteration: int, best_s: float) -> _Move | None:
-        """Return the move with the least estimate of those that are not forbidden, or that seem the best so far."""
+        """Return the move with the smallest estimate that is not forbidden or would give the best makespan."""
         chosen, least, moves = None, 0.0, []
         for move in self._moves():
             moves.append(move)
@@ -248,7 +244,7 @@ class _OrderSearch:
         return self._random.choice(moves) if chosen is None and moves else chosen
 
     def _estimate(self, move: _Move) -> float:
-        """Return about the longest way through the tasks that a move puts in another order."""
+        """Estimate the makespan after a move: the longest path through the reordered tasks."""
         order, seconds, heads, tails = self._orders[move.resource], self._seconds, self._heads, self._tails
         low, high = min(move.source, move.target), max(move.source, move.target)
         section = order[low : high + 1]

@@ -1,15 +1,15 @@
-"""One layer's pass: the orders of its chunks, how long it takes, in how many chunks, and which gradients it hides.
+"""One layer's pass: orders of its chunks, its duration, and the best number of chunks.
 
-Each function of an order gives the order of every resource for one layer and pass, as `Plan` takes it:
+An order function returns the task order of each resource for one layer and pass, as `Plan.from_orders` accepts it:
 
-    three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d, spec line F10)
+    three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d, F10)
     alternating     inter D0 D1 D2 AR0 C0 C1 C2    intra AG0 AG1 RS0 AG2 RS1 RS2
-    one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one queue for all communication: Tutel, PipeMoE)
+    one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one communication queue: Tutel, PipeMoE)
 
-`buckets` are the gradient all-reduces that run in the middle, when the last chunk is on its way to the experts.
+`buckets` are gradient all-reduces between the last dispatch and the first combine.
 
-How long a pass takes is known in closed form, or else from the simulator. There D, AG, X, RS, C are the seconds of one
-chunk's dispatch, all-gather, expert, reduce-scatter and combine, gar those of the gradient all-reduces in the middle.
+A pass is simulated unless its duration has a closed form. In these, D, AG, X, RS, C are the seconds of one chunk's
+dispatch, all-gather, expert, reduce-scatter and combine, and gar those of the gradient all-reduces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
@@ -33,10 +33,7 @@ Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 def three_queues(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Orders chunks so that links inside a node and between nodes work at the same time.
-
-    `kinds`: those that a chunk goes through: the parts that the layer has, of `task.PIPELINE`.
-    """
+    """Return an order in which both kinds of links work concurrently. `kinds`: parts of `PIPELINE` in the layer."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
     return {"compute": experts, "intra": gathered + reduced, "inter": [*there, *buckets, *back]}
 
@@ -44,36 +41,36 @@ def three_queues(
 def alternating(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Orders chunks like `three_queues`, but a chunk is reduced as soon as the one after it is gathered."""
+    """Return the order of `three_queues`, but each reduce-scatter follows the next chunk's all-gather."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
-    # Where the links inside the node are the busiest ones, the last all-gather then holds up no chunk that is ready.
-    intra = [*gathered[:1], *_in_turn(gathered[1:], reduced[:-1]), *reduced[-1:]]
+    # If intra-node links are the bottleneck, the last all-gather delays no ready chunk.
+    intra = [*gathered[:1], *_interleave(gathered[1:], reduced[:-1]), *reduced[-1:]]
     return {"compute": experts, "intra": intra, "inter": [*there, *buckets, *back]}
 
 
 def one_queue(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Orders chunks so that no two collectives run at the same time; a chunk is gathered as soon as it has arrived."""
+    """Return an order in which collectives never overlap; each all-gather follows its dispatch."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
-    return {"compute": experts, "inter": [*_in_turn(there, gathered), *buckets, *_in_turn(reduced, back)]}
+    return {"compute": experts, "inter": [*_interleave(there, gathered), *buckets, *_interleave(reduced, back)]}
 
 
 def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
     return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
 
 
-def _in_turn(first: list[Task], second: list[Task]) -> list[Task]:
+def _interleave(first: list[Task], second: list[Task]) -> list[Task]:
     if not (first and second):
         return first or second
     return [task for pair in zip(first, second, strict=True) for task in pair]
 
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Returns T(r) of `three_queues` without contention: exact for any times (F11)."""
-    # The longest path through the tasks, along chunks and along resources, has r − 1 steps from a chunk to the next,
-    # all on the resource whose task is longest; only the path through gar, and the one that goes from the last
-    # all-gather to the first reduce-scatter, walk through the chunks twice.
+    """Return the seconds T(r) of `three_queues` without contention; exact (F11)."""
+    # The longest path through chunks and resources makes r − 1 steps from one chunk to the next, all on the resource
+    # with the longest task. Only the path through gar, and the one from the last all-gather to the first
+    # reduce-scatter, pass over the chunks twice.
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(
@@ -84,14 +81,14 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Returns T(r) of `one_queue`: exact for any times where links leave computation alone, by the same argument."""
+    """Return the seconds T(r) of `one_queue`; exact, by the same argument, if links do not slow down computation."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
 
 
 class DegreeChoice(NamedTuple):
-    """A degree and the seconds that the pass takes with it."""
+    """A number of chunks, and the duration of the pass with it."""
 
     degree: int
     seconds: float
@@ -102,13 +99,13 @@ def choose_degree(
     gar: float = 0.0,
     *,
     order: Order = three_queues,
-    contention: Contention = ALONE,
+    contention: Contention = NO_CONTENTION,
     limit: int = MAX_DEGREE,
     least: int = 1,
 ) -> DegreeChoice:
-    """Returns the degree from `least` to `limit` with the shortest pass (F12); of several the smallest.
+    """Return the number of chunks from `least` to `limit` with the shortest pass (F12); ties go to the smallest.
 
-    `chunks`: times of the parts that the layer has. Raises `ConfigError` for a limit below 1.
+    `chunks`: time of each part, by kind. `gar`: seconds of gradient all-reduces. Raises `ConfigError` for a limit < 1.
     """
     if limit < 1:
         raise ConfigError(f"choose_degree: the limit must be at least 1, not {limit}")
@@ -116,11 +113,11 @@ def choose_degree(
     def bound_s(degree: int) -> float:
         times = chunk_times(chunks, degree)
         least_s = pass_bound_s(degree, times, gar, contention)
-        # Contention makes no pass shorter.
+        # Contention only lengthens a pass.
         return max(least_s, three_queues_s(degree, times, gar)) if order is three_queues else least_s
 
-    # In the order of what a degree takes at least, up to the first where this is longer than the best one found: no
-    # later one can win. Where there is a closed form the bound would cost as much as the pass.
+    # Try degrees by increasing lower bound until it exceeds the best time. A closed form needs no bound: it is as
+    # cheap.
     closed = _is_closed(order, contention)
     bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
     choices: list[DegreeChoice] = []
@@ -139,9 +136,9 @@ def pass_s(
     gar: float = 0.0,
     *,
     order: Order = three_queues,
-    contention: Contention = ALONE,
+    contention: Contention = NO_CONTENTION,
 ) -> float:
-    """Returns the seconds of one layer's pass with this degree."""
+    """Return the duration of one layer's pass in seconds."""
     if _is_closed(order, contention):
         closed_s = one_queue_s if order is one_queue else three_queues_s
         return closed_s(degree, chunk_times(chunks, degree), gar)
@@ -151,10 +148,10 @@ def pass_s(
 
 
 def _is_closed(order: Order, contention: Contention) -> bool:
-    """Returns True where an order's pass has a closed form: nothing that it runs at once disturbs each other."""
+    # Concurrent tasks must not slow each other down.
     if order is one_queue:
         return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
-    return order is three_queues and contention == ALONE
+    return order is three_queues and contention == NO_CONTENTION
 
 
 @lru_cache(maxsize=1024)
@@ -164,7 +161,10 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
 
 
 class Partition(NamedTuple):
-    """Bytes in each layer's two places, by layer; 0: no bucket there. The rest runs at the end."""
+    """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
+
+    0: no bucket. Remaining bytes are reduced at the end.
+    """
 
     middle: tuple[float, ...]
     beside: tuple[float, ...]

@@ -1,12 +1,12 @@
-"""The choice of a plan: predict, try, keep, and watch for drift.
+"""Choose a plan during training by predicted or measured step times, and choose again when step times drift.
 
     chooser = PlanChooser(source)
     for batch in batches:
         with chooser:
             ...  # a whole step, which follows chooser.now
 
-Candidates run in turn, step by step, in rounds of successive halving: all remaining candidates run a few steps, their
-medians are compared, and the faster half stays. The time that slower plans cost is bounded on any machine.
+Trials are rounds of successive halving: all remaining candidates run a few steps, interleaved, and the half with the
+smaller medians stays. The time lost to slower plans is bounded (`trials.SHARE`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.trials import SHARE, STEPS, Entry, Trials, TriedPlan
 
-#: Steps whose median is compared with the seconds that a plan was chosen by.
+#: Steps per window. A window's median is compared with the plan's time when it was chosen.
 WINDOW = 10
 
-# Rounds between the best plan and one with a lower median: the best took longer in later steps than in its first ones.
-_SECOND_LOOKS = 4
-# First steps of a job, which do not count.
+# Maximum number of additional rounds between the best plan and the plan with the lowest median.
+_MAX_REMATCHES = 4
+# Number of first steps of a job that are not counted.
 _START = 2
-# Noise above this share is reported.
+# `PlanChooser.line` reports noise above this fraction.
 _UNSURE = 0.1
 
 
 class Phase(Enum):
-    """Phase of a `PlanChooser`."""
+    """Phase of a `PlanChooser`; the value describes it."""
 
-    PREDICT = "makes candidates by costs; ends before the next step"
+    PREDICT = "make candidates from costs; ends before the next step"
     MEASURE = "the next steps measure costs while they follow the best plan so far"
     CONFIRM = "steps follow an earlier job's choice, and the runner-up"
-    TRY = "steps follow candidates in turn"
-    WATCH = "steps follow the chosen plan; their median is compared, a window at a time"
-    KEEP = "steps follow the chosen plan; their seconds are ignored"
+    TRY = "steps follow candidates, interleaved"
+    WATCH = "steps follow the chosen plan; the median of each window is compared"
+    KEEP = "steps follow the chosen plan; their times are ignored"
 
 
-#: The phases that can follow each phase.
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.PREDICT: frozenset({Phase.MEASURE, Phase.CONFIRM, Phase.TRY, Phase.KEEP}),
     Phase.MEASURE: frozenset({Phase.PREDICT}),
@@ -57,93 +56,90 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 
 
 class PlanSource:
-    """Makes plans for a `PlanChooser` and applies them. Subclasses override what they support.
+    """Make plans for a `PlanChooser` and apply them. Subclasses override the methods they support.
 
-    Methods are called on all ranks at the same step, and must return the same on each; `slowest` provides for equal
-    seconds.
+    All ranks call a method in the same step and must get the same result. `slowest` receives each rank's step times.
     """
 
     @property
     def has_costs(self) -> bool:
-        """Return whether candidates can be predicted. Otherwise `measure` is called first."""
+        """True if candidates can be predicted. Otherwise the chooser first calls `measure`."""
         return True
 
     def candidates(self) -> Sequence[PlanCandidate]:
-        """Return the candidates to begin with, most promising first; at least one."""
+        """Return the initial candidates, at least one, most promising first."""
         return [PlanCandidate(OFF, Plan(), False, math.inf)]
 
     def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
-        """Return the seconds of the plan that an earlier job has chosen, that plan, and others to compare it with."""
+        """Return an earlier job's choice: its seconds per step, and its plan followed by alternatives."""
         return None
 
     def more(self, chooser: PlanChooser) -> Sequence[PlanCandidate]:
-        """Return further candidates, which run against the best so far. None ends the search."""
+        """Return further candidates to compare with the best so far. An empty sequence ends the search."""
         return ()
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
-        """Measure costs in at most `budget_s`; return the seconds spent, or None: call again after the next step."""
+        """Measure costs in at most `budget_s`. Returns the seconds spent; None: call again after the next step."""
         return 0.0
 
     def follow(self, candidate: PlanCandidate) -> None:
-        """Apply a plan to the steps from now on."""
+        """Apply the candidate's plan to all later steps."""
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """Return the element-wise maximum over ranks."""
         return seconds
 
     def report(self, chooser: PlanChooser) -> None:
-        """Called once a plan is chosen by measurement."""
+        """Called when a plan is chosen by measurement."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Return a context around all other calls after a step; a failure in it must reach all ranks."""
+        """Return a context around all other calls after a step, which propagates failures to all ranks."""
         return nullcontext()
 
     def now_s(self, chooser: PlanChooser) -> float:
-        """Return the time in seconds at which the work launched so far is complete."""
+        """Return the time in seconds at which all work launched so far is complete."""
         return time.perf_counter()
 
 
 class PlanChooser:
-    """Chooses a plan: by prediction alone, or by the time of training steps. The same on every rank.
+    """Choose a plan by prediction, or by measured step times. The choice is equal on all ranks.
 
     One state machine (`Phase`, `TRANSITIONS`)::
 
         PREDICT ──> TRY ───────> WATCH ── drift ──> MEASURE ──> PREDICT
            │                       └── drift=None ──> KEEP
-           ├──────> CONFIRM ───> WATCH, or MEASURE if the earlier choice takes another time now
+           ├──────> CONFIRM ───> WATCH, or MEASURE if the time of the earlier choice has changed
            ├──────> MEASURE      without costs
            └──────> KEEP         by prediction alone (steps=None)
 
-    A candidate that takes far longer than the best, by prediction or by its first step, is dropped at once. Of plans
-    that are equally fast within the noise, the one with the fewest tasks is chosen. Trying plans costs at most 2% of
-    500 steps, or of all steps if they are more.
+    A candidate that is much slower than the best, by prediction or in its first step, is dropped at once. Of plans that
+    are equally fast within the noise, the plan with the fewest tasks is chosen. Trials cost at most 2% of 500 steps, or
+    of all steps if there are more.
 
     Args:
-        source: makes candidates and applies them.
-        steps: of each candidate in a round; None: the first candidate is kept without a trial.
-        drift: share by which the median of steps must change for another search; None: never.
+        steps: steps of each candidate per round; None: keep the first candidate without trials.
+        drift: relative change of the median step time that starts another search; None: never.
     Attributes:
-        phase: see `Phase`.
         best: the fastest entry so far; the chosen one if `settled`.
-        trials: seconds of all candidates.
+        trials: step times of all candidates.
     Raises:
-        ConfigError: no candidate, or `steps` or `drift` that are not positive.
+        ConfigError: no candidate, or `steps` or `drift` is not positive.
     """
 
     def __init__(self, source: PlanSource, *, steps: int | None = 2, drift: float | None = 0.1) -> None:
         if (steps is not None and steps < 1) or (drift is not None and drift <= 0):
             raise ConfigError(
-                f"measuring plans needs steps = {steps} of at least 1, and drift = {drift} above 0 or None"
+                f"PlanChooser: steps = {steps} must be at least 1 or None, and drift = {drift} above 0 or None"
             )
         self.source, self.trials, self.phase = source, Trials(), Phase.PREDICT
-        self.best = Entry(PlanCandidate(OFF, Plan(), False, math.inf))  # until anything is predicted
+        self.best = Entry(PlanCandidate(OFF, Plan(), False, math.inf))  # until the first prediction
         self._steps, self._drift = steps, drift
         self._earlier_s = math.inf
         self._window: list[float] = []
-        self._skips_next = False
+        self._is_next_skipped = False
         self._began_s = 0.0
         self._followed: PlanCandidate | None = None
-        # As text: an exception would keep the caller's frames, and their tensors, alive.
+        # A string: an exception would keep the caller's frames and their tensors alive.
         self._failure = ""
         self._run = self._phases()
         self._entry = next(self._run)
@@ -151,55 +147,51 @@ class PlanChooser:
 
     @property
     def now(self) -> PlanCandidate:
-        """The candidate that the next step follows."""
         return self._entry.candidate
 
     @property
     def plan(self) -> Plan:
-        """The plan that the next step follows; without tasks: nothing in chunks."""
+        """Plan of the next step; without tasks: unchunked layers."""
         return self.now.plan
 
     @property
     def settled(self) -> bool:
-        """Return whether a plan is chosen."""
+        """True once a plan is chosen."""
         return self.phase in (Phase.WATCH, Phase.KEEP)
 
     def note(self, seconds: float) -> None:
-        """Record the seconds of a whole step on this rank. Collective, but not in every step.
-
-        An error of the source ends the search on all ranks.
+        """Record this rank's time of a whole step, in seconds. Collective in some steps.
 
         Raises:
-            ConfigError: seconds that are not positive and finite, or an earlier call has ended the search.
+            ConfigError: the time is not positive and finite, or an earlier failure of the source ended the search.
         """
         if self._failure:
             raise ConfigError(
                 f"PlanChooser.note: the search failed in an earlier step: {self._failure}. Make a new PlanChooser."
             )
-        if self._skips_next:
-            self._skips_next = False
+        if self._is_next_skipped:
+            self._is_next_skipped = False
             return
         if self.phase is Phase.KEEP:
             return
         self._window.append(seconds)
-        # Ranks exchange the seconds of a window at a time where nothing depends on a single step.
+        # Once settled, ranks exchange their times once per window.
         if self.settled and len(self._window) < WINDOW:
             return
         was_settled, is_valid = self.settled, True
         try:
             with self.source.guard():
                 window, self._window = self._window, []
-                # All ranks wait for the slowest, so its seconds are the step's.
                 slowest = self.source.slowest(window)
                 is_valid = all(0 < step_s < math.inf for step_s in slowest)
                 if not is_valid:
-                    raise ConfigError(f"PlanChooser.note: a step took {slowest} s; give its seconds, more than 0")
+                    raise ConfigError(f"PlanChooser.note: step time {slowest} s must be positive and finite")
                 for step_s in slowest:
                     self.trials.num_steps += 1
                     self._entry = self._run.send(step_s)
                 self._follow()
         except BaseException as error:
-            # The generator has ended on the rank that failed. Another rank's generator must not run on by itself.
+            # The failing rank's generator has ended. Other ranks must not continue theirs.
             if is_valid:
                 self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -207,21 +199,21 @@ class PlanChooser:
             self.source.report(self)
 
     def skip(self) -> None:
-        """Ignore the next step that is noted. Call it on every rank after a checkpoint, for example."""
-        # Work that is left on one rank delays the next step of all.
-        self._skips_next = True
+        """Ignore the next step passed to `note`, for example after a checkpoint. Call on every rank."""
+        # Work left on one rank delays the next step of all.
+        self._is_next_skipped = True
 
     def __enter__(self) -> PlanChooser:
         self._began_s = self.source.now_s(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Other ranks may never reach the end of a step that failed here.
+        # Other ranks may never complete a step that failed here.
         if kind is None:
             self.note(self.source.now_s(self) - self._began_s)
 
     def table(self) -> list[TriedPlan]:
-        """List all candidates, fastest first."""
+        """Return a row for each candidate, fastest first."""
         rows = []
         for entry in self.trials.entries:
             measured_s = entry.median_s if entry.seconds else None
@@ -230,7 +222,7 @@ class PlanChooser:
         return sorted(rows, key=lambda row: row.measured_s or math.inf)
 
     def line(self) -> str:
-        """Describe the best plan so far, and how much faster it is than others."""
+        """Describe the best plan so far and its advantage over other plans."""
         trials, best = self.trials, self.best
         has_families = len({entry.candidate.family for entry in trials.entries}) > 1
         others: dict[str, Entry] = {}
@@ -239,23 +231,27 @@ class PlanChooser:
                 others.setdefault(entry.candidate.family if has_families else entry.candidate.name, entry)
         named = [(name, entry) for name, entry in others.items() if name != best.candidate.family]
         shown = [*named[:2], *(pair for pair in named[2:] if pair[0] == OFF)]
-        than = ", ".join(
-            f"{name} {entry.median_s:.3g} s ({entry.median_s / best.median_s - 1:+.0%})" for name, entry in shown
-        )
-        # With much noise predictions may outweigh measurements.
-        unsure = f" (steps differ by {trials.noise:.0%} by chance)" if trials.noise > _UNSURE else ""
-        first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s a step"
+        than = ", ".join(f"{name} {entry.median_s:.3g} s ({self._compared(name, entry)})" for name, entry in shown)
+        # With high noise, predictions may decide.
+        unsure = f" (noise {trials.noise:.0%} per step)" if trials.noise > _UNSURE else ""
+        first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s per step"
         last = f"{trials.num_tried} steps tried, {trials.spent_s:.2g} s spent{unsure}"
         return "; ".join(filter(None, (first, than, last)))
 
+    def _compared(self, name: str, entry: Entry) -> str:
+        longer, spread = entry.median_s / self.best.median_s - 1, 2 * self.trials.noise_between(entry, self.best)
+        if name != OFF or longer > spread:
+            return f"{longer:+.0%}"
+        return f"{longer:+.0%}, no difference measurable: spread {spread:.0%}; leave the schedule off"
+
     def _follow(self) -> None:
-        # Applying a plan is collective and slow; most steps keep the plan of the step before.
+        # Applying a plan is collective and slow; most steps keep the plan.
         if self.now is not self._followed:
             self.source.follow(self.now)
             self._followed = self.now
 
     def _phases(self) -> Generator[Entry, float, None]:
-        """Run phase after phase: yield the entry that the next step follows, and receive that step's seconds."""
+        """Run phase after phase. Yields the entry of the next step, receives its seconds."""
         while True:
             self._enter((yield from _RUN[self.phase](self)))
 
@@ -277,16 +273,14 @@ class PlanChooser:
         known = [(candidate.plan, candidate.whole) for candidate in before]
         made = [new for new in self.source.candidates() if (new.plan, new.whole) not in known]
         if not before and not made:
-            raise ConfigError("measuring plans: there is none that can run here")
+            raise ConfigError("PlanChooser: no candidate can run on this topology")
         self.trials.begin_search([*before, *made])
         self.best = self.trials.entries[0]
         return Phase.TRY if self._steps is not None else Phase.KEEP
 
     def _measure(self) -> Generator[Entry, float, Phase]:
         usual_s = self.best.median_s
-        # Half of the budget is left for trying plans afterwards.
-        while (took_s := self.source.measure(self, max(0.0, self.trials.left_s / 2))) is None:
-            # The step that measures takes longer.
+        while (took_s := self.source.measure(self, max(0.0, self.trials.remaining_s / 2))) is None:
             self.trials.spend(max(0.0, (yield self.best) - usual_s))
         self.trials.spend(took_s)
         return Phase.PREDICT
@@ -298,21 +292,21 @@ class PlanChooser:
 
     def _try(self) -> Generator[Entry, float, Phase]:
         pool = list(self.trials.entries)
-        # The first candidate also runs the first steps of the job.
+        # The first candidate runs the job's first steps, which do not count.
         for _ in range(_START):
             pool[0].first_s = yield pool[0]
         while pool:
             yield from self._rounds(pool)
-            # The best may have been lucky in few steps: it runs again with the entry that is the fastest by now.
-            for _ in range(_SECOND_LOOKS):
+            # The best may be an outlier: compare it again with the entry of the lowest median.
+            for _ in range(_MAX_REMATCHES):
                 least = min(self.trials.entries, key=lambda entry: entry.median_s)
                 if self.trials.is_as_fast(self.best, least):
                     break
                 yield from self._rounds([self.best, least])
-            more = [Entry(new) for new in self.source.more(self)] if self.trials.left_s > 0 else []
+            more = [Entry(new) for new in self.source.more(self)] if self.trials.remaining_s > 0 else []
             self.trials.entries += more
             pool = [self.best, *more] if more else []
-        if self.trials.left_s <= 0:
+        if self.trials.remaining_s <= 0:
             self.best = self.trials.most_likely()
         return Phase.WATCH
 
@@ -320,13 +314,13 @@ class PlanChooser:
         if self._drift is None:
             return Phase.KEEP
         usual_s = self.best.median_s
-        # Another search is worthwhile with a quarter of the budget left.
+        # Search again only with at least a quarter of the budget left.
         least_left_s = SHARE * STEPS / 4 * usual_s
         while True:
             window = []
             for _ in range(WINDOW):
                 window.append((yield self.best))
-            if self._has_drifted(statistics.median(window), usual_s) and self.trials.left_s > least_left_s:
+            if self._has_drifted(statistics.median(window), usual_s) and self.trials.remaining_s > least_left_s:
                 return Phase.MEASURE
 
     def _keep(self) -> Generator[Entry, float, Phase]:
@@ -334,7 +328,7 @@ class PlanChooser:
             yield self.best
 
     def _rounds(self, pool: Sequence[Entry]) -> Generator[Entry, float, None]:
-        """Halve a pool until one entry is left, which is then `best`."""
+        """Halve a pool until one entry is left. Updates `best`."""
         trials = self.trials
         assert self._steps is not None
         while True:
@@ -342,7 +336,7 @@ class PlanChooser:
                 entry.rounds += 1
             for _ in range(self._steps):
                 for entry in list(pool):
-                    if not (yield from self._stays(entry)):
+                    if not (yield from self._run_step(entry)):
                         pool = [left for left in pool if left is not entry]
             pool = [entry for entry in pool if entry.seconds]
             if len(pool) != 2 or not trials.is_undecided(*pool):
@@ -351,18 +345,18 @@ class PlanChooser:
             if len(pool) <= 1:
                 return
 
-    def _stays(self, entry: Entry) -> Generator[Entry, float, bool]:
-        """Run a step of a candidate; return whether it stays in its round."""
+    def _run_step(self, entry: Entry) -> Generator[Entry, float, bool]:
+        """Run one step of a candidate. Returns whether it stays in its round."""
         trials = self.trials
         if not trials.is_affordable(entry):
             return False
         if entry.first_s is None:
             # The first step of a candidate allocates memory and connects ranks.
             entry.first_s = yield entry
-            if math.isfinite(trials.least_s) and trials.left_s <= 0:
+            if math.isfinite(trials.least_s) and trials.remaining_s <= 0:
                 return False
         entry.seconds.append((yield entry))
-        return not trials.is_far(entry)
+        return not trials.is_too_slow(entry)
 
     def _has_drifted(self, seconds: float, before_s: float) -> bool:
         return self._drift is not None and abs(seconds - before_s) > self._drift * before_s

@@ -1,13 +1,12 @@
-"""Observed times: the parts of steps as they took where they ran, and the costs of steps by them.
+"""Measured task times, and step costs fitted to them.
 
-    seen = observe(plan, costs, steps)      # timelines of steps that ran by this plan
-    costs = refit(costs, seen)              # the same where nothing was seen
+    seen = observe(plan, costs, steps)      # timelines of steps that followed this plan
+    costs = refit(costs, seen)              # unchanged where nothing was measured
 
-A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
-multiplied; of several, a line goes through them, or a curve where large chunks take more than in proportion.
-So lines of a machine, which know no model, become those of the layers that ran, with all that surrounds them: ranks
-tell each other how many rows they will send, which is "count-exchange"; what else a pass takes beside its tasks is
-"other", each layer's part of it; and what stands between the passes and after them is the loss and the optimizer.
+A sample is a kind of task in one pass with a number of chunks. With samples of one number of chunks, the predicted
+times of the kind are scaled; with several, a line is fitted, or a curve if large chunks take more than in proportion.
+Time outside of tasks is included: "count-exchange" is the exchange of row counts, "other" the remaining time of a pass
+(per layer), and the times between and after the passes are the loss and the optimizer.
 """
 
 from __future__ import annotations
@@ -20,33 +19,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.cost import ALONE, Contention, Line, Observed, Sample, fit, line_through
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, Observed, Sample, fit, fit_nonnegative_line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
-# No clock is finer.
+# Clock resolution.
 _TICK_S = 1e-9
-# What a step does by its plan, or autograd in its place: all else surrounds it.
+# Kinds that the plan runs, or autograd in its place.
 _PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
-    """Returns what was seen of steps that ran by a plan: the mean of a part's tasks, as they would be with nothing
-    beside them, in the middle ones of several steps.
+    """Return task times without contention of steps that followed a plan: means over the median third of the steps.
 
-    All parts are of the same steps: of parts that are medians each by itself, the one that was held up in each step
-    would be missing, and their sum too short.
+    All parts are averaged over the same steps. Medians per part would omit delays that hit another part in each step.
 
     Args:
-        costs: of the step, before: it says what each all-reduce carries, and how resources disturb each other.
-        steps: of each step the timelines of all ranks, from where it began (so not aligned). Of steps with a loss it is
-            also seen what surrounds the plan's tasks.
+        costs: predicted costs of the step, for the bytes of each all-reduce and the contention.
+        steps: for each step the timelines of all ranks, which start at the beginning of the step (not aligned). Times
+            outside of tasks need steps with a loss.
     """
     by_length = sorted(steps, key=_step_s)
-    disturbed = len(steps) // 3  # at either end
+    disturbed = len(steps) // 3  # number of shortest and of longest steps to drop
     taken: dict[Sample, list[float]] = {}
     for timelines in by_length[disturbed : len(steps) - disturbed]:
         for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
@@ -55,12 +52,11 @@ def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:
-    """Returns the seconds of a step on the slowest rank."""
     return max(timeline.end_s for timeline in timelines)
 
 
 class Row(NamedTuple):
-    """Seconds of all tasks of a part of a step; None: it is not predicted, or was not measured."""
+    """Total seconds of one part of a step; None if it is not predicted or not measured."""
 
     part: str
     predicted_s: float | None
@@ -68,14 +64,14 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """The difference of the prediction, as a share of what was measured."""
+        """Relative error of the prediction."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
 def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
-    """Compares a step with its prediction: each part, as long as it takes beside the others, and the whole step last.
+    """Compare predicted and measured times of all parts of a step with contention; the last row is the whole step.
 
-    `timelines`: of all ranks, from where the step began.
+    `timelines`: of all ranks, starting at the beginning of the step.
     """
     predicted: dict[str, float] = {}
     for span in simulate(plan, costs).spans:
@@ -93,10 +89,10 @@ def _part_name(kind: str, phase: str | None) -> str:
     return kind if phase is None else f"{kind} {phase}"
 
 
-def _last(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns the spans from when the last rank began them to when the last one had ended them."""
-    # A rank that is early waits in the next collective for one that is late. So that counts once, in what made the
-    # other late, and the tasks of a step without a schedule add up to it.
+def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
+    # From the latest start to the latest end over ranks. An early rank waits in the next collective for a late rank:
+    # this counts the wait once, in the task that made the rank late. Without a schedule, the tasks then add up to the
+    # step.
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
         times: Counter[tuple[object, ...]] = Counter()
@@ -112,16 +108,15 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
 def _samples(
     plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
 ) -> dict[Sample, list[float]]:
-    """Returns the seconds of each task of one step, over the ranks, by what it is a sample of.
+    """Return the seconds of each task of one step over all ranks, by sample.
 
-    `contention`: by it, seconds are those that the tasks would take with nothing beside them, and the experts' without
-    the copies between other chunks in the two passes; None: as they were.
+    `contention`: remove it, and regrouping between different degrees of the passes, from the times. None: keep both.
     """
-    timeline = _last(timelines)
+    timeline = _slowest_spans(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
-    # Autograd runs attention that is in one piece, also that of layers without experts.
+    # Autograd runs unchunked attention, also in layers without experts.
     in_one = any(task.kind == TaskKind.ATTENTION and task.chunk is None for task in plan)
     degrees, layers = plan.degrees, max(1, len(costs.layers))
 
@@ -131,9 +126,9 @@ def _samples(
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
     tasks: dict[Task, tuple[Sample, float]] = {}
-    shared = _surrounding(timeline, runs)
+    shared = _times_outside_tasks(timeline, runs)
     spans = [span for span in timeline.spans if runs(span)]
-    for span, seconds in zip(spans, _alone_s(spans, contention or ALONE), strict=True):
+    for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
         if kind == TaskKind.ATTENTION and chunk is None:
@@ -152,7 +147,7 @@ def _samples(
         tasks[task] = sample, seconds
     after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
-        # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
+        # Gradients without a task are reduced at the end of the step.
         late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in tasks)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
@@ -164,30 +159,28 @@ def _samples(
     return samples
 
 
-def _alone_s(spans: Sequence[Span], contention: Contention) -> list[float]:
-    """Returns the seconds that each of some spans would take with nothing beside it: in each of its own seconds it has
-    done as much as its speed was beside those that ran meanwhile."""
+def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]:
+    """Return the seconds each span would take without contention: the integral of its speed over its duration."""
     changes = [
-        (moment, RESOURCES.index(s.resource), by) for s in spans for moment, by in ((s.start_s, 1), (s.end_s, -1))
+        (time_s, RESOURCES.index(s.resource), by) for s in spans for time_s, by in ((s.start_s, 1), (s.end_s, -1))
     ]
     running, done_s, now_s = [0] * len(RESOURCES), [0.0] * len(RESOURCES), 0.0
-    at: dict[float, list[float]] = {}  # seconds of work that each resource can have done until then
-    for moment, resource, by in sorted(changes):
+    at: dict[float, list[float]] = {}  # seconds of work that each resource could have done until then
+    for time_s, resource, by in sorted(changes):
         speeds = contention.speeds[sum(1 << number for number, count in enumerate(running) if count)]
-        done_s = [done + speed * (moment - now_s) for done, speed in zip(done_s, speeds, strict=True)]
-        at[moment], now_s = done_s, moment
+        done_s = [done + speed * (time_s - now_s) for done, speed in zip(done_s, speeds, strict=True)]
+        at[time_s], now_s = done_s, time_s
         running[resource] += by
     on = (RESOURCES.index(span.resource) for span in spans)
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
-    """Returns the seconds of a step beside its tasks: in each pass, between them, and after them."""
-    # Without a loss the timeline is of layers by themselves, and nothing says where a pass ends.
+def _times_outside_tasks(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
+    """Return the seconds of a step outside its tasks: within, between and after the passes."""
+    # Without a loss, the timeline has single layers, and where a pass ends is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
-    # The loss divides the step: before it is the forward pass, after it the backward pass.
     begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
@@ -206,18 +199,15 @@ def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sampl
 
 
 def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
-    """Returns the costs of a step by what was seen of steps of these layers.
-
-    `share`: the rows that were seen as a share of those that are costed, where these are others.
-    """
-    distinct = {id(layer): layer for layer in costs.layers}  # often one object many times
+    """Return step costs fitted to measured times of these layers. `share`: measured rows / rows of these costs."""
+    distinct = {id(layer): layer for layer in costs.layers}  # keyed by id: often one object many times
     layers = {key: _refit_layer(layer, seen, share, costs.task_s) for key, layer in distinct.items()}
-    # Times between the passes and after them are measured as wholes, so they replace what was predicted.
+    # Measured as a whole: replace the predictions.
     between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
-    before, back = (_around_s(seen, phase) for phase in PHASES)
+    before, back = (_outside_tasks_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
     optimizer_s = costs.optimizer_s if after is None else after
-    # What surrounds micro-batches that go through all layers is before them and after: with the loss and the optimizer.
+    # Times outside of micro-batches are before and after all layers: add them to loss and optimizer.
     if costs.can_split and between is not None and before is not None and back is not None:
         loss_s = (loss_s or 0.0) + len(costs.layers) * before / share
         optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / share
@@ -233,7 +223,7 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
 def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float) -> LayerCosts:
     def fitted(part: StageTime, kind: str, phase: str, apart: bool = False) -> StageTime:
         time = _refit_stage(part, seen.get(kind, phase, apart), share)
-        # No task takes less than the executor itself.
+        # No task takes less than the executor's overhead.
         return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 
     def all_fitted(parts: Mapping[str, Mapping[str, StageTime]]) -> dict[str, dict[str, StageTime]]:
@@ -251,9 +241,9 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = all_fitted(micro.dense)
-    # What surrounded a layer by itself goes with attention.
+    # Times outside of tasks of a single layer are added to attention.
     for phase, of_phase in dense.items():
-        around_s = _around_s(seen, phase)
+        around_s = _outside_tasks_s(seen, phase)
         if around_s is not None and TaskKind.ATTENTION in of_phase and Sample(TaskKind.LOSS, None) not in seen.seconds:
             of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / share)
     weights, apart_s = dict(micro.weights), micro.apart_s
@@ -270,7 +260,7 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
             elif kind == TaskKind.EXPERT:
                 apart_s = max(0.0, both_s - whole.seconds(1))
                 both_s = min(both_s, whole.seconds(1))
-            # As a share of all that is backward: what is left for the input is never less than nothing.
+            # As a fraction of the whole backward, so that the part for input gradients is never negative.
             weights[kind] = whole * min(1.0, own.seconds(1) / both_s)
         elif predicted.seconds(1) > 0:
             weights[kind] = part * (whole.seconds(1) / predicted.seconds(1))
@@ -279,35 +269,30 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
-def _around_s(seen: Observed, phase: str) -> float | None:
-    """Returns the seconds that surrounded a layer in a pass; None where nothing is known of them."""
+def _outside_tasks_s(seen: Observed, phase: str) -> float | None:
     around_s = seen.seconds.get(Sample(TaskKind.OTHER, phase))
     return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
 
 
 def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> StageTime:
-    """`points`: seconds of a chunk by the number of chunks."""
+    """Fit the time of a part to `points`: seconds of a chunk by number of chunks."""
     if not points:
         return part
-    # Several numbers of chunks tell starts and work apart; one number only scales what was predicted.
+    # Several numbers of chunks separate start-up from work. A single one only scales the prediction.
     if len(points) > 1:
-        return _stage_through(
-            [(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
-        )
+        return _fit_stage([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s)
     ((count, seconds),) = points.items()
     expected_s = part.seconds(count / share)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
 
 
-def _stage_through(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
-    """Returns the best time through seconds by a chunk's share of all rows. `start_s`: what a chunk takes to start, by
-    the lines of the machine."""
+def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
+    """Fit a stage time to `points`: seconds by fraction of all rows. `start_s`: predicted start-up."""
     if fit(points).alpha_s >= 0:
-        line = line_through(points)
+        line = fit_nonnegative_line(points)
         return StageTime(line.alpha_s, line.beta_s)
-    # A line that starts below zero would have many chunks take less than nothing: large chunks take more than in
-    # proportion there, and each number of chunks that was seen is still to be met. What hides in that is how long a
-    # chunk takes to start, which the machine's line knows.
+    # A negative intercept would give many chunks a negative time: large chunks take more than in proportion. Fit this
+    # excess, with the machine's start-up time, which the points do not determine.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
@@ -318,11 +303,10 @@ def _stage_through(points: Sequence[tuple[float, float]], start_s: float) -> Sta
 
 
 def _refit_line(line: Line, points: Mapping[int, float]) -> Line:
-    """`points`: seconds by bytes."""
     if not points:
         return line
     if len(points) > 1:
-        return line_through(list(points.items()))
+        return fit_nonnegative_line(list(points.items()))
     ((size, seconds),) = points.items()
     expected_s = line.seconds(size)
     if expected_s <= 0:

@@ -1,15 +1,12 @@
-"""The simulator: when each task of a plan starts and ends, given what each one costs.
+"""Simulator: predicted start and end of each task of a plan.
 
     timeline = simulate(plan, costs)
 
-Three resources, each one task at a time in the plan's order; a task starts as soon as the one before it on its
-resource and all that it waits for have ended. While tasks run on several resources, each of them goes on at the share
-of its speed that the contention leaves it beside the others (`cost.Contention`).
+Resources execute the plan as described in `plan`. Concurrent tasks slow each other down by the contention
+(`cost.Contention`). A fused operation starts once it is next on both of its resources, and occupies them until it ends.
 
-A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends.
-
-Why a step takes as long as it does: its critical path goes back from the task that ends last, at each step to the one
-that its start waited for. Nothing on it could have started earlier, so only what is on it can make the step shorter.
+The critical path leads from the task that ends last back to the task its start waited for, and so on. Only changes to
+its tasks can shorten the step.
 """
 
 from __future__ import annotations
@@ -25,20 +22,20 @@ from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline
 
-#: Of seconds, relatively: times that differ by no more are equal. Sums in another order differ by less.
+#: Relative tolerance for equal times: sums in another order differ by less.
 ROUNDING = 1e-9
 
-# What nothing in the passes that follow waits for.
-_BESIDE = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
+# Kinds on which no task of a later pass depends.
+_OUTSIDE_PASSES = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
-    """Returns the predicted timeline of a plan, from 0 on.
+    """Return the predicted timeline of a plan, starting at 0.
 
-    Raises `ConfigError`, naming the task, for a task without a duration or with one that is negative or not finite.
+    Raises `ConfigError` with the task's name if its duration is missing, negative or not finite.
     """
     starts, ends = _times(plan, costs)
-    # A task is where its kind works: an all-gather on the links inside a node, also in a plan with one queue for both.
+    # Spans are on the hardware of their kind: an all-gather is intra-node even if one queue serves both links.
     occupied = (resources_of(task.kind) for task in plan.sequence)
     spans = tuple(
         Span(kind, kind, on[0], start, end, chunk, layer, phase, on[1:])
@@ -48,29 +45,28 @@ def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
 
 
 def makespan(plan: Plan, costs: Costs) -> float:
-    """Returns the end of the last task, in seconds: the `end_s` of the simulated timeline, at less cost."""
+    """Return the end of the last task in seconds, faster than `simulate`."""
     return max(_times(plan, costs)[1], default=0.0)
 
 
 def best_of(plans: Sequence[Plan], costs: Costs) -> Plan:
-    """Returns the shortest plan in simulation, of equally short ones the one with the fewest tasks."""
+    """Return the plan with the shortest simulated time; ties go to the fewest tasks."""
     seconds = [makespan(plan, costs) for plan in plans]
     enough_s = min(seconds) * (1 + ROUNDING)
-    # Each task takes some time that the costs do not know of.
+    # Each task has an overhead beyond its costs.
     return min((plan for plan, took_s in zip(plans, seconds, strict=True) if took_s <= enough_s), key=len)
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """One layer's pass in a predicted step, from the end of the one before, its dense part included.
+class LayerPass:
+    """One layer's pass in a predicted step, including its dense part. It begins at the end of the previous pass.
 
-    Micro-batches are in several layers at once: what they do before the pass of the layer before has ended counts
-    there. W tasks belong to no pass, and count where they run.
+    If micro-batches run in several layers at once, work before `start_s` counts towards the previous pass. A weight
+    gradient counts towards the pass during which it runs.
 
     Attributes:
-        degree: the number of chunks.
-        waits_s: seconds of the critical path during the pass by what is at work (`at_work`); their sum is the pass.
-        gradient_s: seconds of the gradient all-reduces that run meanwhile, hidden or not.
+        critical_s: by resource, seconds of the critical path during the pass; they add up to its duration.
+        gradient_s: seconds of gradient all-reduces during the pass, overlapped or not.
     """
 
     layer: int
@@ -78,7 +74,7 @@ class Stretch:
     degree: int
     start_s: float
     end_s: float
-    waits_s: dict[str, float]
+    critical_s: dict[str, float]
     gradient_s: float
 
     @property
@@ -87,14 +83,14 @@ class Stretch:
 
     @property
     def bound_by(self) -> str:
-        """The resource that the pass waits for most."""
-        return max(self.waits_s, key=lambda resource: self.waits_s[resource])
+        """The resource with the largest part of the critical path."""
+        return max(self.critical_s, key=lambda resource: self.critical_s[resource])
 
 
 def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
-    """Returns the spans that the end of the step waits for, in order of time, without a gap from the start to the end.
+    """Return the spans of the critical path in order of time, without gaps from start to end of the step.
 
-    `timeline`: the plan's, as `simulate` gives it.
+    `timeline`: the result of `simulate` for this plan.
     """
     by_name = {_name(span): span for span in timeline.spans}
     spans = [by_name[_name(task)] for task in plan.sequence]
@@ -102,34 +98,34 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
         return ()
     place = max(range(len(spans)), key=lambda number: spans[number].end_s)
     path = [spans[place]]
-    # Of several tasks that end together the last one in the plan's sequence stands for all.
+    # Of dependencies that end together, follow the last one in the plan's sequence.
     while plan.before[place]:
         place = max(plan.before[place], key=lambda number: (spans[number].end_s, number))
         path.append(spans[place])
     return tuple(reversed(path))
 
 
-def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
-    """Returns the passes of all layers, in order of time."""
-    path = at_work(critical_path(plan, timeline))
+def layer_passes(plan: Plan, timeline: Timeline) -> list[LayerPass]:
+    """Return the passes of all layers in order of time."""
+    path = busy_intervals(critical_path(plan, timeline))
     reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:
+        if span.phase in PHASES and span.layer is not None and span.kind not in _OUTSIDE_PASSES:
             own.setdefault((span.phase, span.layer), []).append(span)
-    passes: list[Stretch] = []
+    passes: list[LayerPass] = []
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
-        waits_s = {at: _within_s(path[at], start_s, end_s) for at in RESOURCES}
+        critical_s = {at: _within_s(path[at], start_s, end_s) for at in RESOURCES}
         degree = plan.degrees.get((phase, layer), 1)
-        passes.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
+        passes.append(LayerPass(layer, phase, degree, start_s, end_s, critical_s, _within_s(reduces, start_s, end_s)))
         start_s = end_s
     return passes
 
 
-def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
-    """Returns the times of each resource along a path; a fused operation counts as computation."""
+def busy_intervals(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
+    """Return each resource's intervals along a path. Fused operations count as computation."""
     times: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
     for span in path:
         times[resources_of(span.kind)[0]].append((span.start_s, span.end_s))
@@ -137,7 +133,6 @@ def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
-    """Returns starts and ends in the order of `plan.sequence`."""
     seconds, contention = costs.seconds(plan), costs.contention
     try:
         durations = [seconds[task] for task in plan.sequence]
@@ -145,8 +140,8 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
         raise ConfigError(f"simulate: no duration for {name(error.args[0])}; add it to the costs") from None
     if not all(0 <= duration < math.inf for duration in durations):
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
-        raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
-    # Resources that do not disturb each other need no event loop: starts follow from what is waited for.
+        raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {name(bad)}")
+    # Without contention, starts follow from dependencies alone.
     if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
         return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
     return run_in_order(plan.before, durations)

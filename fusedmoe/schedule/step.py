@@ -1,9 +1,8 @@
-"""The tasks of a training step: layers forward, then backward, with the gradient all-reduces between them.
+"""Plans of a training step: layers forward, then backward, with gradient all-reduces between them.
 
-In micro-batches attention is split as well, and chunks go on from layer to layer (FlowMoE): chunk i of a layer waits
-for chunk i of the layer before and for no other. Each part of each layer may be in chunks of its own. The backward pass
-may be split, too, into gradients of inputs and W tasks for those of weights (Lancet): what waits for a pass waits for
-the gradients of its input only.
+With micro-batches (FlowMoE), attention is chunked too: chunk i of a layer waits only for chunk i of the previous layer.
+The backward pass may be split into input gradients and W tasks for weight gradients (Lancet); later passes wait for
+input gradients only.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.passes import Order, Partition
 from fusedmoe.schedule.plan import Plan
@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 
 class ChunkedPass(NamedTuple):
-    """An order and a number of chunks: the way of one layer's chunks through one pass."""
+    """Task order and number of chunks of one layer's pass."""
 
     order: Order
     degree: int
@@ -37,19 +37,27 @@ def step_plan(
     *,
     exposed: bool = False,
 ) -> Plan:
-    """Returns the plan of a step of the layers that `costs` has, with the parts that it has of each.
+    """Return the plan of a step of all layers and parts in `costs`.
 
     Args:
-        forward, backward: of each layer.
-        partition: gradients that are reduced on the way; the rest follows the last combine, in one piece.
-        exposed: all gradients wait for the end of the backward pass, and go one layer at a time.
+        forward, backward: the pass of each layer.
+        partition: gradient bytes to reduce during and after each backward pass. The rest is reduced in one piece after
+            the last combine.
+        exposed: reduce all gradients after the backward pass, layer by layer.
+    Raises:
+        ConfigError: not one `ChunkedPass` per layer and phase.
     """
+    for phase, passes in (("forward", forward), ("backward", backward)):
+        if len(passes) != len(costs.layers):
+            raise ConfigError(
+                f"step_plan: {len(passes)} {phase} passes for {len(costs.layers)} layers; give one for each"
+            )
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
 
     def add(phase: str, layer: int, buckets: list[Task]) -> None:
         of, how = costs.layers[layer], (forward if phase == "forward" else backward)[layer]
         dense = [Task(kind, None, layer, phase) for kind in STAGES[phase] if kind in of.dense_s[phase]]
-        # Dense parts before the pipeline, and those that follow it.
+        # Dense parts before and after the pipeline.
         first = sum(STAGES[phase].index(task.kind) < STAGES[phase].index(PIPELINE[0]) for task in dense)
         for task in dense[:first]:
             orders[LINKS.get(task.kind, "compute")].append(task)
@@ -66,7 +74,6 @@ def step_plan(
         add("backward", layer, cutter.cut(middle, layer + 1))
         orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}
-    # All that is left of the gradients goes now: layer by layer where nothing is hidden, else in one piece.
     for layer in reversed(layers) if exposed else (0,):
         buckets = cutter.cut(cutter.available(layer), layer)
         orders["inter"] += buckets
@@ -79,26 +86,24 @@ def step_plan(
 def idle_slot_plan(
     costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], bucket_bytes: int
 ) -> Plan:
-    """Returns the plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do."""
+    """Return the plan of a step that reduces gradient buckets whenever `inter` is idle."""
     bare = step_plan(costs, forward, backward)
     orders = {on: [t for t in tasks if t.kind != TaskKind.GRADIENT_ALL_REDUCE] for on, tasks in bare.orders.items()}
-    # A bucket never reaches over the end of a layer's gradient.
     buckets = gradient_buckets(costs.gradient_bytes, bucket_bytes)
     return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
 
 class Degrees(NamedTuple):
-    """Micro-batches of one layer's pass: of its dense part, and of its pipeline."""
+    """Numbers of micro-batches of the dense part and of the pipeline of one layer's pass."""
 
     dense: int
     rows: int
 
 
 def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, weights: bool = False) -> Iterator[Task]:
-    """Yields all parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
+    """Yield all tasks of one layer's pass in micro-batches, in the order of `STAGES`.
 
-    `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`), where it has weight
-    gradients.
+    `weights`: yield W tasks (`task.WEIGHT_GRADIENTS`).
     """
     chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
     for kind in STAGES[phase]:
@@ -113,17 +118,19 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
 
 def loss_tasks(costs: StepCosts) -> list[Task]:
-    """Returns the loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
+    """Return the loss task, if the step has one."""
     return [] if costs.loss_s is None else [Task(TaskKind.LOSS, None, None, None)]
 
 
 def optimizer_tasks(costs: StepCosts) -> list[Task]:
-    """Returns the optimizer, where the step has one."""
     return [] if costs.optimizer_s is None else [Task(TaskKind.OPTIMIZER, None, None, None)]
 
 
 def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
-    """Returns all-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), the last layer's first."""
+    """Return all-reduces of at most `bucket_bytes` (None: one per layer), last layer first.
+
+    No bucket crosses a layer's end.
+    """
     return [
         Task(TaskKind.GRADIENT_ALL_REDUCE, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
@@ -132,7 +139,7 @@ def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) ->
 
 
 class BucketCutter:
-    """Cuts buckets off the gradients of a stack of layers, given in bytes by layer, last layer first."""
+    """Cut buckets off the gradients of a stack of layers (bytes by layer), last layer first."""
 
     def __init__(self, gradient_bytes: Sequence[int]) -> None:
         self.start = 0
@@ -140,18 +147,17 @@ class BucketCutter:
         self._cut: dict[int, int] = {}
 
     def available(self, layer: int) -> int:
-        """Returns the bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
+        """Return the bytes that are complete after the backward pass of `layer` and not yet in a bucket."""
         end = self.ends[layer] if layer < len(self.ends) else 0
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
-        """Returns the next bucket of about `size` bytes, from what is ready after `layer`, if anything is."""
+        """Return the next bucket of about `size` bytes that are complete after `layer`; empty if there are none."""
         ready = self.available(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
             return []
         self.start += size
-        # A bucket belongs to the last layer that it carries bytes of, whose dense part it has to wait for.
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
         number = self._cut.get(last, 0)
         self._cut[last] = number + 1
@@ -159,7 +165,7 @@ class BucketCutter:
 
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
-    """Returns one layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
+    """Return one layer's pass of a plan: its chunks, and the gradient buckets between them."""
 
     orders = {}
     for resource, tasks in plan.orders.items():
@@ -172,7 +178,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
 
 
 def one_pass(plan: Plan, phase: str) -> Plan:
-    """Returns one pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
+    """Return one pass of all layers, with its gradient buckets and weight gradients."""
 
     def own(tasks: Iterable[Task]) -> tuple[Task, ...]:
         return tuple(task for task in tasks if task.phase == phase)
@@ -182,21 +188,21 @@ def one_pass(plan: Plan, phase: str) -> Plan:
 
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """Returns the gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
+    """Return the gradient buckets between a layer's last backward chunk and the next layer's first."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     behind = plan.inter[places[-1] + 1 :] if places else ()
     buckets = takewhile(lambda task: task.kind == TaskKind.GRADIENT_ALL_REDUCE, behind)
-    # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
+    # Buckets with an `after` entry, or that wait for the dense part of this or an earlier layer, are not overlapped.
     return tuple(task for task in buckets if task.layer is not None and task.layer > layer and task not in plan.after)
 
 
 def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str) -> Plan:
-    """Returns one layer's pass with that many chunks, in an order of the chunks of its kinds."""
+    """Return the plan of one layer's pass with `degree` chunks in the given order."""
     return Plan.from_orders(order(kinds, degree, phase, 0, ()))
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
-    """Returns one layer's pass by a fused operation in that many chunks."""
+    """Return the plan of one layer's pass by a fused operation."""
     chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 

@@ -1,8 +1,4 @@
-"""The step cost model: what a training step of a stack of layers takes, task by task.
-
-It is made of what each part of a layer takes in chunks and in one piece, and gives the durations of the tasks of any
-plan, and what their work takes at least.
-"""
+"""Costs of a training step over a stack of layers: durations of all tasks of a plan, and lower bounds."""
 
 from __future__ import annotations
 
@@ -13,23 +9,21 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
-#: The largest degree that is tried, unless the caller says otherwise.
+#: Default limit for the number of chunks.
 MAX_DEGREE = 16
 
-# What weight gradients are cut off from.
 _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a kind of tasks in chunks: each of r chunks takes alpha_s + whole_s/r + excess_s/r².
+    """Time of a kind of task: each of r chunks takes alpha_s + whole_s/r + excess_s/r² seconds.
 
-    `excess_s`: what a large chunk takes beyond its share of the whole, as where it is too large for caches or for the
-    buffers of a link.
+    `excess_s`: additional time of large chunks, for example if they exceed caches or link buffers.
     """
 
     alpha_s: float
@@ -37,16 +31,15 @@ class StageTime:
     excess_s: float = 0.0
 
     def seconds(self, degree: Any) -> Any:
-        """Returns the seconds of one of so many chunks; of an array of degrees an array."""
+        """Return the seconds of one of `degree` chunks. Accepts arrays."""
         return self.alpha_s + (self.whole_s + self.excess_s / degree) / degree
 
     @property
     def moved_s(self) -> float:
-        """Seconds in one chunk without its start."""
+        """Seconds of the whole part in one chunk, without start-up."""
         return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
-        """Adds the time of what follows."""
         excess_s = self.excess_s + other.excess_s
         return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s, excess_s)
 
@@ -55,7 +48,7 @@ class StageTime:
 
 
 def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
-    """Returns the seconds that each resource has to work for all chunks of parts by kind."""
+    """Return the busy seconds of each resource in a layer's pass of `degree` chunks."""
     work = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in parts.items():
         work[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
@@ -63,7 +56,7 @@ def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
 
 
 class ChunkTimes(NamedTuple):
-    """Seconds of each part of one chunk. A part that a layer does not have takes none."""
+    """Seconds of each part of one chunk; 0 if the layer lacks the part."""
 
     dispatch: float = 0.0
     all_gather: float = 0.0
@@ -73,73 +66,74 @@ class ChunkTimes(NamedTuple):
 
 
 def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
-    """Returns the times of one of `degree` chunks of a layer's pass (F9)."""
+    """Return the times of one of `degree` chunks of a layer's pass, 0 for kinds that the pass lacks."""
     return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Costs of a layer where micro-batches go through all of it, and where weight gradients are W tasks.
+    """Costs of a layer that can be split into micro-batches, with optional W tasks.
 
-    `waits`: forward, all micro-batches are routed before the first is sent, as where second choices compete for an
-    expert's places; a "permute" for all of them then stands between, which takes no time.
+    `waits`: in the forward pass all micro-batches are routed before the first is sent, for example if second choices
+    compete for an expert's capacity. A "permute" task of zero seconds then marks the end of routing.
     """
 
     dense: Mapping[str, Mapping[str, StageTime]]  # by phase and kind
-    # How much of the backward pass of "expert" and "attention" is weight gradients; frozen ones have none, nor W tasks.
+    # Weight-gradient part of the backward "expert" and "attention". Kinds with frozen parameters have no entry and no W
+    # tasks.
     weights: Mapping[str, StageTime]
     waits: bool = False
-    apart_s: float = 0.0  # that the experts' backward pass takes longer with W tasks, for which it keeps activations
+    apart_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one layer; a plan for it has the parts that are here."""
+    """Costs of one layer. Its plans have exactly the parts listed here."""
 
-    chunks: Mapping[str, Mapping[str, StageTime]]  # the parts of its pipeline, by phase and kind
-    dense_s: Mapping[str, Mapping[str, float]]  # of the parts outside the pipeline, each in one piece
-    gradient_bytes: int = 0  # of its dense gradient, as far as it is reduced
-    micro: MicroBatches | None = None  # None where dense parts cannot be split
-    # Seconds that the experts' backward pass takes longer where it has other chunks than the forward pass: it copies
-    # the rows.
+    chunks: Mapping[str, Mapping[str, StageTime]]  # pipelined parts, by phase and kind
+    dense_s: Mapping[str, Mapping[str, float]]  # seconds of unchunked parts, by phase and kind
+    gradient_bytes: int = 0  # of the dense gradients that are all-reduced
+    micro: MicroBatches | None = None  # None if dense parts cannot be split
+    # Extra seconds of the experts' backward pass if its chunks differ from the forward pass: rows are copied.
     regroup_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
-        """Returns the layer with these parts of the pipeline; those that were not in it take no time."""
+        """Return the costs with these pipeline parts only; a part without costs takes no time.
+
+        Costs of unchunked parts (`dense_s`) stay.
+        """
         parts, free = [kind for kind in PIPELINE if kind in kinds], StageTime(0.0, 0.0)
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
         return replace(self, chunks=chunks)
 
     def dense_total_s(self, phase: str, degree: int | None = None) -> float:
-        """Returns the seconds of all dense parts of a pass, each in one piece or in so many micro-batches."""
+        """Return the seconds of all dense parts of a pass, unchunked or in `degree` micro-batches."""
         if degree is None:
             return sum(self.dense_s[phase].values())
         return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
 
     def in_micro_batches(self) -> MicroBatches:
-        """Returns its costs in micro-batches. Raises `ConfigError` where nothing is known of these."""
+        """Return `micro`. Raises `ConfigError` if it is None."""
         if self.micro is None:
-            raise ConfigError(
-                "micro-batches: a layer cannot be split; nothing is known of what its dense part takes then"
-            )
+            raise ConfigError("micro-batches: the layer cannot be split; costs of its dense part in chunks are unknown")
         return self.micro
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of a training step of a stack of layers (`cost.Costs`).
+    """Costs of a training step over a stack of layers (`cost.Costs`).
 
     Attributes:
-        layers: often one object many times.
-        all_reduce: the line of gradient all-reduces.
-        loss_s, optimizer_s: None for a step without them.
-        task_s: seconds that the executor takes for a task, whatever it does.
-        workload: the `Workload` of one of the layers; None where it is not known.
+        layers: costs of each layer, in order. Equal layers may share one object.
+        all_reduce: cost of gradient all-reduces.
+        loss_s, optimizer_s: seconds; None for a step without them.
+        task_s: executor overhead per task in seconds.
+        workload: the `Workload` of one layer, or None if unknown.
     """
 
     layers: tuple[LayerCosts, ...]
     all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
-    contention: Contention = ALONE
+    contention: Contention = NO_CONTENTION
     loss_s: float | None = None
     optimizer_s: float | None = None
     task_s: float = 0.0
@@ -147,29 +141,28 @@ class StepCosts:
 
     @property
     def can_split(self) -> bool:
-        """True if micro-batches can go through all layers."""
+        """True if micro-batches can pass through all layers."""
         return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
 
     def by_layer(self) -> StepCosts:
-        """Returns the step where nothing but the layers' pipelines goes in chunks."""
+        """Return the costs without micro-batches: only the layers' pipelines can be chunked."""
         found = {id(layer): replace(layer, micro=None) for layer in self.layers}  # often one object many times
         return replace(self, layers=tuple(found[id(layer)] for layer in self.layers))
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
-        """Bytes of each layer's dense gradient."""
         return tuple(layer.gradient_bytes for layer in self.layers)
 
     def seconds(self, plan: Plan) -> dict[Task, float]:
-        """Returns the duration of each task of a plan. Raises `ConfigError` for a part that is not in the costs."""
-        # A bucket without a size carries what is left of its layer's gradient: only the whole plan says how much.
+        """Return the duration of each task of a plan. Raises `ConfigError` for parts without costs."""
+        # The size of a bucket with `size=None` depends on the whole plan.
         carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
         return self.durations(plan.sequence, carried)
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """Returns the duration of each of some tasks that have all chunks of their stages among them.
+        """Return the duration of each task. Chunk counts are those of `tasks`, so `tasks` must contain whole stages.
 
-        `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
+        `carried`: bytes of each gradient-all-reduce; None: `Task.size`.
         """
         result: dict[Task, float] = {}
         known: dict[tuple[str, int | None, str | None], float] = {}
@@ -180,20 +173,17 @@ class StepCosts:
             if nbytes is not None:
                 result[task] = self.all_reduce.seconds(nbytes)
                 continue
-            # All chunks of a part are equal, so one number serves them all.
             where = (kind, layer, phase)
             if where not in known:
                 without = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
-                # Where the two passes have other chunks, the experts' backward pass first copies their rows.
                 if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
                     known[where] += self.layers[layer].regroup_s / counts[where]
             result[task] = known[where]
         return result
 
     def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
-        """Returns the duration of a task, apart from gradient-all-reduces, whose stage has `count` chunks."""
         kind, chunk, layer, phase, _ = task
         if layer is None:
             wholes_s: dict[str, float | None] = {TaskKind.LOSS: self.loss_s, TaskKind.OPTIMIZER: self.optimizer_s}
@@ -205,11 +195,10 @@ class StepCosts:
             part = _part(self.layers[layer], phase, kind, without_weights)
             if part is not None:
                 return part.seconds(count)
-        raise ConfigError(f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers")
+        raise ConfigError(f"costs: no time for {name(task)} ({task.kind}); the plan does not match these layers")
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
-    """Returns the time of chunks of a kind; None: the layer has none of it."""
     micro = layer.micro
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
@@ -230,14 +219,14 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
-    """Returns the end of each layer's gradient among the bytes of all (see `task.Task`), the last layer's first."""
+    """Return the end offset of each layer's gradient in the array of all gradients (`task.Task`)."""
     return list(accumulate(reversed(gradient_bytes)))[::-1]
 
 
 def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, range]:
-    """Returns the bytes of the gradients that each gradient-all-reduce of the plan of a whole step carries.
+    """Return the byte range of each gradient-all-reduce in the plan of a whole step.
 
-    Raises `ConfigError` for a bucket of a layer that has ended before, or that reaches into the next.
+    Raises `ConfigError` for a bucket of a complete layer, or that extends into the next layer.
     """
     ends = gradient_ends(gradient_bytes)
     start = 0
@@ -246,13 +235,13 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             continue
         if task.layer is None or task.layer >= len(ends):
-            raise ConfigError(f"plan: {name(task)} is of a layer that is not there; the stack has {len(ends)}")
+            raise ConfigError(f"plan: {name(task)} is in a layer that does not exist; the stack has {len(ends)}")
         end = ends[task.layer]
         stop = end if task.size is None else start + task.size
         if not start < stop <= end:
             raise ConfigError(
                 f"plan: {name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at {end}; "
-                "change its size, or its layer"
+                "change its size or layer"
             )
         result[task] = range(start, stop)
         start = stop
@@ -262,13 +251,13 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
 def resource_bound_s(
     costs: StepCosts, degrees: Mapping[str, Sequence[tuple[int | None, int]]], buckets: Iterable[int] | None = None
 ) -> float:
-    """Returns the seconds that no order of a step beats: the busiest resource's tasks.
+    """Return a lower bound of the step time in seconds: the work of the busiest resource.
 
-    `degrees`: by phase, for each layer the chunks of its dense part (None: it is in one piece) and of its pipeline.
-    `buckets`: bytes of each gradient all-reduce; None: one for all.
+    `degrees`: by phase and layer, the number of chunks of dense part (None: unchunked) and pipeline. `buckets`: bytes
+    of each gradient all-reduce; None: a single one.
     """
     compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
-    known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # layers are often one object many times
+    known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # keyed by id: often one object many times
     for phase in PHASES:
         for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
             where = (id(layer), phase, dense, rows)
@@ -282,10 +271,10 @@ def resource_bound_s(
     return costs.contention.least_s(compute, intra, inter)
 
 
-def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = ALONE) -> float:
-    """Returns the seconds that no order beats: what each resource has to do, with what must come before and after."""
+def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:
+    """Return a lower bound of a pass in seconds from each resource's work and the first and last tasks."""
     d, ag, x, rs, c = times
-    # Before the first dispatch has ended and after the last combine has begun nothing else has anything to do.
+    # Other resources are idle during the first dispatch and the last combine.
     return max(
         d + ag + r * x + rs + c,
         d + contention.least_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,

@@ -1,8 +1,7 @@
-"""Timelines: which task ran when, on which resource of one rank; predicted and measured alike.
+"""Timelines: start and end of each task on one rank's resources, predicted or measured.
 
-A `Timeline` is a value: a rank, its `Span`s, and the wall-clock time of its zero. The runtime's `Recorder` makes
-measured ones; `draw.py` turns timelines into a picture, `trace` into trace-event JSON, the format that Perfetto
-(ui.perfetto.dev) and chrome://tracing open.
+The runtime's `Recorder` records measured timelines. `draw.py` renders timelines; `trace` converts them to trace-event
+JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Example, two chunks in a pipeline (times in seconds):
 
@@ -14,7 +13,7 @@ Example, two chunks in a pipeline (times in seconds):
     ))
 
     busy_s("compute") = 0.006, busy_s("inter") = 0.004,
-    exposed_s() = 0.002: nothing is computed during the first dispatch
+    exposed_s() = 0.002: the first dispatch is not overlapped with computation
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _VERSION = 2
 
 
 class Span(NamedTuple):
-    """One task, from `start_s` to `end_s`, in seconds since the timeline's zero.
+    """One task from `start_s` to `end_s`, in seconds since the timeline's zero. `Timeline` validates the values.
 
-    A named tuple, because a simulator makes a thousand in a few milliseconds; `Timeline` checks the values.
+    A named tuple, because a simulation makes a thousand in a few milliseconds.
     """
 
     name: str
@@ -46,14 +45,13 @@ class Span(NamedTuple):
     resource: str  # one of RESOURCES
     start_s: float
     end_s: float
-    chunk: int | None = None  # which of a pipelined stage's
+    chunk: int | None = None  # index within a chunked stage
     layer: int | None = None
-    phase: str | None = None  # "forward", "backward", or None outside both (the optimizer)
-    also: tuple[str, ...] = ()  # further resources that it occupies as long: of a fused operation, its link
+    phase: str | None = None  # "forward", "backward", or None (optimizer)
+    also: tuple[str, ...] = ()  # further resources: the link of a fused operation
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """All resources that it occupies."""
         return (self.resource, *self.also)
 
     @property
@@ -63,13 +61,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one rank, sorted by start (of two that start together, the longer one first).
+    """Spans of one rank, sorted by start, then longer first. Spans of a resource may overlap.
 
-    `anchor_s` is the wall-clock time (`time.time()`) of the timeline's zero: `align` uses it to put the ranks on one
-    clock. None says that the timelines at hand share their zero already, as predicted ones do.
+    `anchor_s`: wall-clock time (`time.time()`) of the timeline's zero, used by `align`. None: the timelines share their
+    zero, like predicted ones.
 
-    Raises `ConfigError`, naming the rank and the span, for an unknown kind, resource or phase, a time that is not
-    finite, and a span that ends before it starts. Spans of one resource may overlap (`lanes` tells them apart).
+    Raises `ConfigError` with rank and span for an unknown kind, resource or phase, a time that is not finite, or an end
+    before the start.
     """
 
     rank: int = 0
@@ -79,13 +77,13 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if not _is_count(self.rank):
-            raise ConfigError(f"timeline: the rank must be an integer from 0, not {self.rank!r}")
+            raise ConfigError(f"timeline: the rank must be an integer >= 0, not {self.rank!r}")
         if self.source not in SOURCES:
             raise ConfigError(f"timeline of rank {self.rank}: source {self.source!r} is not one of {SOURCES}")
         if self.anchor_s is not None and not _is_time(self.anchor_s):
             raise ConfigError(f"timeline of rank {self.rank}: anchor_s must be finite, not {self.anchor_s!r}")
         for span in self.spans:
-            fault = _fault(span)
+            fault = _invalid_field(span)
             if fault:
                 raise ConfigError(f"timeline of rank {self.rank}: {fault} in {span!r}")
         ordered = sorted(self.spans, key=lambda span: (span.start_s, -span.end_s))
@@ -93,12 +91,10 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """The start of the first span; 0.0 without spans."""
         return self.spans[0].start_s if self.spans else 0.0
 
     @property
     def end_s(self) -> float:
-        """The end of the last span; 0.0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -107,84 +103,81 @@ class Timeline:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """The resources that occur, in the order of `RESOURCES`."""
+        """Resources with spans, in the order of `RESOURCES`."""
         found = {resource for span in self.spans for resource in span.resources}
         return tuple(resource for resource in RESOURCES if resource in found)
 
     def on(self, resource: str) -> tuple[Span, ...]:
-        """Returns the spans that occupy one resource, in order of start."""
-        check_word("resource", resource)
+        """Return the spans that occupy a resource, by start."""
+        require_known("resource", resource)
         return tuple(span for span in self.spans if span.resource == resource or resource in span.also)
 
     def busy_s(self, resource: str) -> float:
-        """Returns the seconds that the resource was in use; where spans overlap, the time counts once."""
+        """Return the seconds during which the resource is in use."""
         return sum(end - start for start, end in _union(self.on(resource)))
 
     def exposed_s(self) -> float:
-        """Returns the seconds that a link was in use while `compute` was idle: the communication that nothing hides.
+        """Return the seconds of exposed communication: a link is in use while `compute` is idle.
 
-        A fused operation occupies both, so nothing of it counts.
+        Fused operations count as computation: waits inside them are not observable.
         """
-        # All busy time but that of compute: where a fused operation's tiles wait for rows cannot be told from outside.
         return sum(end - start for start, end in _union(self.spans)) - self.busy_s("compute")
 
     def totals_s(self) -> dict[str, float]:
-        """Returns the summed durations of each kind that occurs, in the order of `KINDS`."""
+        """Return the total seconds of each kind, in the order of `KINDS`."""
         totals: dict[str, float] = {}
         for span in self.spans:
             totals[span.kind] = totals.get(span.kind, 0.0) + span.duration_s
         return {kind: totals[kind] for kind in KINDS if kind in totals}
 
     def shifted(self, by_s: float) -> Timeline:
-        """Returns the spans `by_s` later; the anchor stays. It corrects a clock that is known to be off."""
-        return _moved(self, by_s, 0.0)
+        """Return the timeline `by_s` later with the same anchor, to correct a known clock offset."""
+        return _shifted(self, by_s, 0.0)
 
     def to_json(self) -> str:
-        """Returns one line of JSON; `from_json` gives an equal timeline back."""
+        """Return one line of JSON; `from_json` is the inverse."""
         return json.dumps(self.as_dict(), allow_nan=False, separators=(",", ":"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the timeline in plain types; a span has only the fields that are not None or empty."""
+        """Return plain types, without span fields that are None or empty."""
         spans = [{k: v for k, v in span._asdict().items() if v is not None and v != ()} for span in self.spans]
         head = {"format": _FORMAT, "version": _VERSION, "rank": self.rank, "source": self.source}
         return {**head, "anchor_s": self.anchor_s, "spans": spans}
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Reads the timeline written by `to_json`. Raises `ConfigError` for anything else."""
+        """Parse the result of `to_json`. Raises `ConfigError` if invalid."""
         return cls.from_dict(parse_json(text, "timeline"))
 
     @classmethod
     def from_dict(cls, data: Any) -> Timeline:
-        """Reads the timeline written by `as_dict`. Raises `ConfigError` for anything else."""
+        """Read the result of `as_dict`. Raises `ConfigError` if invalid."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ConfigError(f'timeline: the JSON is not a timeline (no "format": "{_FORMAT}")')
         if data.get("version") != _VERSION:
             raise ConfigError(
-                f"timeline: version {data.get('version')!r} is not known, only {_VERSION}; "
+                f"timeline: unknown version {data.get('version')!r}, expected {_VERSION}; "
                 "read it with the release that wrote it"
             )
         try:
             spans = tuple(Span(**{**span, "also": tuple(span.get("also", ()))}) for span in data["spans"])
             return cls(data["rank"], spans, data["source"], data["anchor_s"])
         except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"timeline: a field is missing or not known: {error}") from error
+            raise ConfigError(f"timeline: missing or unknown field: {error}") from error
 
 
 def align(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Returns the timelines on one clock whose zero is the earliest start, in their order.
+    """Return the timelines, in order, on one clock whose zero is the earliest start.
 
-    Timelines with an anchor are placed by it; those without one are taken to share their zero. The two groups each
-    start at zero, so a prediction stands beside a measurement. Worked example: rank 0 with anchor 100.0 and a first
-    span at 0.5, rank 1 with anchor 100.2 and a first span at 0.4: they start at 0.0 and 0.1.
+    Timelines with an anchor share its clock; timelines without anchors share their zero. Both groups start at zero, to
+    compare a prediction with a measurement. Example: rank 0 with anchor 100.0 and a first span at 0.5, rank 1 with
+    anchor 100.2 and a first span at 0.4: they start at 0.0 and 0.1.
 
-    Between machines anchors are as good as their time synchronisation; where that is too coarse, correct with
-    `Timeline.shifted` first.
+    Anchors of different machines are as accurate as their clock synchronization; `Timeline.shifted` corrects it.
     """
-    # Anchors are wall-clock times; the earliest one is the common zero.
     first_anchor = min((t.anchor_s for t in timelines if t.anchor_s is not None), default=0.0)
     delays = [0.0 if t.anchor_s is None else t.anchor_s - first_anchor for t in timelines]
-    starts: dict[bool, list[float]] = {True: [], False: []}  # by whether there is an anchor
+    starts: dict[bool, list[float]] = {True: [], False: []}  # key: has an anchor
     for timeline, delay in zip(timelines, delays, strict=True):
         if timeline.spans:
             starts[timeline.anchor_s is not None].append(timeline.start_s + delay)
@@ -193,18 +186,17 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     for timeline, delay in zip(timelines, delays, strict=True):
         origin = origins[timeline.anchor_s is not None]
         anchor_s = None if timeline.anchor_s is None else first_anchor + origin
-        result.append(replace(_moved(timeline, delay, origin), anchor_s=anchor_s))
+        result.append(replace(_shifted(timeline, delay, origin), anchor_s=anchor_s))
     return result
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Returns the spans in as few lists as possible such that no two of one list overlap; first come, first lane.
+    """Distribute spans over the smallest number of lists without overlaps.
 
-    A resource that runs one task at a time has one lane. Asynchronous collectives, and spans inside spans, need more.
+    Asynchronous collectives and nested spans need more than one lane.
     """
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-        # The first lane that is free again, so that a resource with one task at a time keeps one lane.
         lane = next((lane for lane in result if lane[-1].end_s <= span.start_s), None)
         if lane is None:
             result.append([span])
@@ -214,14 +206,12 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
-    """Returns the trace of the timelines, aligned (`timeline.align`), as an object ready for `json.dump`.
+    """Return the aligned timelines in the Trace Event Format (Chromium), ready for `json.dump`.
 
-    pid is the rank; when a rank comes with several timelines (predicted beside measured), the further ones get pids
-    past the last rank and stand next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so
-    on. Names come first, then the spans in order of time, in microseconds; a span that occupies several resources is an
-    event on the thread of each. Format: "Trace Event Format", the Chromium project.
+    pid is the rank; further timelines of a rank (predicted and measured) have pids after the last rank and are sorted
+    next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so on. Metadata precedes the
+    spans, which are sorted by time, in microseconds. A span on several resources has one event per resource.
     """
-    # Ranks share one clock in the viewer.
     aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
     stride = max((timeline.rank for timeline in aligned), default=0) + 1
     names: list[dict[str, Any]] = []
@@ -234,9 +224,9 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         names.append(_metadata("process_name", pid, 0, name=f"rank {timeline.rank} ({timeline.source})"))
         names.append(_metadata("process_sort_index", pid, 0, sort_index=timeline.rank * len(aligned) + turn))
         for index, resource in enumerate(RESOURCES):
-            # Perfetto loses complete events ("ph": "X") of one thread that overlap, so each lane is a thread.
+            # Perfetto drops overlapping complete events ("ph": "X") of a thread, so each lane is a thread.
             for lane, spans in enumerate(lanes(timeline.on(resource))):
-                # From 1: the viewer keeps thread 0 for the idle task.
+                # From 1: the viewer reserves thread 0 for the idle task.
                 tid = 1 + index + lane * len(RESOURCES)
                 label = resource if lane == 0 else f"{resource} ({lane + 1})"
                 names.append(_metadata("thread_name", pid, tid, name=label))
@@ -248,27 +238,27 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Writes the trace of the timelines to `path` (JSON)."""
+    """Write the trace of the timelines to `path` (JSON)."""
     text = json.dumps(trace(timelines), allow_nan=False, separators=(",", ":"))
     Path(path).write_text(text, encoding="utf-8")
 
 
-def check_word(field: str, word: str | None) -> None:
-    """Raises `ConfigError` unless `word` is a known kind, resource or phase (`field` says which)."""
+def require_known(field: str, word: str | None) -> None:
+    """Raise `ConfigError` unless `word` is a known value of `field`: "kind", "resource" or "phase"."""
     known = {"kind": KINDS, "resource": RESOURCES, "phase": (None, *PHASES)}[field]
     if word not in known:
         raise ConfigError(f"timeline: {field} {word!r} is not one of {', '.join(map(str, known))}")
 
 
 def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """Returns the seconds between two moments in which none of these spans is."""
+    """Return the seconds from `start_s` to `end_s` that no span covers."""
     inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
     found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
     return max(0.0, end_s - start_s - sum(end - start for start, end in found))
 
 
-def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
-    # Two steps, so that the span that defines the origin lands on exactly 0.0 and none before it.
+def _shifted(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
+    # Two steps: the span that defines the origin starts at exactly 0.0.
     spans = tuple(
         span._replace(start_s=span.start_s + add_s - subtract_s, end_s=span.end_s + add_s - subtract_s)
         for span in timeline.spans
@@ -277,7 +267,7 @@ def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Returns the time covered by the spans (sorted by start), as disjoint intervals in order."""
+    """Return the time covered by sorted spans as disjoint intervals."""
     result: list[tuple[float, float]] = []
     for span in spans:
         if result and span.start_s <= result[-1][1]:
@@ -292,16 +282,14 @@ def _is_count(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    """Returns True for a number that leaves room for sums."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
-def _fault(span: Span) -> str | None:
-    """Returns what is wrong with a span, or None."""
-    # Words may be of any type here: they can come from a file, so membership is asked of tuples, which hash nothing.
+def _invalid_field(span: Span) -> str | None:
+    # Values from files may be unhashable: test membership in tuples.
     name, kind, resource, start_s, end_s, chunk, layer, phase, also = span
     if not isinstance(name, str) or not name:
-        return "a name that is empty or no text"
+        return "an empty or non-string name"
     if kind not in KINDS:
         return f"kind {kind!r} (known: {', '.join(KINDS)})"
     if resource not in RESOURCES:
@@ -316,7 +304,7 @@ def _fault(span: Span) -> str | None:
     if end_s < start_s:
         return "an end before its start"
     if not (chunk is None or _is_count(chunk)) or not (layer is None or _is_count(layer)):
-        return "a chunk or layer that is not an integer from 0"
+        return "a chunk or layer that is not an integer >= 0"
     return None
 
 
@@ -325,8 +313,7 @@ def _metadata(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any
 
 
 def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
-    # Both ends are rounded to whole nanoseconds, the viewers' resolution: rounding the duration instead could make two
-    # spans that touch overlap.
+    # Round both ends to nanoseconds, the viewers' resolution: rounded durations could make adjacent spans overlap.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     args = {"kind": span.kind, "chunk": span.chunk, "layer": span.layer, "phase": span.phase}
     return {

@@ -1,5 +1,6 @@
-"""Functions that a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, wrappers."""
+"""Training loop: gradient synchronisation, clipping, DDP and FSDP wrappers, checkpoints, recovery from failed nodes."""
 
+from fusedmoe.placement.sharded_experts import ShardedExperts
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import broadcast_parameters
 from fusedmoe.training.data_parallel import (
@@ -10,24 +11,20 @@ from fusedmoe.training.data_parallel import (
     save_communication,
     sync_gradients,
 )
-from fusedmoe.training.earlier_formats import convert_checkpoint
 from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.optimizers import PerMatrix
 from fusedmoe.training.plan_tuning import tune_model, tune_step
-from fusedmoe.training.sharded_experts import ShardedExperts
 from fusedmoe.training.step_plan import PlannedStep, plan_step
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training.survival.survival import Survival
 
 __all__ = [
     "KEPT_OPERATORS",
-    "NodeMemory",
     "PerMatrix",
     "PlannedStep",
     "ShardedExperts",
     "Survival",
     "broadcast_parameters",
     "clip_grad_norm",
-    "convert_checkpoint",
     "distributed_data_parallel",
     "expert_parameter_names",
     "fully_shard",

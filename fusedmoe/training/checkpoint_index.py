@@ -1,13 +1,13 @@
-"""Files of a checkpoint: an index, tensors in safetensors files, values in JSON lines, and the digest of each part.
+"""Checkpoint file format: a JSON index with SHA-256 digests, safetensors files, and JSON lines for values.
 
-    index.jsonl                  the digest of the second line; tensors and values, where their bytes lie, and digests
-    rank-00000.safetensors       parts of tensors that rank 0 has written; a second part of one tensor is in
-    rank-00000-1.safetensors     the next file, since a safetensors file has each name once
-    rank-00000.jsonl             values that rank 0 has written (`plain_values`), one a line
+    index.jsonl                  line 1: digest of line 2; line 2: all entries with file, offset, length, digest
+    rank-00000.safetensors       tensor parts written by rank 0
+    rank-00000-1.safetensors     further parts of the same tensors: a safetensors file has each name once
+    rank-00000.jsonl             values written by rank 0 (`plain_values`), one per line
 
-safetensors, `HuggingFaceStorageReader` of torch.distributed.checkpoint and Hugging Face's tools read the tensors, too:
-their headers say where in the whole tensor each part begins. A load follows the index alone. SHA-256 takes as long as
-reading does: 1.8 GB/s on one core with instructions for it, BLAKE2 0.9, CRC-32 4.2.
+Headers of the tensor files contain the offsets of each part in the full tensor, so that safetensors, Hugging Face's
+tools and torch.distributed.checkpoint's `HuggingFaceStorageReader` can read them. Loading uses only the index.
+Throughput on one core: SHA-256 with hardware instructions 1.8 GB/s (also the read rate), BLAKE2 0.9, CRC-32 4.2.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.plain_values import DTYPES, byte_buffer, dtype_name, size_of, tensor_bytes
 
-#: The format of what is written. Formats 1 and 2 had an index and values in pickles.
+#: Current format version. Formats 1 and 2 stored index and values as pickles.
 FORMAT = 3
-#: The file that makes a folder a checkpoint.
+#: A folder that contains this file is a checkpoint.
 INDEX = "index.jsonl"
 
-CURE = "Copy it again, or load another."
+CURE = "Copy it again, or load another checkpoint."
 
 _CHUNK_BYTES = 2**20
-# Of an index: that of a million parts is a tenth of it.
+# The index of a million parts is a tenth of this bound.
 _MOST_BYTES = 2**31
 _FILE = re.compile(r"rank-\d{5,9}(-\d{1,9})?\.(safetensors|jsonl)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-# A dtype's name in safetensors, and how many of that type one element is.
+# dtype name -> safetensors type, number of safetensors elements per element.
 _SAFE = {
     "bool": ("BOOL", 1),
     **{f"{sign}int{bits}": (f"{'U' if sign else 'I'}{bits}", 1) for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -58,7 +58,7 @@ _SAFE = {
     "bfloat16": ("BF16", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
-    # Those that not every reader of safetensors knows are stored as what they are made of.
+    # Types that some safetensors readers do not support are stored as their components.
     **{name: ("U8", 1) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")},
     "complex32": ("F16", 2),
     "complex64": ("F32", 2),
@@ -67,7 +67,7 @@ _SAFE = {
 
 
 class FilePart(NamedTuple):
-    """A stretch of a checkpoint's file."""
+    """Byte range of a checkpoint file and its SHA-256 digest."""
 
     file: str
     offset: int
@@ -76,7 +76,7 @@ class FilePart(NamedTuple):
 
 
 class TensorPart(NamedTuple):
-    """A part of a tensor to be written: its key, place in the whole, dtype and shape of the whole, and elements."""
+    """Tensor part to write: key, offsets in the full tensor, sizes of the part, dtype, shape of the full tensor."""
 
     key: str
     offsets: tuple[int, ...]
@@ -87,24 +87,29 @@ class TensorPart(NamedTuple):
 
 @dataclass
 class Written:
-    """Stretches of the files that one rank has written: headers, parts of tensors by key and offsets, values by key."""
+    """File parts written by one rank.
+
+    Attributes:
+        headers: headers of the safetensors files.
+        parts: tensor parts, by key and offsets in the full tensor.
+        values: values, by key, each with the number of tensors in it.
+    """
 
     headers: list[FilePart] = field(default_factory=list)
     parts: dict[tuple[str, tuple[int, ...]], FilePart] = field(default_factory=dict)
     values: dict[str, tuple[FilePart, int]] = field(default_factory=dict)
 
     def all(self) -> list[FilePart]:
-        """List all stretches."""
-        return [*self.headers, *self.parts.values(), *(stretch for stretch, _ in self.values.values())]
+        return [*self.headers, *self.parts.values(), *(file_part for file_part, _ in self.values.values())]
 
 
 class Index(NamedTuple):
-    """Contents of a checkpoint, and their places.
+    """Parsed index of a checkpoint.
 
     Attributes:
-        metadata: for torch.distributed.checkpoint's planners.
-        written: by all ranks; of a value, also how many tensors belong to it.
-        digest: of the index; no two saves have one in common.
+        metadata: input of torch.distributed.checkpoint's planners.
+        written: file parts of all ranks.
+        digest: SHA-256 of the index, unique to each save.
     """
 
     metadata: Metadata
@@ -113,24 +118,14 @@ class Index(NamedTuple):
 
 
 def tensor_key(key: str, number: int) -> str:
-    """Return the key of a tensor that belongs to a value."""
     return f"values.{key}.{number}"
 
 
-# Writing.
-
-
 def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]) -> Written:
-    """Write this rank's files.
-
-    Args:
-        parts: each with a function that returns its elements.
-        values: `EncodedValue` by key.
-    """
+    """Write this rank's files. `parts`: each with a function that returns its elements."""
     written = Written()
     files: dict[int, dict[str, tuple[TensorPart, Any]]] = {}
     for part, elements in parts:
-        # A file has each key once.
         number = 0
         while part.key in files.setdefault(number, {}):
             number += 1
@@ -144,18 +139,18 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]]
 
 
 def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Written) -> None:
-    # Large elements first: each then begins where its type may.
+    # Descending element size keeps every part aligned to its element type.
     parts.sort(key=lambda one: -one[0].dtype.itemsize)
     header: dict[str, Any] = {}
     starts: dict[str, Any] = {}
-    at = 0
+    offset = 0
     for part, _ in parts:
         safe, times = _SAFE[dtype_name(part.dtype)]
-        end = at + prod(part.sizes) * part.dtype.itemsize
+        end = offset + prod(part.sizes) * part.dtype.itemsize
         more = [times] if times > 1 else []
-        header[part.key] = {"dtype": safe, "shape": [*part.sizes, *more], "data_offsets": [at, end]}
+        header[part.key] = {"dtype": safe, "shape": [*part.sizes, *more], "data_offsets": [offset, end]}
         starts[part.key] = {"saved_offsets": [*part.offsets, *(0 for _ in more)]}
-        at = end
+        offset = end
     notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
     text = json.dumps({"__metadata__": notes, **header}).encode()
     text += b" " * (-len(text) % 8)
@@ -175,33 +170,33 @@ def _write_values(path: Path, values: dict[str, Any], written: Written) -> None:
 
 
 def _write(file: FileIO, name: str, data: Any) -> FilePart:
-    """Append bytes to a file and return their stretch. The digest is of the memory, so a load finds failed writes."""
+    """Append bytes to a file. The digest is computed from memory: loading detects incorrect writes."""
     left = memoryview(data)
-    stretch = FilePart(name, file.tell(), len(left), hashlib.sha256(left).hexdigest())
-    while left:  # an unbuffered file may accept fewer bytes at once
+    file_part = FilePart(name, file.tell(), len(left), hashlib.sha256(left).hexdigest())
+    while left:  # an unbuffered write may be partial
         left = left[file.write(left) :]
-    return stretch
+    return file_part
 
 
-def write_index(folder: Path, metadata: Metadata, of_ranks: Iterable[Written]) -> None:
-    """Write the index of all ranks' files. `metadata`: of all tensors."""
+def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[Written]) -> None:
+    """Write the index of all ranks' files."""
     headers: dict[str, Any] = {}
     places: dict[str, list[Any]] = {}
     values: dict[str, Any] = {}
-    for written in of_ranks:
+    for written in written_by_rank:
         headers |= {one.file: [one.length, one.digest] for one in written.headers}
-        values |= {key: [*stretch, count] for key, (stretch, count) in written.values.items()}
-        for (key, offsets), stretch in written.parts.items():
-            places.setdefault(key, []).append([offsets, stretch])
+        values |= {key: [*file_part, count] for key, (file_part, count) in written.values.items()}
+        for (key, offsets), file_part in written.parts.items():
+            places.setdefault(key, []).append([offsets, file_part])
     tensors = {}
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         sizes = {
             tuple(chunk.offsets): list(chunk.sizes) for chunk in entry.chunks if has_elements(chunk.sizes, entry.size)
         }
-        chunks = [[offsets, sizes[offsets], *stretch] for offsets, stretch in places.get(key, [])]
+        chunks = [[offsets, sizes[offsets], *file_part] for offsets, file_part in places.get(key, [])]
         tensors[key] = {"dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size), "chunks": chunks}
-    # By chance: no two saves have an index in common, by which ranks and loads tell them apart.
+    # The random field makes every index unique: ranks and concurrent loads identify a save by it.
     body = {"format": FORMAT, "save": secrets.token_hex(8), "headers": headers, "tensors": tensors, "values": values}
     text = json.dumps(body).encode()
     with (folder / INDEX).open("wb") as file:
@@ -211,27 +206,24 @@ def write_index(folder: Path, metadata: Metadata, of_ranks: Iterable[Written]) -
 
 
 def has_elements(sizes: Iterable[int], shape: Iterable[int]) -> bool:
-    """Return whether a part is written: one without elements only if the whole has none."""
+    """Return whether a part is stored. An empty part is stored only if the whole tensor is empty."""
     return prod(sizes) > 0 or prod(shape) == 0
 
 
-# Reading.
-
-
 def read_index(path: Path, folder: Path) -> Index:
-    """Read and check the index of the checkpoint saved to `path`, which lies in `folder`.
+    """Read and verify the checkpoint index in `folder`. Errors name `path`, where the checkpoint was saved.
 
     Raises:
-        ConfigError: it is damaged, or of a later format.
+        ConfigError: the index is damaged or of a later format.
     """
     damaged = f"the checkpoint {path} is damaged: {INDEX}"
     try:
         head, _, body = regular_bytes(folder / INDEX, _MOST_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
-    # Not parsed before its digest fits.
+    # Verify the digest before parsing.
     if head + b"\n" != _head(body.removesuffix(b"\n")) or not body.endswith(b"\n"):
-        raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
     try:
         held = json.loads(body)
         version = held["format"]
@@ -239,92 +231,90 @@ def read_index(path: Path, folder: Path) -> Index:
             raise ValueError("it has no format")
         digest = hashlib.sha256(body.removesuffix(b"\n")).hexdigest()
         index = None if version > FORMAT else _parse(held, digest)
-    except Exception as error:  # whatever parsing makes of text that save_checkpoint did not write
+    except Exception as error:  # parsing malformed content may raise any exception
         raise ConfigError(f"{damaged} cannot be read ({error!s:.200}). {CURE}") from error
     if index is None:
         raise ConfigError(
-            f"the checkpoint {path} is of format {version!s:.20}, and this version of fusedmoe reads format {FORMAT}. "
-            "Load it with the version that saved it, or a later one."
+            f"the checkpoint {path} has format {version!s:.20}, and this version of fusedmoe reads format {FORMAT}. "
+            "Load it with the version that saved it, or a later version."
         )
     return index
 
 
-def stated_digest(folder: Path) -> str:
-    """Return the digest of the index as its first line has it, without a check."""
+def stored_digest(folder: Path) -> str:
+    """Return the digest in the first line of the index, without verifying it."""
     with (folder / INDEX).open("rb") as file:
         head = file.readline(len(_head(b""))).decode("ascii", "replace")
-    found = _DIGEST.search(head)
-    return head if found is None else found[0]
+    match = _DIGEST.search(head)
+    return head if match is None else match[0]
 
 
 def _parse(held: dict[str, Any], digest: str) -> Index:
     entries: dict[str, Any] = {}
     written = Written()
-    written.headers = [_placed([file, 0, *rest]) for file, rest in held["headers"].items()]
+    written.headers = [_parse_file_part([file, 0, *rest]) for file, rest in held["headers"].items()]
     for key, tensor in held["tensors"].items():
         dtype, shape, chunks = DTYPES[tensor["dtype"]], size_of(tensor["shape"]), []
         for offsets, sizes, *place in tensor["chunks"]:
-            chunk, stretch = ChunkStorageMetadata(size_of(offsets), size_of(sizes)), _placed(place)
-            if stretch.length != prod(chunk.sizes) * dtype.itemsize:
-                raise ValueError(f"a part of {key[:100]!r} has a length of its own")
+            chunk, file_part = ChunkStorageMetadata(size_of(offsets), size_of(sizes)), _parse_file_part(place)
+            if file_part.length != prod(chunk.sizes) * dtype.itemsize:
+                raise ValueError(f"a part of {key[:100]!r} has a wrong length")
             chunks.append(chunk)
-            written.parts[key, tuple(chunk.offsets)] = stretch
-        if not fills(shape, chunks):
-            raise ValueError(f"the parts of {key[:100]!r} do not make it up")
+            written.parts[key, tuple(chunk.offsets)] = file_part
+        if not is_covered(shape, chunks):
+            raise ValueError(f"the parts of {key[:100]!r} do not add up to its shape")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
     for key, (*place, count) in held["values"].items():
         if key in entries or type(count) is not int or any(tensor_key(key, n) not in entries for n in range(count)):
             raise ValueError(f"a tensor of {key[:100]!r} is missing")
         entries[key] = BytesStorageMetadata()
-        written.values[key] = _placed(place), count
+        written.values[key] = _parse_file_part(place), count
     return Index(Metadata(entries), written, digest)
 
 
-def _placed(place: list[Any]) -> FilePart:
+def _parse_file_part(place: list[Any]) -> FilePart:
     file, offset, length, digest = place
     if not (_FILE.fullmatch(file) and _DIGEST.fullmatch(digest)):
-        raise ValueError(f"it names the file {file!r:.100}, or a digest that is none")
+        raise ValueError(f"invalid file name {file!r:.100}, or invalid digest")
     size_of([offset, length])
     return FilePart(file, offset, length, digest)
 
 
-def fills(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Return whether parts lie inside a tensor and have as many elements as it."""
-    # Two that overlap would pass: a save asks PyTorch for parts that do not, and a digest keeps them so.
+def is_covered(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Return whether the chunks lie inside the tensor and their element counts add up to its size."""
+    # Overlaps are not detected: PyTorch's planner produces none, and the digest excludes later changes.
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
-        if any(at + many > most for at, many, most in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+        if any(offset + length > size for offset, length, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
             return False
     return sum(prod(chunk.sizes) for chunk in chunks) == prod(shape)
 
 
-def ends_of_files(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """Return where the last stretch (file, offset, length) in each file of the checkpoint saved to `path` ends.
+def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+    """Return the size of each file according to its parts (file, offset, length): the end of its last part.
 
     Raises:
-        ConfigError: two stretches share bytes. A small file could then fill any amount of memory.
+        ConfigError: two parts overlap. Parts that share bytes would let a small file fill any amount of memory.
     """
     ends: dict[str, int] = {}
     for name, offset, length in sorted(places):
         if offset < ends.get(name, 0):
-            raise ConfigError(f"the checkpoint {path} is damaged: two parts share bytes of {name}. {CURE}")
+            raise ConfigError(f"the checkpoint {path} is damaged: two parts overlap in {name}. {CURE}")
         ends[name] = offset + length
     return ends
 
 
-def check_part(path: Path, file: BufferedReader, stretch: FilePart) -> None:
-    """Raise `ConfigError` if the bytes of a stretch of the checkpoint saved to `path` are not as they were saved."""
-    if _digest(file, stretch.offset, stretch.length) != stretch.digest:
-        raise damaged_at(path, stretch)
+def require_intact(path: Path, file: BufferedReader, file_part: FilePart) -> None:
+    if _digest(file, file_part.offset, file_part.length) != file_part.digest:
+        raise damage_error(path, file_part)
 
 
-def damaged_at(path: Path, stretch: FilePart) -> ConfigError:
-    """Return the error for a stretch of the checkpoint saved to `path`."""
-    end = stretch.offset + stretch.length
+def damage_error(path: Path, file_part: FilePart) -> ConfigError:
+    end = file_part.offset + file_part.length
     return ConfigError(
-        f"the checkpoint {path} is damaged: {stretch.file} is not as it was saved between bytes {stretch.offset} and "
-        f"{end}. {CURE}"
+        f"the checkpoint {path} is damaged: {file_part.file} does not match its digest between bytes "
+        f"{file_part.offset} and {end}. {CURE}"
     )
 
 

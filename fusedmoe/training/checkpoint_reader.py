@@ -1,4 +1,4 @@
-"""Reads checkpoints in parts: first checks every byte that is to be read, then copies it into tensors."""
+"""Checkpoint reader: verify the digests of all required bytes, then copy them into tensors."""
 
 from __future__ import annotations
 
@@ -15,112 +15,112 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.checkpoint_folder import own_part, require_writable, saved_at
+from fusedmoe.training.checkpoint_folder import local_tensor, require_writable, saved_at
 from fusedmoe.training.checkpoint_index import (
     CURE,
     INDEX,
     FilePart,
-    check_part,
-    damaged_at,
-    ends_of_files,
+    damage_error,
+    end_offsets,
     read_index,
-    stated_digest,
+    require_intact,
+    stored_digest,
     tensor_key,
 )
-from fusedmoe.training.kept_numbers import may_lose, refuse_lost, require_convertible
+from fusedmoe.training.lossless_conversion import is_lossy, require_convertible, require_lossless
 from fusedmoe.training.plain_values import byte_buffer, decode_value
 
-# Open files of a checkpoint: a process may have 1,024 by default.
+# The default limit is 1,024 open files per process.
 _MOST_OPEN = 256
 
 
 def index_digest(path: Path) -> str | None:
-    """Return the digest of the index at `path`, which changes with each save; None where none can be read."""
+    """Return the unverified digest stated in the index; None if unreadable."""
     folder = saved_at(path)
     try:
-        return None if folder is None else stated_digest(folder)
+        return None if folder is None else stored_digest(folder)
     except OSError:
         return None
 
 
-class Folder:
-    """The folder with the checkpoint saved to `path`, opened for loading.
+class CheckpointReader:
+    """Open checkpoint. Call `close` after use.
 
-    Files stay open from their check to their reading, up to a number of files: a save that replaces the checkpoint
-    meanwhile removes names, and the bytes of open files remain. Close it after use.
+    Up to 256 files stay open from verification to reading: their bytes remain available if another save replaces the
+    checkpoint.
 
     Attributes:
-        metadata: entries by key, as torch.distributed.checkpoint has them.
-        digest: of the index, which no two saves have in common.
+        metadata: entries by key, as in torch.distributed.checkpoint.
+        digest: digest of the index, unique to each save.
     Raises:
-        ConfigError: there is none, it is of another format, or it is damaged.
+        ConfigError: no checkpoint at `path`, an earlier format, or a damaged checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         folder = saved_at(path)
         if folder is None:
-            raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
+            raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save that all ranks can access")
         if not (folder / INDEX).is_file():
             raise ConfigError(
-                f"the checkpoint {path} is of an earlier format, which holds pickles. Convert it: fusedmoe "
+                f"the checkpoint {path} has an earlier format, which contains pickles. Convert it: fusedmoe "
                 f"convert-checkpoint {path} NEW"
             )
         self._path, self._folder = path, folder
         index = read_index(path, folder)
         self.metadata, self.digest, self._written = index.metadata, index.digest, index.written
-        self._headers = {stretch.file: stretch for stretch in index.written.headers}
+        self._headers = {file_part.file: file_part for file_part in index.written.headers}
         self._files: dict[str, BufferedReader] = {}
         self._checked: set[str] = set()
         self._check_sizes()
 
     def close(self) -> None:
-        """Close all files."""
         while self._files:
             self._files.popitem()[1].close()
 
     def check(self, targets: dict[str, Any]) -> None:
-        """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
+        """Raise `ConfigError` if a file part required for `targets` is damaged."""
         for key, target in self._tensors(targets).items():
-            require_writable(own_part(target), f"checkpoint {self._path} was not loaded: {key}")
-        stretches = {self._part(item) for item in self._plan(self._tensors(targets), PlainPlanner())}
+            require_writable(local_tensor(target), f"checkpoint {self._path} was not loaded: {key}")
+        file_parts = {self._part(item) for item in self._plan(self._tensors(targets), PlainPlanner())}
         for key in targets:
             if key in self._written.values:
-                stretch, count = self._written.values[key]
+                file_part, count = self._written.values[key]
                 owned = [tensor_key(key, number) for number in range(count)]
-                stretches |= {stretch, *(self._part(item) for item in self._plan(self._empty(owned), PlainPlanner()))}
-        for stretch in sorted(stretches):
-            with self._opened(stretch.file) as file:
-                if stretch.file in self._headers.keys() - self._checked:
-                    check_part(self._path, file, self._headers[stretch.file])
-                    self._checked.add(stretch.file)
-                check_part(self._path, file, stretch)
+                file_parts |= {
+                    file_part,
+                    *(self._part(item) for item in self._plan(self._empty(owned), PlainPlanner())),
+                }
+        for file_part in sorted(file_parts):
+            with self._opened(file_part.file) as file:
+                if file_part.file in self._headers.keys() - self._checked:
+                    require_intact(self._path, file, self._headers[file_part.file])
+                    self._checked.add(file_part.file)
+                require_intact(self._path, file, file_part)
 
-    def check_numbers(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
-        """Raises `ConfigError` if some number that `read` would read is lost in the dtype it is to have, by key."""
+    def check_conversions(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
+        """Raise `ConfigError` if a stored value does not survive the conversion to its target dtype."""
         saved: dict[str, Any] = self.metadata.state_dict_metadata
-        refused = f"checkpoint {self._path} was not loaded"
-        for key, dtype in become.items():
-            require_convertible(refused, key, saved[key].properties.dtype, dtype)
-        # Most loads convert nothing, and read nothing twice.
-        narrowed = {key: targets[key] for key, dtype in become.items() if may_lose(saved[key].properties.dtype, dtype)}
+        error_prefix = f"checkpoint {self._path} was not loaded"
+        for key, dtype in target_dtypes.items():
+            require_convertible(error_prefix, key, saved[key].properties.dtype, dtype)
+        # This second read is skipped unless a conversion may lose values.
+        narrowed = {
+            key: targets[key] for key, dtype in target_dtypes.items() if is_lossy(saved[key].properties.dtype, dtype)
+        }
         if narrowed:
-            self._read_tensors(narrowed, _NumberPlanner(become, refused))
+            self._read_tensors(narrowed, _ConversionPlanner(target_dtypes, error_prefix))
 
     def read_values(self, targets: dict[str, Any]) -> None:
-        """Reads the values whose keys are in `targets`. `ConfigError` for one that is none."""
+        """Replace the values in `targets` by the stored values. Raise `ConfigError` for a malformed value."""
         for key in targets:
             if key in self._written.values:
                 targets[key] = self._value(key)
 
     def read_tensors(self, targets: dict[str, Any]) -> None:
-        """Reads the tensors and DTensors in `targets` in place.
-
-        Raises:
-            ConfigError: the checkpoint was replaced or removed since it was opened.
-        """
+        """Copy stored data into tensors and DTensors. Raise `ConfigError` if the checkpoint was replaced meanwhile."""
         replaced = ConfigError(
-            f"the checkpoint {self._path} was replaced while it was loaded, and some tensors may have its numbers. "
-            "Load it again; save to another path as long as others load."
+            f"the checkpoint {self._path} was replaced while it was loaded, and some tensors may have new values. "
+            "Load it again; save to another path while a load is running."
         )
         try:
             self._read_tensors(self._tensors(targets), PlainPlanner())
@@ -128,7 +128,7 @@ class Folder:
             if index_digest(self._path) == self.digest:
                 raise
             raise replaced from error
-        # A file that was opened by its name again may be another one.
+        # Beyond the limit, files are reopened by name and may be from a later save.
         if len(self._files) == _MOST_OPEN and index_digest(self._path) != self.digest:
             raise replaced
 
@@ -136,30 +136,30 @@ class Folder:
         return {key: target for key, target in targets.items() if key not in self._written.values}
 
     def _value(self, key: str) -> Any:
-        stretch, count = self._written.values[key]
+        file_part, count = self._written.values[key]
 
         def fetch(number: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
             own = tensor_key(key, number)
             saved: Any = self.metadata.state_dict_metadata.get(own)
             if number >= count or saved.properties.dtype != dtype or saved.size != shape:
-                raise ValueError("one of its tensors is another")
+                raise ValueError("a tensor has another dtype or shape")
             target = self._empty([own])
             self._read_tensors(target, PlainPlanner())
             return target[own]
 
         try:
-            line = json.loads(self._bytes(stretch).numpy().tobytes())
+            line = json.loads(self._bytes(file_part).numpy().tobytes())
             return decode_value(json.dumps(line["value"]), fetch)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise ConfigError(f"{damaged_at(self._path, stretch)} ({error})") from error
+            raise ConfigError(f"{damage_error(self._path, file_part)} ({error})") from error
 
     def _read_tensors(self, targets: dict[str, Any], planner: PlainPlanner) -> None:
-        stretch, whole = None, torch.empty(0, device="cpu")
-        # Several parts of this rank may lie in one that was written: it is read once.
+        file_part, whole = None, torch.empty(0, device="cpu")
+        # Sorted: a stored part that overlaps several target parts is read once.
         for item in sorted(self._plan(targets, planner), key=self._part):
-            if stretch != self._part(item):
-                stretch = self._part(item)
-                whole = self._elements(item, stretch)
+            if file_part != self._part(item):
+                file_part = self._part(item)
+                whole = self._elements(item, file_part)
             value = whole
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 value = value.narrow(dim, offset, length)
@@ -168,21 +168,20 @@ class Folder:
             planner.commit_tensor(item, target)
 
     def _empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors to read those of values into."""
         entries: Any = self.metadata.state_dict_metadata
         return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype, device="cpu") for key in keys}
 
-    def _elements(self, item: ReadItem, stretch: FilePart) -> Tensor:
+    def _elements(self, item: ReadItem, file_part: FilePart) -> Tensor:
         entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
         sizes = entry.chunks[item.storage_index.index].sizes
-        return self._bytes(stretch).view(entry.properties.dtype).view(sizes)
+        return self._bytes(file_part).view(entry.properties.dtype).view(sizes)
 
-    def _bytes(self, stretch: FilePart) -> Tensor:
-        data = torch.empty(stretch.length, dtype=torch.uint8, device="cpu")
-        with self._opened(stretch.file) as file:
-            file.seek(stretch.offset)
-            if file.readinto(byte_buffer(data)) != stretch.length:
-                raise damaged_at(self._path, stretch)
+    def _bytes(self, file_part: FilePart) -> Tensor:
+        data = torch.empty(file_part.length, dtype=torch.uint8, device="cpu")
+        with self._opened(file_part.file) as file:
+            file.seek(file_part.offset)
+            if file.readinto(byte_buffer(data)) != file_part.length:
+                raise damage_error(self._path, file_part)
         return data
 
     def _plan(self, targets: dict[str, Any], planner: PlainPlanner) -> list[ReadItem]:
@@ -207,7 +206,7 @@ class Folder:
                 yield opened
 
     def _check_sizes(self) -> None:
-        for name, end in ends_of_files(self._path, (stretch[:3] for stretch in self._written.all())).items():
+        for name, end in end_offsets(self._path, (file_part[:3] for file_part in self._written.all())).items():
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:
@@ -215,18 +214,18 @@ class Folder:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Plan of a load whose entries are not nested."""
+    """Load planner for flat state dicts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-class _NumberPlanner(PlainPlanner):
-    """Reads tensors in the dtype in which they were saved, looks at their numbers, and keeps nothing."""
+class _ConversionPlanner(PlainPlanner):
+    """Planner that reads tensors in their stored dtype, checks each value's conversion and discards them."""
 
-    def __init__(self, become: dict[str, torch.dtype], refused: str) -> None:
+    def __init__(self, target_dtypes: dict[str, torch.dtype], error_prefix: str) -> None:
         super().__init__()
-        self._become, self._refused = become, refused
+        self._target_dtypes, self._error_prefix = target_dtypes, error_prefix
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         saved: Any = self.metadata
@@ -235,4 +234,4 @@ class _NumberPlanner(PlainPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         key = read_item.dest_index.fqn
-        refuse_lost(self._refused, key, tensor, self._become[key])
+        require_lossless(self._error_prefix, key, tensor, self._target_dtypes[key])

@@ -1,11 +1,11 @@
-"""Gradients over ranks: the sum over copies, by a call or inside PyTorch's wrappers, and the norm over all of them.
+"""Gradient synchronisation over ranks: by an explicit call, inside DistributedDataParallel, or with FSDP2.
 
-Each rank's loss is such that the losses of an MP group sum up to the mean loss of one replica, and the true loss is the
-mean over the DP replicas. So the gradient of a parameter is 1/DP times the sum over the ranks that hold a copy of it:
-all ranks for replicated parameters, the edp group for experts, the dp group for what MP splits.
+The losses of an MP group sum to the mean loss of one replica; the true loss is the mean over the DP replicas. A
+parameter's gradient is therefore 1/DP times the sum over the ranks that hold a replica of it: all ranks for replicated
+parameters, the edp group for experts, the dp group for parameters split by MP.
 
-In a model whose activations between layers are the same on all MP ranks, so is the loss, and the gradient of a
-replicated parameter is whole on each of them: it is the mean over all ranks. That is `mp_loss="replicated"`.
+With `mp_loss="replicated"`, activations between layers and the loss are equal on all MP ranks. Each MP rank then has
+the complete gradient of a replicated parameter, and the result is the mean over all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  they register the operators
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.group import bounded
+from fusedmoe.comm.group import bound_collectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import WatchedDataParallel, call_after_backward, graph_task_id, hide_from_ddp, shard_over
 from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
@@ -37,13 +37,13 @@ from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_s
 from fusedmoe.training.copies import (
     MpLoss,
     broadcast,
-    compare_copies,
+    compare_replicas,
     divisor,
-    holders,
+    propagate_nonfinite,
     reduce_gradients,
+    replica_group,
     replicas,
     sharded_with_experts,
-    spread_overflow,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
@@ -53,56 +53,54 @@ from fusedmoe.training.repeated_sync import note_synchronised
 def sync_gradients(
     model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", buckets: GradientBuckets | None = None
 ) -> None:
-    """Turns each rank's gradients into those of the true loss, in place. Collective over all ranks.
+    """Reduce all gradients in place to the gradients of the true loss. Collective over all ranks.
 
     Call it after the last backward of an optimizer step and before `clip_grad_norm`. Calls after each micro-batch give
-    the same gradients and send more: what is synchronised already stays as it is, scaled or set to zero in between or
-    not. In a world of one, and for a model from `distributed_data_parallel`, whose backward has done it already,
-    nothing is left to do.
+    the same gradients with more communication: synchronised gradients are not reduced twice, even if scaled or zeroed
+    in between. It is a no-op in a world of one and for models from `distributed_data_parallel`.
 
-    The gradient becomes (1/DP)·Σ over the ranks that hold a copy, with sums in at least float32 that have the same bits
-    on all of them. A parameter without a gradient on some ranks only counts as zero there; without one on any rank, it
-    stays without. Memory: one buffer of at most 32 MiB. What FSDP has averaged already is summed over what remains, the
-    mp group. A gradient that is not finite in one rank's part of a parameter has NaN in every rank's part, so that a
-    `GradScaler` on each rank, which looks afterwards, decides alike.
+    Sums are computed in at least float32 and bitwise equal on all ranks with a replica. A rank without a gradient
+    contributes zeros; if no rank has one, it stays None. Gradients that FSDP has averaged are summed over the mp group
+    only. Temporary memory: at most 32 MiB. A non-finite value on any rank sets NaN on all ranks: `GradScaler` then
+    skips the step on all of them.
 
-    The first two calls for a model, before and after its first step, compare the parameters that learn over the ranks
-    that hold copies. The first step of an optimizer that looks at whole tensors (Adafactor, LAMB) is refused where a
-    rank has parts: see `PerMatrix`.
+    The first two calls, before and after the model's first step, compare the replicas of trainable parameters. An
+    optimizer that is not elementwise (Adafactor, LAMB) raises at its first step if a rank has only part of a tensor;
+    `PerMatrix` runs such optimizers per matrix.
 
     Args:
-        mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
-            `fusedmoe.models`) or "replicated", the same loss on every rank (`MoELayer(mp_input="replicated")`).
-        buckets: what has been reduced during the backward pass (`plan_step`); this is its end.
+        mp_loss: "summands" if the losses of an MP group add up to its mean loss (each rank has its own tokens, as in
+            `fusedmoe.models`); "replicated" if all its ranks compute the same loss (`MoELayer(mp_input="replicated")`).
+        buckets: gradients already reduced during backward (`plan_step`). The call closes them.
     Raises:
-        ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel; a gradient that was
-            synchronised, and then written in place where no backward pass followed, unless it is zero.
-        RankError: another rank failed or did not come; a parameter that some ranks have frozen; in the first two calls,
-            copies that differ between ranks.
+        ConfigError: a sparse gradient; a model in PyTorch's own DistributedDataParallel; or a nonzero synchronised
+            gradient that was written in place outside of a backward pass.
+        RankError: another rank failed or is missing; a parameter is frozen on some ranks only; or, in the first two
+            calls, replicas differ.
     """
     if isinstance(model, DataParallel):
         return
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            f"rank {topology.rank}: gradient sync of a model in PyTorch's DistributedDataParallel, which has averaged "
-            "experts over ranks that hold different ones. Wrap it with fusedmoe.training.distributed_data_parallel."
+            f"rank {topology.rank}: sync_gradients of a model in PyTorch's DistributedDataParallel, which has averaged "
+            "gradients of different experts. Wrap the model with fusedmoe.training.distributed_data_parallel."
         )
     if topology.size == 1:
         return
-    # Buckets first: what a bucket has begun must be whole before the rest is reduced, in one order on all ranks.
+    # All ranks reduce started buckets before other gradients, in the same order.
     done = set() if buckets is None else buckets.close()
-    every = replicas(model, topology)
-    check_first_step(model, every)
-    copies = [replica for replica in every if id(replica.parameter) not in done]
+    all_replicas = replicas(model, topology)
+    check_first_step(model, all_replicas)
+    copies = [replica for replica in all_replicas if id(replica.parameter) not in done]
     reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
-    spread_overflow(every, topology)
-    for replica in every:
-        if not replica.managed:  # FSDP adds to gradients where no hook sees it
+    propagate_nonfinite(all_replicas, topology)
+    for replica in all_replicas:
+        if not replica.is_fsdp:  # FSDP accumulates gradients without running hooks
             note_synchronised(replica.parameter, divisor(replica, topology, mp_loss) / replica.group.size)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
-    """Names the parameters that are split over ep or esp: those no wrapper may treat as replicated."""
+    """Return the names of parameters split over ep or esp, which wrappers must not treat as replicated."""
     shardings = parameter_shardings(model)
     names = {name for name, axes in shardings.items() if not axes.keys().isdisjoint(EXPERT_AXES)}
     return names & {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -111,37 +109,32 @@ def expert_parameter_names(model: nn.Module) -> set[str]:
 def distributed_data_parallel(
     model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", **options: Any
 ) -> DataParallel | SingleRank:
-    """Wraps a model such that each backward leaves the gradients of the true loss. Collective over all ranks.
+    """Wrap a model so that each backward yields the gradients of the true loss. Collective over all ranks.
 
-    Replicated parameters are PyTorch's DistributedDataParallel's, reduced while backward runs. It never sees those that
-    ep, esp or mp split: they are summed over the ranks that hold a copy at the end of the same backward. No call is
-    left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without. Gradients that are
-    not finite reach all ranks, as in `sync_gradients`.
-
-    Copies start equal: rank 0's value for replicated parameters, the first holder's for the others.
+    PyTorch's DistributedDataParallel reduces replicated parameters during backward. Parameters split by ep, esp or mp
+    are hidden from it and reduced over their replicas at the end of the same backward. `no_sync()` applies to both.
+    Non-finite gradients are propagated to all ranks, as in `sync_gradients`.
 
     Args:
-        mp_loss: what the losses of an MP group are, as in `sync_gradients`.
-        options: for DistributedDataParallel. With `init_sync=False` copies are not made equal, but compared.
+        mp_loss: as in `sync_gradients`.
+        options: for DistributedDataParallel. With `init_sync=False`, replicas are compared instead of broadcast from
+            the first rank that holds each.
     Returns:
-        The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
+        The wrapper; its attribute `module` is the model. In a world of one it needs no process group.
     """
     if topology.size == 1:
         return SingleRank(model)
-    # PyTorch would compare how many parameters learn, and name none.
-    copies = [one for one in replicas(model, topology) if not one.named]
-    learns = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
-    topology.agree(learns, "distributed_data_parallel")
+    # PyTorch would compare only the number of trainable parameters.
+    copies = [one for one in replicas(model, topology) if not one.has_local_name]
+    trainable = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
+    topology.require_equal_facts(trainable, "distributed_data_parallel")
     wrapped = DataParallel(model, topology, mp_loss, **options)
-    # With init_sync PyTorch and the wrapper have made copies equal; without it copies were not compared.
     if not options.get("init_sync", True):
-        compare_copies(replicas(model, topology), topology)
+        compare_replicas(replicas(model, topology), topology)
     return wrapped
 
 
 class SingleRank(nn.Module):
-    """Wrapper of `distributed_data_parallel` in a world of one: the same interface, nothing to do."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -159,7 +152,7 @@ class SingleRank(nn.Module):
 
 
 class DataParallel(WatchedDataParallel):
-    """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
+    """DistributedDataParallel for models with sharded parameters; created by `distributed_data_parallel`."""
 
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
@@ -167,28 +160,28 @@ class DataParallel(WatchedDataParallel):
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
         hidden = [name for name, axes in splits.items() if axes]
-        # It writes the names of the root module's own parameters with a dot in front.
+        # DDP prefixes the names of the root module's own parameters with a dot.
         hidden += [f".{name}" for name in hidden if "." not in name]
-        # PyTorch would average them over ranks that hold different ones.
+        # PyTorch would average these over ranks with different experts or shards.
         hide_from_ddp(model, hidden)
         self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
-        with bounded(topology.world, "comparing the copies of a model"):
+        with bound_collectives(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
         self._synced_backward = -1
-        # Hooks live as long as the model: one that held the wrapper would keep it.
+        # Hooks live as long as the model; a strong reference would keep the wrapper alive.
         own = weakref.ref(self)
         for replica in copies:
             if replica.parameter.requires_grad:
-                # Means over the copies leave what was accumulated in earlier backwards as it is. The divided
-                # sums that are wanted are means of gradients scaled like this.
+                # Averaging over replicas leaves gradients accumulated in earlier backwards unchanged; with this scale
+                # it yields the required divided sum.
                 scale = replica.group.size / divisor(replica, topology, mp_loss)
-                replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
+                replica.parameter.register_hook(lambda gradient, scale=scale: _scale_gradient(own(), gradient, scale))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """Wraps a copy of the model in the same way; nothing is sent, since copies of equal models are equal."""
+        """Wrap a copy of the model with the same options. No communication: replicas stay equal."""
         copied = DataParallel(
             copy.deepcopy(self.module, memo), self._topology, self._mp_loss, **self._options | {"init_sync": False}
         )
@@ -198,9 +191,9 @@ class DataParallel(WatchedDataParallel):
 
     def join_hook(self, **_: Any) -> Any:
         raise ConfigError(
-            f"rank {self._topology.rank}: join() around a model of distributed_data_parallel. It repeats the gradient "
-            "all-reduce on ranks that have run out of batches, and not the exchange of tokens that experts on other "
-            "ranks wait for. Leave join() out, and give these ranks batches of no tokens"
+            f"rank {self._topology.rank}: join() does not support distributed_data_parallel. It repeats the gradient "
+            "all-reduce on ranks without batches, but not the exchange of tokens that other ranks' experts wait for. "
+            "Remove join(), and pass these ranks batches of no tokens"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,25 +201,25 @@ class DataParallel(WatchedDataParallel):
         return self.__dict__
 
     def around_agreement(self) -> AbstractContextManager[None]:
-        # Ranks agree on buckets and broadcast buffers inside; the model itself runs after it, unbounded.
-        return bounded(self._topology.world, "agreeing on gradient buckets")
+        # Inside, DDP agrees on buckets and broadcasts buffers; the model's forward runs later, without this timeout.
+        return bound_collectives(self._topology.world, "agreeing on gradient buckets")
 
     def _finish_backward(self) -> None:
-        """Reduces what PyTorch does not know, and waits for all ranks to have begun what PyTorch reduces."""
+        """Reduce the gradients hidden from DDP and wait until all ranks have launched DDP's reductions."""
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
-        spread_overflow(self._split, self._topology)
+        propagate_nonfinite(self._split, self._topology)
         world = self._topology.world
-        # PyTorch waits after this, on a CPU without learning of ranks that failed, and for as long as Gloo waits.
+        # DDP waits next. On a CPU it would not detect a failed rank until Gloo's timeout.
         if device_of(world).type == "cpu":
             all_reduce(world, torch.zeros(1, device="cpu"), operation="the end of a backward pass of PyTorch's wrapper")
 
 
-def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
-    """Scales a gradient on its way to be accumulated; the first one of a backward pass has the sync done at its end."""
-    if wrapper is None:  # the model lives on without its wrapper
+def _scale_gradient(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
+    """Scale a gradient before accumulation. The first call of a backward schedules the final reduction."""
+    if wrapper is None:  # the model has outlived its wrapper
         return None
     backward = graph_task_id()
-    # DistributedDataParallel decides in forward; `require_forward_param_sync` is what it decided.
+    # DistributedDataParallel decides in forward and stores the decision in `require_forward_param_sync`.
     syncs = wrapper.require_backward_grad_sync or wrapper.require_forward_param_sync
     if syncs and backward != wrapper._synced_backward:
         wrapper._synced_backward = backward
@@ -235,78 +228,76 @@ def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Te
 
 
 def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False, **options: Any) -> nn.Module:
-    """PyTorch's FSDP2 for a model, or one part of it after another, beside expert parallelism.
+    """Apply PyTorch's FSDP2 to a model or one of its modules, in combination with expert parallelism.
 
-    The dense parameters are sharded over the dp group. Those split over ep or esp stay as they are, or, with `experts`,
-    are sharded over the ranks that hold the same ones (edp): less memory, and each pass gathers them. The loop stays
-    that of a model without FSDP: `sync_gradients`, then `clip_grad_norm`, then the step, once for each optimizer step.
-    Ranks must hold equal parameters beforehand (`broadcast_parameters` makes them equal). With a dp group of one rank
-    there is nothing to shard, and the module is returned as it is.
+    Dense parameters are sharded over the dp group. Parameters split over ep or esp are unchanged or, with `experts`,
+    sharded over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass.
+    Training steps are as without FSDP. Ranks must start from equal parameters (`broadcast_parameters`). With a dp group
+    of one rank the module is returned unchanged.
 
         for block in model.blocks:
             fully_shard(block, topology)
         fully_shard(model, topology)
 
     Args:
-        experts: along their first dimension, or their second where ranks are more than experts and divide it. What an
-            expert layer has on all ranks of ep or esp stays as it is.
-        options: for `torch.distributed.fsdp.fully_shard`, without `mesh` and `ignored_params`; with `experts` without
+        experts: shard experts along dimension 0; along dimension 1 if there are more ranks than experts and the
+            number of ranks divides it. Parameters that an expert layer replicates over ep or esp are not sharded.
+        options: for `torch.distributed.fsdp.fully_shard`, except `mesh`, `ignored_params` and, with `experts`,
             `shard_placement_fn`.
     Raises:
-        ConfigError: `experts` with a PyTorch that has one mesh for all parameters of a module, or with experts that
-            move between ranks.
+        ConfigError: `experts` with a PyTorch that supports one mesh per module only, or with experts that migrate
+            between ranks.
     """
     if topology.dp.size == 1:
         return module  # FSDP over one rank would only copy parameters
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
     splits, _ = active_shardings(module, topology)
-    # Experts are not copies of each other on the dp ranks: FSDP may shard them over the ranks with the same ones only.
     ignored: set[nn.Parameter] = set()
-    spread: set[nn.Parameter] = set()
+    sharded_parameters: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():
         axes = splits.get(name, {})
         if isinstance(parameter, DTensor) or axes.keys().isdisjoint(EXPERT_AXES):
             continue
-        copies = holders(axes, topology) is topology.edp and NAMED not in axes.values()
-        (spread if experts and copies and topology.edp.size > 1 else ignored).add(parameter)
-    if spread:
-        options["shard_placement_fn"] = _over_copies(module, topology, spread)
+        copies = replica_group(axes, topology) is topology.edp and NAMED not in axes.values()
+        (sharded_parameters if experts and copies and topology.edp.size > 1 else ignored).add(parameter)
+    if sharded_parameters:
+        options["shard_placement_fn"] = _shard_placement(module, topology, sharded_parameters)
     _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
-    if spread:
-        # Tokens of all dp ranks reached the experts of each edp group. Dense parts have this divisor anyway.
+    if sharded_parameters:
+        # Each expert received tokens from all dp ranks. Dense parameters use this divisor by default.
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(topology.dp.size)
-        # Such a divisor is part of FSDP's reduction in float32 and bfloat16, which NCCL alone knows.
+        # A custom divisor uses PreMulSum in float32 and bfloat16, which only NCCL supports.
         over = topology.expert_mesh["edp"].get_group()
         sharded.set_force_sum_reduction_for_comms(dist.get_backend(over) != "nccl")
         sharded_with_experts.add(module)
     return module
 
 
-def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
-    """Makes FSDP2's `shard_placement_fn`, which puts parameters in `spread` over the edp group."""
+def _shard_placement(
+    module: nn.Module, topology: Topology, sharded_parameters: set[nn.Parameter]
+) -> Callable[[nn.Parameter], Any]:
     assert topology.expert_mesh is not None
     ranks, over = topology.edp.size, shard_over(topology.expert_mesh["edp"])
     if over is None:
         raise ConfigError(
-            f"fully_shard(experts=True) needs a PyTorch whose FSDP2 has a mesh for each parameter; {torch.__version__} "
-            "has one for all of a module. Update PyTorch, or leave experts=False."
+            f"fully_shard(experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; {torch.__version__} "
+            "supports one per module. Update PyTorch, or pass experts=False."
         )
-    if any(experts.moves for _, experts in experts_of(module)):
-        raise ConfigError("fully_shard(experts=True) of experts that move between ranks: leave experts=False")
+    if any(experts.is_placed for _, experts in experts_of(module)):
+        raise ConfigError("fully_shard(experts=True) of experts that move between ranks: pass experts=False")
 
     def placement(parameter: nn.Parameter) -> Any:
-        if parameter not in spread:
+        if parameter not in sharded_parameters:
             return None
-        # Fewer experts than ranks: FSDP would pad the first dimension, and some ranks would hold nothing.
+        # With fewer experts than ranks, FSDP would pad dimension 0 and leave some ranks without elements.
         few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
         return over(Shard(1 if few else 0))
 
     return placement
 
 
-#: Operators whose results `save_communication` keeps: the choice of experts, and all that ranks do together. For a
-#: policy of one's own.
+#: Operators whose results `save_communication` saves: routing, and all communication. Usable in custom policies.
 KEPT_OPERATORS = frozenset(
     getattr(torch.ops.fusedmoe, name).default
     for name in ("gate", "gate_from_logits", "order", "exchange_metadata", "dispatch", "combine", "scheduled_experts")
@@ -314,19 +305,18 @@ KEPT_OPERATORS = frozenset(
 
 
 def save_communication() -> tuple[Any, Any]:
-    """Contexts for a checkpoint that keeps routing and the rows that have travelled, and computes all else again.
+    """Return selective-checkpoint contexts that save routing and received rows and recompute everything else.
 
         torch.utils.checkpoint.checkpoint(
             block, x, use_reentrant=False, context_fn=fusedmoe.training.save_communication
         )
 
-    Each exchange between ranks happens once, and experts chosen among equals are the same in both passes. It keeps, for
-    a layer, two numbers for each of a token's experts, the rows received, and the results sent back.
+    Each exchange between ranks runs once, and routing ties are resolved alike in both passes. Saved per layer: two
+    numbers per token and expert, the received rows, and the returned results.
 
-    In a graph of `torch.compile` a layer with a schedule is one operator: it is kept with all that it saves for
-    backward, pre-activations too, and not computed again. (Without a compiler such a layer goes without its schedule
-    here.) A checkpoint without this policy sends twice; with it so do layers with hooks or placement="fssdp", and
-    Tutel's.
+    In a `torch.compile` graph a scheduled layer is a single operator, saved with everything it needs for backward
+    (including pre-activations). In eager mode such a layer runs without its schedule. Without this policy, a checkpoint
+    repeats each exchange. Layers with hooks or placement="fssdp" and Tutel's layers do so even with it.
     """
     return create_selective_checkpoint_contexts(_policy)
 

@@ -1,14 +1,14 @@
-"""Checkpoints of formats 1 and 2, which hold pickles: read once, to convert them. Leaves with the next version.
+"""Checkpoints of formats 1 and 2, which contain pickles: read-only, for conversion. To be removed in the next version.
 
-Format 2 has a file `.checksums` of two lines: the digest of the second one; and JSON with the format's version, the
-digest of the index (`.metadata`), and those of the items by file. An item is what one rank wrote at once, a part of a
-tensor or a value. Format 1 had no checksums.
+Format 2 has a file `.checksums` of two lines: the digest of the second line; and JSON with the format version and the
+digests of the index (`.metadata`) and of the items by file. An item is a part of a tensor or a value, written in one
+operation. Format 1 has no checksums.
 
-torch.distributed.checkpoint writes its index, `Metadata`, as a pickle, which may call whatever it names. Here only the
-names below mean something, and they all mean the same: a note of what was asked for. The index is made anew from the
-notes, each of whose values is checked. A pickle refers to what it has made before, so a few hundred bytes of it can
-stand for lists in lists of 2^60 elements. So nothing is printed, hashed, compared or walked through before its type is
-known, and no more is made of an index than it has bytes. Values are read with `weights_only=True`.
+torch.distributed.checkpoint pickles its index, and a pickle may call any function. This reader maps the names below to
+inert notes of the call and rebuilds the index from them, validating every field. A pickle may refer to its own objects:
+a few hundred bytes can describe nested lists of 2^60 elements. Therefore nothing is printed, hashed, compared or
+traversed before its type is checked, and the index may not have more parts than bytes. Values are read with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.python import PythonUnpickler
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import regular_bytes
-from fusedmoe.training.checkpoint import ABOUT, unknown_contents
+from fusedmoe.training.checkpoint import ABOUT, metadata_problem
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, saved_at, write_folder
-from fusedmoe.training.checkpoint_index import CURE, ends_of_files, fills
+from fusedmoe.training.checkpoint_index import CURE, end_offsets, is_covered
 
-#: The last format with pickles.
+#: Last format with pickles.
 FORMAT = 2
 CHECKSUMS = ".checksums"
 
 _CHUNK_BYTES = 2**20
-# Of an index or of checksums: those of a million items are a tenth of it.
+# Upper bound of an index or checksum file; a million items occupy a tenth of it.
 _MOST_BYTES = 2**31
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -71,14 +71,14 @@ _KNOWN = {
 
 
 def convert_checkpoint(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-    """Write the checkpoint of format 1 or 2 at `old` to `new`, in the format that `load_checkpoint` reads.
+    """Convert the checkpoint of format 1 or 2 at `old` to the current format at `new`.
 
-    For one process, which holds the whole checkpoint in memory. Every byte is checked before. No class that the old
-    checkpoint names is looked up, except the plain ones of `torch.load` with `weights_only=True`.
+    Runs in one process, holds the whole checkpoint in memory, and verifies all bytes first. No class named in the old
+    checkpoint is resolved, except those that `torch.load` with `weights_only=True` allows.
 
     Raises:
-        ConfigError: there is no such checkpoint at `old`, it is damaged, `save_checkpoint` did not write it, or it
-            holds an object that the new format does not store; or `new` is something else than a checkpoint.
+        ConfigError: no such checkpoint at `old`; it is damaged, was not written by `save_checkpoint`, or contains a
+            class that the current format does not support; or `new` exists and is not a checkpoint.
     """
     path = Path(old)
     write_folder(Path(new), lambda: _entries(path), Topology(), f"converting checkpoint {path}")
@@ -87,7 +87,7 @@ def convert_checkpoint(old: str | os.PathLike[str], new: str | os.PathLike[str])
 def _entries(path: Path) -> dict[str, Any]:
     folder = saved_at(path)
     if folder is None:
-        raise ConfigError(f"there is no checkpoint at {path}; give the path of a save")
+        raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save")
     if not (folder / EARLIER_INDEX).is_file():
         raise ConfigError(f"the checkpoint {path} needs no conversion: load_checkpoint reads it")
     damaged = f"the checkpoint {path} is damaged: {EARLIER_INDEX}"
@@ -97,10 +97,10 @@ def _entries(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
     digests = read_digests(path, folder)
     if digests is not None and digests.of_index != digest:
-        raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
     try:
         metadata = parse_index(index)
-    except Exception as error:  # whatever unpickling makes of damage
+    except Exception as error:  # any exception from unpickling damaged data
         raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
     entries: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
@@ -121,7 +121,7 @@ def _entries(path: Path) -> dict[str, Any]:
         reader.read_data(plan, planner).wait()
     except UnpicklingError as error:
         raise refused(path, error) from error
-    difference = unknown_contents(entries)
+    difference = metadata_problem(entries)
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not converted: {difference}")
     about = entries[ABOUT]
@@ -129,16 +129,14 @@ def _entries(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the checkpoint {path} is damaged: {CHECKSUMS} is missing. {CURE}")
     if digests is None:
         warn(
-            f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
-            "damage to its index is not",
+            f"checkpoint {path} is of format 1, without checksums: most damage to its data is detected, damage to "
+            "its index is not",
             stacklevel=2,
         )
     return entries
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Plan of a load that reads plain values alone beside tensors: PyTorch's would run whatever they name."""
-
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -148,18 +146,15 @@ class _PlainPlanner(DefaultLoadPlanner):
 
 def _check_sizes(path: Path, folder: Path, metadata: Metadata) -> None:
     places = ((info.relative_path, info.offset, info.length) for info in metadata.storage_data.values())
-    for name, end in ends_of_files(path, places).items():
+    for name, end in end_offsets(path, places).items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else 0
         if size < end:
             raise ConfigError(f"the checkpoint {path} is damaged: {name} has {size} bytes of {end}. {CURE}")
 
 
-# The index.
-
-
 class StoredItem(NamedTuple):
-    """Place of an item, for PyTorch's reader of a folder."""
+    """File, offset and length of an item, as PyTorch's file-system reader expects it."""
 
     relative_path: str
     offset: int
@@ -168,11 +163,11 @@ class StoredItem(NamedTuple):
 
 
 def parse_index(data: bytes) -> Metadata:
-    """Reads the index that a pickle stands for; `ValueError` where it names something else or does not fit together."""
+    """Parse a pickled index without executing it. Raise `ValueError` for unknown names or inconsistent content."""
     note = _note(_Reader(BytesIO(data)).load())
     infos: dict[MetadataIndex, StoredItem] = {}
     for key, info in _dictionary(note["storage_data"]).items():
-        # Values have no offset, parts of tensors have one: both are keys of what is stored.
+        # Values have no offset; tensor parts do.
         at = None if _note(key)["offset"] is None else _sizes(key["offset"])
         infos[MetadataIndex(_word(key["fqn"]), at)] = _info(_note(info))
     held: dict[str, Any] = {}
@@ -181,14 +176,14 @@ def parse_index(data: bytes) -> Metadata:
         held[_word(name)] = _entry(_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
-            parts += 1  # over all entries: an index of n bytes describes fewer than n parts
+            parts += 1  # an index of n bytes describes fewer than n parts
             if MetadataIndex(name, at) not in infos:
-                raise ValueError(f"of {reprlib.repr(name)} some part is nowhere")
+                raise ValueError(f"a part of {reprlib.repr(name)} is missing")
     return Metadata(held, storage_data=infos)
 
 
 class _Note:
-    """Note of a call that a pickle asks for: of `name` with `args`, and what it then sets."""
+    """Inert record of an object that a pickle would create: class name, arguments, and the state set afterwards."""
 
     name = ""
     args: tuple[Any, ...]
@@ -207,13 +202,16 @@ class _Note:
 
 
 class _Reader(PythonUnpickler):
-    """Finds no class but notes, which are new ones each time: nothing that a pickle sets on them outlives it."""
+    """Unpickler that creates inert `_Note`s instead of objects.
+
+    Each class name yields a new `_Note` subclass, so a pickle cannot change a class that a later load uses.
+    """
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
-        # dtypes are the one thing that is taken for what it is: they are values, and calling them does nothing.
+        # dtypes are values without side effects.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _KNOWN:
@@ -223,11 +221,11 @@ class _Reader(PythonUnpickler):
     def _set_items(self, items: list[Any]) -> None:
         held = _dictionary(self.stack[-1])
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is not str and not isinstance(key, _Note):  # a tuple's hash walks through all that is in it
+            if type(key) is not str and not isinstance(key, _Note):  # hashing a tuple would traverse its elements
                 raise ValueError(f"a {type(key).__name__} is no key")
             held[key] = value
 
-    # All that pickles of an index have, and what can hash is ours.
+    # Excludes opcodes that hash arbitrary objects; `_set_items` checks the type of each key first.
     dispatch: ClassVar[dict[int, Any]] = {
         **{code: load for code, load in PythonUnpickler.dispatch.items() if bytes([code]) not in _HASHING},
         pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(-2), self.stack.pop()]),
@@ -236,28 +234,28 @@ class _Reader(PythonUnpickler):
 
 
 def check_tuples(data: bytes) -> None:
-    """Looks through the pickle of an item for tuples that no dictionary could have as a key; `ValueError` for one."""
-    # Their hash would walk through all that they refer to, for ever or until the stack is full.
+    """Raise `ValueError` if an item's pickle contains a tuple that is too large or too deep to hash."""
+    # Hashing traverses all referenced objects, possibly without end or until the stack overflows.
     _TupleReader(data).load()
 
 
 class _ItemsNote(_Note):
-    """Note of a container, such as an OrderedDict, to which a pickle adds items. Stores none of them."""
+    """`_Note` of a container, such as an OrderedDict: accepts the items that a pickle adds, and discards them."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         hash(key)
 
     def append(self, value: Any) -> None:
-        """Ignore a list's element."""
+        """Discard an element that a pickle appends."""
 
 
 class _TupleReader(_Reader):
-    """Reads any pickle without finding its classes, and counts what its tuples hold."""
+    """Unpickler that resolves no class and counts the elements of tuples."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
         self._most = max(_MOST_ELEMENTS, len(data))
-        # By identity: the tuple, which is kept so that no other takes its id; its elements; its depth.
+        # By id: the tuple (kept alive so that its id stays unique), its element count, its depth.
         self._sizes: dict[int, tuple[object, int, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -290,7 +288,6 @@ class _TupleReader(_Reader):
 
 
 def _info(note: _Note) -> StoredItem:
-    """Reads where an item lies: in a file of the folder itself."""
     file = _word(note["relative_path"])
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
@@ -300,7 +297,6 @@ def _info(note: _Note) -> StoredItem:
 
 
 def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetadata:
-    """Reads the entry that a note stands for, of at most so many parts."""
     if note.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     properties = _note(note["properties"]).held
@@ -311,8 +307,8 @@ def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetada
     if type(chunks) is not list or len(chunks) > most:
         raise ValueError("a tensor has no list of parts, or more of them than were written")
     made = [ChunkStorageMetadata(_sizes(_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
-    if not fills(size, made):
-        raise ValueError("the parts of a tensor do not make it up")
+    if not is_covered(size, made):
+        raise ValueError("the parts of a tensor do not add up to its shape")
     return TensorStorageMetadata(TensorProperties(dtype), size, made)
 
 
@@ -324,11 +320,10 @@ def _sizes(note: Any) -> torch.Size:
     return torch.Size([_size(value) for value in values])
 
 
-# What is of the wrong type is told by its type alone: its text may have no end.
+# An object of a wrong type is reported by its type only: its repr may not terminate.
 
 
 def _size(value: Any) -> int:
-    """Reads a number of bytes, elements or places."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"a {type(value).__name__} is no size, or is out of bounds")
     return value
@@ -352,11 +347,8 @@ def _dictionary(value: Any) -> dict[Any, Any]:
     return value
 
 
-# Digests.
-
-
 class Item(NamedTuple):
-    """A place in a checkpoint's files where the bytes of one item lie."""
+    """Byte range of one item."""
 
     file: str
     offset: int
@@ -364,14 +356,14 @@ class Item(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """Digests of a checkpoint of format 2: of its index, and of its items."""
+    """Digests of a checkpoint of format 2: of its index and of its items."""
 
     of_index: str
     of_items: dict[Item, str]
 
 
 def read_digests(path: Path, folder: Path) -> Digests | None:
-    """Reads the digests of the checkpoint saved to `path`, which lies in `folder`; None in format 1, which had none."""
+    """Read the digests; None for format 1."""
     if not (folder / CHECKSUMS).is_file():
         return None
     damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
@@ -379,34 +371,32 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         head, _, body = regular_bytes(folder / CHECKSUMS, _MOST_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
-    # Not parsed before its digest fits: JSON too can be made to take all memory.
+    # Verify the digest before parsing: malicious JSON can exhaust memory.
     if head != _head(body):
-        raise ConfigError(f"{damaged} is not as it was saved. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
     try:
         held: dict[str, Any] = json.loads(body)
         of_files = held["items"].items()
         items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
         digests = Digests(held["index"], items)
-    except Exception as error:  # it was not save_checkpoint that wrote it
+    except Exception as error:  # not written by save_checkpoint
         raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
     return digests
 
 
 def read_index(folder: Path) -> tuple[bytes, str]:
-    """Reads the index; returns its bytes and their digest, which is another one after each save."""
     data = regular_bytes(folder / EARLIER_INDEX, _MOST_BYTES)
     return data, hashlib.sha256(data).hexdigest()
 
 
 def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
-    """Checks the bytes of items; `ConfigError` for one that is not as it was saved, or would run code."""
+    """Raise `ConfigError` for an item that is damaged or would execute code."""
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     for item, file in _each(folder, items):
         if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
             raise _damaged(path, item)
-        # Before torch.load: what grows when it is unpacked would take the machine's memory.
+        # Before torch.load: decompressed data could exhaust memory.
         _check_unpacked(path, item, file)
-        # Format 1 has no digests; most of its items have a CRC-32 in them.
         if digests is None:
             _check_crc(path, item, file)
 
@@ -420,7 +410,6 @@ def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
 
 
 def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
-    """Yields every item, and its file at the place where it begins."""
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
@@ -429,55 +418,54 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
 
 
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
-    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time."""
-    # A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
+    """Raise `ConfigError` if an item, a zip file, decompresses to more bytes than it occupies."""
+    # Saves do not compress. Compressed or duplicate records could expand a thousandfold.
     try:
         file.seek(item.offset)
         with zipfile.ZipFile(BytesIO(file.read(item.length))) as archive:
             records = archive.infolist()
             packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
-            # Records under one name may be the same bytes many times.
+            # Records of one name may refer to the same bytes many times.
             packed |= sum(record.file_size for record in records) > item.length
             for record in [] if packed else records:
                 if record.filename.lower().endswith("data.pkl"):
-                    del record.CRC  # torch.serialization.set_crc32_options(False) leaves 0, which would be checked
+                    del record.CRC  # 0 after torch.serialization.set_crc32_options(False); would be verified
                     check_tuples(archive.read(record))
-    except Exception as error:  # whatever a parser makes of damage
+    except Exception as error:  # any exception from parsing damaged data
         raise _damaged(path, item) from error
     if packed:
         raise ConfigError(
-            f"the checkpoint {path} is damaged: {item.file} has something packed from byte {item.offset} on, which "
-            f"save_checkpoint never writes and which would grow when it is read. {CURE}"
+            f"the checkpoint {path} is damaged: {item.file} has compressed or duplicate records from byte "
+            f"{item.offset} on, which save_checkpoint never writes. {CURE}"
         )
 
 
 def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
-    """Checks an item of format 1, a zip file, by the CRC-32 of its records, and reads it once."""
+    """Verify an item of format 1, a zip file, by its CRC-32, which most items contain."""
     file.seek(item.offset)
     data = BytesIO(file.read(item.length))
     try:
         with zipfile.ZipFile(data) as archive:
             for record in archive.infolist():
-                if record.CRC:  # torch.serialization.set_crc32_options(False) leaves 0
+                if record.CRC:  # 0 after torch.serialization.set_crc32_options(False)
                     archive.read(record)
         data.seek(0)
         torch.load(data, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise refused(path, error) from error
-    except Exception as error:  # whatever a parser makes of damage
+    except Exception as error:  # any exception from parsing damaged data
         raise _damaged(path, item) from error
 
 
 def refused(path: Path, error: Exception) -> ConfigError:
-    """Makes the error for a value that would run code when it is read."""
     return ConfigError(
-        f"the checkpoint {path} was not converted: it holds {unknown_class(error)}, and reading more than tensors and "
-        "plain values may run code. Save it again with its state_dict() or plain values in place of that object."
+        f"the checkpoint {path} was not converted: it holds {unknown_class(error)}, and reading it may execute code. "
+        "Save again with its state_dict() or plain values in place of that object."
     )
 
 
 def unknown_class(error: Exception) -> str:
-    """Names the class, or function, over which `torch.load` with `weights_only=True` stumbled."""
+    """Return the class or function that `torch.load` with `weights_only=True` rejected."""
     name = re.search(r"GLOBAL (\S+)", str(error))
     return "something of no known class" if name is None else f"something of {name[1]}"
 
@@ -485,8 +473,8 @@ def unknown_class(error: Exception) -> str:
 def _damaged(path: Path, item: Item) -> ConfigError:
     end = item.offset + item.length
     return ConfigError(
-        f"the checkpoint {path} is damaged: {item.file} is not as it was saved between bytes {item.offset} and {end}. "
-        f"{CURE}"
+        f"the checkpoint {path} is damaged: {item.file} does not match its digest between bytes {item.offset} and "
+        f"{end}. {CURE}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, over all ranks: each element of each distinct parameter counts once."""
+"""Gradient clipping by the global norm over all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training.copies import local_part, replicas
 from fusedmoe.training.repeated_sync import note_scaled
 
-# A parameter's name and its mesh.
-_Held = tuple[str, DeviceMesh | None]
+_NamedMesh = tuple[str, DeviceMesh | None]
 
 
 @torch.no_grad()
@@ -31,73 +30,72 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients such that their joint norm is at most `max_norm`; returns what it was. Collective.
+    """Scale all gradients so that their global norm is at most `max_norm`; return the original norm. Collective.
 
-    Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever ranks it lies: the
-    norm is that of the same model in one process, and the same bits on every rank. Norms are taken in at least float32
-    and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
-    that is below 1, and a norm that is not finite spoils them: look at the result.
-
-    The host waits for nothing, until it reads the norm.
+    Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever rank stores it:
+    the result equals the norm of the same model in one process. It is bitwise equal on all ranks. Norms are computed in
+    at least float32 and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by
+    max_norm/(norm + 1e-6) if that is below 1, and a non-finite norm makes them non-finite. The host does not
+    synchronise with the device.
 
     Args:
-        topology: of the model's layers. None: parameters are DTensors, over one mesh or several (FSDP2, tensor and
-            expert parallelism), which say themselves who holds which part. A parameter is whole on its mesh, a plain
-            tensor on its rank: those of one name elsewhere are copies. Whether they are is seen from some of their
-            values, in the first call. Gradients that are summands (`Partial`) are summed.
-        norm_type: p > 0 of the p-norm of all elements; `math.inf` for the largest magnitude.
-        error_if_nonfinite: raise an error, on all ranks, before a norm that is not finite scales anything. The host
-            waits for the norm.
+        topology: of the model's layers. None for models whose parameters are DTensors on one or several meshes (FSDP2,
+            tensor and expert parallelism). Plain tensors then count as replicated over ranks. Parameters of one name on
+            different meshes count as replicas, which the first call verifies on up to 8 elements each. `Partial`
+            gradients are summed first.
+        max_norm: at least 0.
+        norm_type: p > 0 of the p-norm; `math.inf` for the maximum absolute value.
+        error_if_nonfinite: raise on all ranks, before scaling, if the norm is not finite. Synchronises with the device.
     Returns:
-        The norm before clipping, a float64 scalar where the gradients are.
+        The norm before clipping, a float64 scalar on the gradients' device.
     Raises:
-        ConfigError: a `max_norm` below 0 or NaN; no topology, and a layer of this library that is split over ranks, or
-            parameters of one name that are no copies: experts without a mesh that says which ranks split them.
-        RankError: another rank failed or did not come; with `error_if_nonfinite`, a norm that is not finite.
+        ConfigError: `max_norm` is negative or NaN. Without a topology: a layer of this library is split over ranks, or
+            parameters of one name are not replicas of each other (experts without a mesh that describes their
+            sharding).
+        RankError: another rank failed or is missing; with `error_if_nonfinite`, the norm is not finite.
     """
     if not max_norm >= 0:
         raise ConfigError(
-            f"clip_grad_norm: max_norm = {max_norm}; give a number of at least 0, math.inf to clip nothing"
+            f"clip_grad_norm: max_norm = {max_norm}; pass a number of at least 0, math.inf to disable clipping"
         )
     norm_type = float(norm_type)
     if not norm_type > 0:
-        raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; give a number above 0, math.inf for the maximum")
+        raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; pass a number above 0, math.inf for the maximum")
     if topology is None:
-        topology, counted = _by_meshes(model)
+        topology, counted = _parameters_in_norm(model)
     else:
-        # The first of the ranks that hold a copy counts it.
         counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
     gradients = []
-    # By device: a model may have parts on several, and adding norms across them would wait for each.
+    # Adding norms across devices would synchronise with each of them.
     norms: dict[torch.device, list[Tensor]] = {}
-    for parameter, counts in counted:
+    for parameter, is_counted in counted:
         if parameter.grad is None:
-            continue  # on other ranks it may have one, which they count
+            continue  # other ranks may have a gradient and count it
         gradient = local_part(parameter.grad)
         gradients.append(gradient)
-        if counts and gradient.numel():  # no elements have no largest one
+        if is_counted and gradient.numel():  # the maximum of an empty tensor is undefined
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
             norms.setdefault(norm.device, []).append(norm.double())
     first = gradients[0].device if gradients else torch.device("cpu")
     device = device_of(topology.world) if topology.size > 1 else first
-    # One number for each rank, reduced in one order: the same bits of the norm, and so of the scale, everywhere.
+    # One number per rank, reduced in a fixed order: norm and scale are bitwise equal on all ranks.
     if norm_type == math.inf:
-        parts = [torch.stack(of).amax().to(device) for of in norms.values()]
+        parts = [torch.stack(device_norms).amax().to(device) for device_norms in norms.values()]
         total = torch.stack(parts).amax() if parts else torch.zeros((), dtype=torch.float64, device=device)
-        norm = _largest(total, topology)
+        norm = _max_over_ranks(total, topology)
     else:
-        parts = [torch.stack(of).pow(norm_type).sum().to(device) for of in norms.values()]
+        parts = [torch.stack(device_norms).pow(norm_type).sum().to(device) for device_norms in norms.values()]
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
         total = all_reduce(topology.world, total, operation="sum of gradient norms")
         norm = total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RankError(
             f"rank {topology.rank}: clip_grad_norm: the norm of order {norm_type} is {float(norm)}. No gradient "
-            "was scaled: skip the step, or leave out error_if_nonfinite=True",
+            "was scaled: skip the step, or pass error_if_nonfinite=False",
             agreed=True,
         )
-    # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
+    # One-dimensional: type promotion would round a scalar to half precision.
     scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
     for gradient in gradients:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
@@ -106,38 +104,40 @@ def clip_grad_norm(
     return norm
 
 
-def _largest(value: Tensor, topology: Topology) -> Tensor:
-    """Return the maximum over all ranks, NaN where one rank has NaN, which a collective may drop."""
+def _max_over_ranks(value: Tensor, topology: Topology) -> Tensor:
+    """Return the maximum over ranks, NaN if any rank has NaN: collectives may drop NaN in "max"."""
     pair = torch.stack([value.nan_to_num(0.0, posinf=math.inf), value.isnan().double()])
     largest, is_nan = all_reduce(topology.world, pair, "max", operation="maximum of gradient norms")
     return torch.where(is_nan > 0, math.nan, largest)
 
 
-# By model: what this rank held when ranks last compared, the whole job, and the names that other ranks count. Ranks
-# compare once, not in every step.
-_compared_meshes: weakref.WeakKeyDictionary[nn.Module, tuple[list[_Held], Topology, set[str]]] = (
+# By model: local parameters at the last comparison, world topology, names that other ranks count. Cached to avoid a
+# comparison in every step.
+_compared_meshes: weakref.WeakKeyDictionary[nn.Module, tuple[list[_NamedMesh], Topology, set[str]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
-    """Returns the whole job, and each parameter with whether this rank counts it."""
+def _parameters_in_norm(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
+    """Return the world topology, and whether this rank counts each parameter."""
     if any(
         (isinstance(module, MoELayer) and module.topology.size > 1)
         or any(len(ranks) > 1 for ranks in getattr(module, "expert_ranks", {}).values())
         for module in model.modules()
     ):
         raise ConfigError(
-            "clip_grad_norm of a model with layers of fusedmoe that are split over ranks: give it their topology, "
+            "clip_grad_norm of a model with fusedmoe layers that are split over ranks: pass their topology, "
             "clip_grad_norm(model, topology, max_norm)"
         )
     parameters = list(model.named_parameters())
-    held: list[_Held] = [(name, p.device_mesh if isinstance(p, DTensor) else None) for name, p in parameters]
-    known = _compared_meshes.get(model)
-    if known is None or known[0] != held:
+    local_meshes: list[_NamedMesh] = [
+        (name, p.device_mesh if isinstance(p, DTensor) else None) for name, p in parameters
+    ]
+    cached = _compared_meshes.get(model)
+    if cached is None or cached[0] != local_meshes:
         topology = Topology.from_sizes() if dist.is_initialized() and dist.get_world_size() > 1 else Topology()
-        known = _compared_meshes[model] = held, topology, _counted_elsewhere(model, topology)
-    _, topology, elsewhere = known
+        cached = _compared_meshes[model] = local_meshes, topology, _names_counted_elsewhere(model, topology)
+    _, topology, elsewhere = cached
     for _, parameter in parameters:
         if isinstance(parameter.grad, DTensor):
             whole = [Replicate() if one.is_partial() else one for one in parameter.grad.placements]
@@ -146,53 +146,52 @@ def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, boo
     return topology, [(p, name not in elsewhere and _is_first(p.grad)) for name, p in parameters]
 
 
-def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
-    """Names the parameters of which other ranks hold copies, and count them. Collective."""
+def _names_counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
+    """Return the names of this rank's parameters that another rank counts in the norm. Collective."""
     own: dict[str, tuple[int, ...]] = {}
-    told = []
+    descriptions = []
     for name, parameter in model.named_parameters():
         own[name], split = (dist.get_rank() if dist.is_initialized() else 0,), ""
         if isinstance(parameter, DTensor):
             own[name] = tuple(parameter.device_mesh.mesh.flatten().tolist())
             split = f"{tuple(parameter.device_mesh.shape)} {parameter.placements}"
-        # Beside a mesh of all ranks there is no other one.
+        # A parameter on a mesh of all ranks has no replica on another mesh.
         if len(own[name]) < topology.size:
             flat = local_part(parameter).flatten()
             some = flat[:: max(1, flat.numel() // 8)][:8].double().tolist()
-            told.append((name, own[name], (tuple(parameter.shape), split), _place(parameter), some))
+            descriptions.append((name, own[name], (tuple(parameter.shape), split), _mesh_coordinate(parameter), some))
     firsts: dict[str, tuple[int, ...]] = {}
     layouts: dict[str, Any] = {}
     values: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    for each in all_gather_object(topology.world, told, "comparing the meshes of a model"):
-        for name, ranks, layout, place, some in each:
-            # Ranks come in order: the first has the lowest.
+    for rank_descriptions in all_gather_object(topology.world, descriptions, "comparing the meshes of a model"):
+        for name, ranks, layout, place, some in rank_descriptions:
+            # Ranks are in ascending order: the first mesh contains the lowest rank.
             first, one = firsts.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64, device="cpu")
             other = values.setdefault((name, place), one)
             same = layouts.setdefault(name, layout) == layout
-            # Copies may have drifted apart a little; other parts have other values altogether.
+            # Replicas may have drifted slightly; different shards have unrelated values.
             if not same or not (one.equal(other) or (one - other).norm() <= 0.1 * max(one.norm(), other.norm())):
                 raise ConfigError(
                     f"clip_grad_norm: {name} on ranks {list(ranks)} is no copy of {name} on ranks {list(first)}, and "
-                    "no mesh says how they belong together. Make it one DTensor on a mesh of all these ranks, with "
-                    "Shard where they hold different parts; or give different parts different names; or, where they "
-                    "should be copies, give them the same values before the first step"
+                    "no mesh relates them. Make it one DTensor on a mesh of all these ranks, with Shard for different "
+                    "parts; or use different names for different parts; or, if they should be replicas, give them the "
+                    "same values before the first step"
                 )
     return {name for name, ranks in own.items() if firsts.get(name, ranks) != ranks}
 
 
-def _place(tensor: Tensor) -> tuple[int, ...]:
-    """Returns this rank's coordinates in the tensor's mesh."""
+def _mesh_coordinate(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     place = tensor.device_mesh.get_coordinate()
-    assert place is not None  # a parameter is on this rank
+    assert place is not None  # every parameter has a coordinate on its own rank
     return tuple(place)
 
 
 def _is_first(gradient: Tensor | None) -> bool:
-    """Returns whether this rank is the first of its mesh with the part of the gradient that it holds."""
+    """Return whether this rank is the first in the mesh to hold its shard of the gradient."""
     if not isinstance(gradient, DTensor):
         return True
-    # The gradient's placements, which need not be the parameter's. FSDP2's strided shards are no `Shard`.
-    splits = zip(_place(gradient), gradient.placements, strict=True)
+    # The gradient's placements may differ from the parameter's. FSDP2's strided shards are not `Shard`.
+    splits = zip(_mesh_coordinate(gradient), gradient.placements, strict=True)
     return all(at == 0 or not split.is_replicate() for at, split in splits)

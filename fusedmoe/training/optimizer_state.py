@@ -1,4 +1,4 @@
-"""State of optimizers by the names of parameters, as checkpoints have it on any number of ranks."""
+"""Optimizer state by parameter name, as stored in checkpoints, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,109 +13,108 @@ from torch.optim import Optimizer
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer, Optimizers, require_plain
 from fusedmoe.training.copies import local_part
-from fusedmoe.training.optimizers import JoinedOptimizers, Optimizers, PerMatrix, require_plain
 from fusedmoe.training.plain_values import encode_value, require_storable
 from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
 
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
 
-#: Of a key and the ranks that hold it, whether this rank's entries have it.
-Wanted = Callable[[str, Group], bool]
+#: includes(key, holders): whether this rank's entries include `key`, which the ranks of `holders` have.
+EntryFilter = Callable[[str, Group], bool]
 
 
 class OptimizerState:
-    """State of an optimizer for this rank's parameters, and the parameters of each of its groups by name."""
+    """Optimizer state of this rank's parameters, and the parameter names of each group."""
 
     def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
         optimizer = JoinedOptimizers(optimizers)
         self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
         self.kind = optimizer.kind
-        known = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()
         self._groups: list[dict[str, Any]] = packed["param_groups"]
         self.names: list[list[str]] = []
         self._parameters: dict[str, Tensor] = {}
-        self._index: dict[str, int] = {}
+        self._number_of_name: dict[str, int] = {}
         self._state: dict[str, dict[str, Any]] = {}
-        # `state_dict()` knows parameters by number; names are the same on any number of ranks.
+        # `state_dict()` numbers the parameters of one rank; names do not depend on the number of ranks.
         for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
             self.names.append([])
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
-                name = known.get(parameter)
+                name = name_of.get(parameter)
                 if name is None or name not in self._specs:
                     raise ConfigError(
                         f"rank {topology.rank}: group {number} of the optimizer has a parameter of shape "
-                        f"{list(parameter.shape)} that is not in the model's state. Give the model that it trains."
+                        f"{list(parameter.shape)} that is not in the model's state. Pass the model that it trains."
                     )
                 self.names[number].append(name)
-                self._parameters[name], self._index[name] = parameter, index
+                self._parameters[name], self._number_of_name[name] = parameter, index
                 self._state[name] = dict(packed["state"].get(index, {}))
 
-    def names_of_some(self) -> list[list[str]]:
-        """Lists the names of each group that not all ranks have."""
-        return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
+    def rank_local_names(self) -> list[list[str]]:
+        """Return, per group, the parameter names that only some ranks have."""
+        return [[name for name in names if not self._specs[name].is_on_all_ranks] for names in self.names]
 
-    def entries(self, scattered: list[list[list[str]]], wanted: Wanted) -> dict[str, Any]:
-        """Collects what this rank has to write, by key; `scattered`: every rank's `names_of_some()`."""
+    def entries(self, names_by_rank: list[list[list[str]]], includes: EntryFilter) -> dict[str, Any]:
+        """Return this rank's checkpoint entries; `names_by_rank` has every rank's `rank_local_names()`."""
         entries: dict[str, Any] = {}
         for name, values in self._state.items():
             spec, shape = self._specs[name], self._parameters[name].shape
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
-                if not isinstance(key, str) or "." in key:  # a load finds the parameter's name before the last dot
+                if not isinstance(key, str) or "." in key:  # a load splits parameter name and key at the last dot
                     raise ConfigError(
                         f"rank {self._topology.rank}: the optimizer names a state of {name} {key!r}, and checkpoints "
                         "store names without dots. Rename it in the optimizer's state."
                     )
-                if spec.split:
-                    require_plain(value, key, self._of(name))
+                if spec.is_split:
+                    require_plain(value, key, self._optimizer_of(name))
                     if isinstance(value, Tensor):
                         require_storable(local_part(value), f"rank {self._topology.rank}: {entry}")
-                spread = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
-                if spread is not None:
-                    if wanted(entry, spec.group):
-                        entries[entry] = spread.spread(value)
+                state_spec = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
+                if state_spec is not None:
+                    if includes(entry, spec.group):
+                        entries[entry] = state_spec.to_sharded(value)
                     continue
-                # Factored state (Adafactor's rows and columns) says nothing of how it splits with the parameter.
-                if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
+                # How factored state (Adafactor's rows and columns) is split along with its parameter is unknown.
+                if isinstance(value, Tensor) and value.numel() > 1 and spec.is_split:
                     raise ConfigError(
                         f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
                         f"the parameter {list(shape)}. It cannot be split over another number of ranks; use an "
                         "optimizer whose state is shaped like the parameters, or for the experts' matrices "
-                        f"fusedmoe.training.PerMatrix(…, {type(self._of(name)).__name__})."
+                        f"fusedmoe.training.PerMatrix(…, {type(self._optimizer_of(name)).__name__})."
                     )
-                if wanted(entry, self._topology.world if spec.everywhere else spec.group):
+                if includes(entry, self._topology.world if spec.is_on_all_ranks else spec.group):
                     entries[entry] = value
-        if wanted(GROUPS, self._topology.world):
-            groups = zip(self._groups, self._all_names(scattered), strict=True)
+        if includes(GROUPS, self._topology.world):
+            groups = zip(self._groups, self._all_names(names_by_rank), strict=True)
             entries[GROUPS] = [_settings(group) | {"params": names} for group, names in groups]
         return entries
 
     def about(self) -> dict[str, Any]:
-        """Returns what tells one kind of optimizer from another."""
         return {"kind": self._optimizer.kind, "settings": sorted(self._optimizer.defaults)}
 
     def compare(
-        self, about: dict[str, Any], groups: list[dict[str, Any]], scattered: list[list[list[str]]]
+        self, about: dict[str, Any], groups: list[dict[str, Any]], names_by_rank: list[list[list[str]]]
     ) -> str | None:
-        """Names the first thing in which a saved optimizer differs from this one, None if nothing does."""
+        """Describe the first difference from a saved optimizer, or return None."""
         kind = self._optimizer.kind
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:
                 return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
         if len(groups) != len(self._groups):
             return f"it has {len(groups)} parameter groups, this optimizer {len(self._groups)}"
-        for number, (group, names) in enumerate(zip(groups, self._all_names(scattered), strict=True)):
-            theirs, ours = set(group["params"]), set(names)
-            for name in sorted(theirs ^ ours):
-                where = "this optimizer" if name in ours else "the checkpoint"
+        for number, (group, names) in enumerate(zip(groups, self._all_names(names_by_rank), strict=True)):
+            saved_names, own_names = set(group["params"]), set(names)
+            for name in sorted(saved_names ^ own_names):
+                where = "this optimizer" if name in own_names else "the checkpoint"
                 return f"only {where} has {name} in parameter group {number}"
         return None
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """Lists the saved values of this rank's parameters, and what each is to be read into; None for plain values."""
+        """Return a tensor to read each saved entry into; None for plain values."""
         targets: dict[str, Any] = {}
         for entry, saved in metadata.state_dict_metadata.items():
             prefix, _, key = entry.rpartition(".")
@@ -127,9 +126,9 @@ class OptimizerState:
                 continue
             dtype, spec = saved.properties.dtype, self._specs[name]
             parameter, value = self._parameters[name], self._state[name].get(key)
-            spread = self._spec_of(name, saved.size, spec.shape)
-            if spread is None:  # a count, say, which every rank holds whole
-                if spec.split and saved.size.numel() > 1:
+            state_spec = self._spec_of(name, saved.size, spec.shape)
+            if state_spec is None:  # for example a step count, complete on every rank
+                if spec.is_split and saved.size.numel() > 1:
                     raise ConfigError(
                         f"checkpoint entry {entry} has shape {list(saved.size)}, the parameter {list(spec.shape)}: it "
                         "cannot be split over ranks. Load with optimizer=None, and train with an optimizer whose state "
@@ -137,78 +136,75 @@ class OptimizerState:
                     )
                 targets[entry] = torch.empty(saved.size, dtype=dtype, device="cpu")
                 continue
-            # An optimizer that has not stepped yet has no memory for its state: it is made here, to be read into.
+            # An optimizer has no state tensors before its first step.
             shape = parameter.shape
-            if isinstance(self._of(name), PerMatrix):
+            if isinstance(self._optimizer_of(name), MatrixOptimizer):
                 shape = torch.Size((*shape[:-2], *saved.size[len(shape) - 2 :]))
             if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:
                 like = parameter if shape == parameter.shape else parameter.new_empty(shape)
                 value = self._state[name][key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-            targets[entry] = spread.spread(value)
+            targets[entry] = state_spec.to_sharded(value)
         return targets
 
-    def _of(self, name: str) -> Optimizer:
-        return self._optimizer.of(self._parameters[name])
+    def _optimizer_of(self, name: str) -> Optimizer:
+        return self._optimizer.optimizer_of(self._parameters[name])
 
     def _follows_torch(self, name: str) -> bool:
-        """Return whether a parameter's optimizer loads state by PyTorch's rule."""
-        return type(self._of(name)).load_state_dict is Optimizer.load_state_dict
+        return type(self._optimizer_of(name)).load_state_dict is Optimizer.load_state_dict
 
     def _spec_of(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
-        """Returns the spread of state of a size, kept for a parameter of a shape; None: every rank holds all of it."""
+        """Return the sharding of state of shape `size`; None if not sharded like its parameter."""
         spec, lead = self._specs[name], len(shape) - 2
-        if isinstance(self._of(name), PerMatrix):
-            return spec.stacked(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
+        if isinstance(self._optimizer_of(name), MatrixOptimizer):
+            return spec.with_trailing_shape(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
         return spec if tuple(size) == tuple(shape) else None
 
     def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
-        """Returns the dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: the parameters'."""
+        """Return the dtype to which PyTorch's `load_state_dict` converts each entry: that of its parameter."""
         dtypes = {}
         for entry in keys:
             prefix, _, key = entry.rpartition(".")
             name = prefix.removeprefix(STATE)
             parameter = self._parameters.get(name) if prefix.startswith(STATE) else None
             if parameter is None or not self._follows_torch(name):
-                continue  # its own rule
-            # PyTorch keeps `step` as it is: counts in bfloat16 would stand still at 256.
+                continue  # an optimizer with its own load_state_dict
+            # PyTorch does not convert `step`: a bfloat16 count would stop at 256.
             if parameter.is_floating_point() and key != "step":
                 dtypes[entry] = parameter.dtype
         return dtypes
 
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
         state: dict[int, dict[str, Any]] = {}
         plain: list[tuple[Tensor, str, Any]] = []
         for entry, value in targets.items():
             prefix, _, key = entry.rpartition(".")
             name = prefix.removeprefix(STATE)
-            if prefix.startswith(STATE) and name in self._index:
+            if prefix.startswith(STATE) and name in self._number_of_name:
                 if isinstance(value, Tensor):
                     if self._spec_of(name, value.shape, self._specs[name].shape) is not None:
-                        value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
-                # PyTorch copies containers by type(value)(iterator), which changes text and raises errors for arrays.
+                        value = self._state[name][key]  # the same memory as a plain tensor instead of a DTensor
+                # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
                 elif (
                     isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors
                 ):
                     plain.append((self._parameters[name], key, value))
                     continue
-                state.setdefault(self._index[name], {})[key] = value
-        # Settings of the save win; what a later PyTorch has added keeps the value that it has here.
+                state.setdefault(self._number_of_name[name], {})[key] = value
+        # Settings added by a later PyTorch keep their current values.
         merged = [own | _settings(group, own) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})
         for parameter, key, value in plain:
-            self._optimizer.of(parameter).state[parameter][key] = value
+            self._optimizer.optimizer_of(parameter).state[parameter][key] = value
 
-    def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
-        """Lists the names of each group that any rank has."""
+    def _all_names(self, names_by_rank: list[list[list[str]]]) -> list[list[str]]:
         return [
-            list(dict.fromkeys([*own, *(name for on_rank in scattered for name in on_rank[number])]))
+            list(dict.fromkeys([*own, *(name for on_rank in names_by_rank for name in on_rank[number])]))
             for number, own in enumerate(self.names)
         ]
 
 
 def _settings(group: dict[str, Any], like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings of a group, tensors on the devices of those in `like`."""
+    """Return a group's settings, with tensors on the devices of `like`'s tensors."""
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in settings.items():
         own = None if like is None else like.get(key)

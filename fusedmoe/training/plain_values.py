@@ -1,8 +1,8 @@
-"""Values of a checkpoint in JSON: a closed set of types, each of which is read back with its type and value.
+"""JSON encoding of checkpoint values: a closed set of types that round-trip with type and value.
 
-JSON has no tuples, bytes, infinities or keys other than text. Such a value is an object with one key, a tag that begins
-with "$". Tensors are numbered in the order of their first occurrence, and their bytes are stored elsewhere. Reading
-looks up the tag in a table and runs nothing else.
+JSON lacks tuples, bytes, infinities and non-string keys. Such a value is encoded as an object with one key, a tag that
+starts with "$". Tensors are numbered in order of first occurrence and stored separately. Decoding looks up the tag in a
+table and executes nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
 
-#: Dtypes of stored tensors by name: PyTorch copies them from and to every device.
+#: Storable dtypes by name: PyTorch can copy them between all devices.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -39,10 +39,10 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, name)
 }
 
-#: Returns the tensor of a number, which has the given dtype and shape.
+#: fetch(number, dtype, shape): returns the tensor with this number.
 Fetch = Callable[[int, torch.dtype, torch.Size], Tensor]
 
-# A JSON parser recurses: what is nested deeper could be written from one stack and not read from another.
+# JSON parsers recurse: a deeper value could be writable on one stack and unreadable on another.
 _MOST_DEPTH = 100
 _TENSORS = {"Tensor": Tensor, "Parameter": nn.Parameter}
 _SCALAR_KINDS = "biufcMm"
@@ -62,13 +62,13 @@ _ADVICE = {
 
 
 class EncodedValue(NamedTuple):
-    """A value as JSON text, and the tensors that the text refers to by number."""
+    """JSON text of a value and the tensors it refers to by number."""
 
     text: str
     tensors: list[Tensor]
 
     def digest(self) -> str:
-        """Hash the value. Equal values have equal digests whatever the order of their dictionaries."""
+        """Return a hash that does not depend on the order of dictionaries."""
         digests = [hashlib.sha256(byte_buffer(tensor_bytes(tensor))).hexdigest() for tensor in self.tensors]
         text = json.dumps(_sorted(json.loads(self.text), digests), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -81,12 +81,12 @@ class EncodedValue(NamedTuple):
 
 
 def encode_value(value: Any, label: str) -> EncodedValue:
-    """Encode a value. `ConfigError` beginning with `label` names the first part of it that has no encoding."""
+    """Encode a value. Raise `ConfigError` that names the first unsupported part."""
     encoder = _Encoder(label)
     held = encoder.encode(value, "")
     text = json.dumps(held, allow_nan=False)
     encoded = EncodedValue(text, encoder.tensors)
-    # A load reads what this text stands for, so it is read here. JSON joins two surrogates that follow one another.
+    # Verify the round trip: JSON joins two consecutive surrogates, for example.
     inexact = ConfigError(f"{label} cannot be stored exactly. Convert it to plain values.")
     try:
         read = decode_value(text, lambda number, dtype, shape: encoder.tensors[number])
@@ -99,11 +99,10 @@ def encode_value(value: Any, label: str) -> EncodedValue:
 
 
 def decode_value(text: str | bytes, fetch: Fetch) -> Any:
-    """Decode the text of `encode_value`. Raises `ValueError` for any other text."""
+    """Decode the text of `encode_value`. Raise `ValueError` for other text."""
     made: dict[int, Tensor] = {}
 
     def tensor(number: int, *about: Any) -> Tensor:
-        # A tensor at a second place is the same object again.
         if number not in made:
             made[number] = _from_tensor(fetch, number, *about)
         return made[number]
@@ -112,12 +111,12 @@ def decode_value(text: str | bytes, fetch: Fetch) -> Any:
         return _decode(json.loads(text, parse_constant=_refuse_constant), tensor)
     except ConfigError:
         raise
-    except Exception as error:  # a payload of another type than its tag has, or nested too deeply
+    except Exception as error:  # a payload of the wrong type, or nested too deeply
         raise ValueError(f"it is no value of a checkpoint ({type(error).__name__}: {error})"[:300]) from error
 
 
 def unpack_value(data: Tensor) -> Any:
-    """Decode a buffer [n] uint8 of `EncodedValue.pack`. Raises `ValueError` for any other."""
+    """Decode a buffer from `EncodedValue.pack`. Raise `ValueError` for other buffers."""
     raw = data.numpy().tobytes()
     (length,) = struct.unpack_from("<Q", raw)
     at = 8 + length
@@ -139,22 +138,22 @@ def unpack_value(data: Tensor) -> Any:
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in row-major order as bytes [n] uint8 on the CPU."""
+    """Return a tensor's elements in row-major order as bytes [n] uint8 on the CPU."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    if flat.stride(0) != 1:  # one element may have any stride
+    if flat.stride(0) != 1:  # a single element may have any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def byte_buffer(data: Tensor) -> Any:
-    """Return the memory of bytes [n] uint8, for files and hashes."""
+    """Return the memory of a uint8 tensor [n], without a copy."""
     return data.numpy()
 
 
 def require_storable(tensor: Tensor, label: str) -> None:
-    """Raise `ConfigError`, which begins with `label`, for a tensor whose elements are no plain memory."""
+    """Raise `ConfigError` for a tensor without plain dense storage."""
     problem = cure = ""
     if nn.parameter.is_lazy(tensor):
         problem, cure = "is not initialised", "Run one forward pass first"
@@ -174,12 +173,11 @@ def require_storable(tensor: Tensor, label: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in `DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 def size_of(values: Any) -> torch.Size:
-    """Return the shape that a list of JSON stands for; `ValueError` for anything else."""
+    """Parse a JSON list as a shape. Raise `ValueError` for anything else."""
     if (
         type(values) is not list
         or len(values) > 64
@@ -190,8 +188,6 @@ def size_of(values: Any) -> torch.Size:
 
 
 class _Encoder:
-    """Encodes one value and collects its tensors."""
-
     def __init__(self, label: str) -> None:
         self._label = label
         self._open: set[int] = set()
@@ -199,7 +195,7 @@ class _Encoder:
         self.tensors: list[Tensor] = []
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return what JSON has in place of a value; `where` is its place in the whole, for errors."""
+        """Return the JSON representation of a value; `where` is its position, for errors."""
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -245,7 +241,7 @@ class _Encoder:
             attributes = getattr(value, "__dict__", {})
             for name in attributes.keys() - {"_metadata"}:
                 raise ConfigError(f"{self._label}{where} has an attribute {name!r}, which checkpoints do not store.")
-            # A module's state_dict() has versions in it, by which later releases convert it.
+            # A module's state_dict() stores versions in `_metadata`, used by later releases to convert it.
             return {tag: [pairs, *(self.encode(element, f"{where}._metadata") for element in attributes.values())]}
         if isinstance(value, set | frozenset):
             return {tag: sorted((self.encode(element, where) for element in value), key=json.dumps)}
@@ -288,7 +284,7 @@ def _name(kind: type) -> str:
 def _shown(key: Any) -> str:
     try:
         return repr(key)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return _name(type(key))
 
 
@@ -301,7 +297,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _is_stored_zone(zone: tzinfo | None) -> bool:
-    """Return whether `datetime.isoformat` and `fromisoformat` keep a time zone: a fixed offset without a name."""
+    """Return whether `isoformat` round-trips a time zone: None, or a fixed offset without a name."""
     return zone is None or (type(zone) is timezone and str(zone) == str(timezone(zone.utcoffset(None))))
 
 
@@ -310,7 +306,6 @@ def _delta(value: timedelta) -> list[int]:
 
 
 def _elements(payload: Any, tag: str, number: int) -> list[Any]:
-    """Return a payload that is a list of `number` elements; `ValueError` for anything else."""
     if type(payload) is not list or len(payload) != number:
         found = f"{len(payload)} elements" if type(payload) is list else type(payload).__name__
         raise ValueError(f"{tag} has {found}; expected a list of {number}")
@@ -327,7 +322,7 @@ def _datetime(text: str, fold: int) -> datetime:
     return datetime.fromisoformat(text).replace(fold=fold)
 
 
-# Scalars: tag, encoder and decoder of each type.
+# Tag, encoder and decoder.
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("$bytes", _base64, _bytes),
     date: ("$date", date.isoformat, date.fromisoformat),
@@ -410,7 +405,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _sorted(held: Any, digests: list[str]) -> Any:
-    """Order the pairs of dictionaries in encoded JSON, and replace numbers of tensors by digests."""
+    """Sort dictionary pairs in encoded JSON and replace tensor numbers by digests."""
     if isinstance(held, list):
         return [_sorted(element, digests) for element in held]
     if not isinstance(held, dict):

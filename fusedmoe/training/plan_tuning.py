@@ -1,4 +1,4 @@
-"""The fastest plan of a training step, chosen by measuring while a model trains. Results do not depend on the plan.
+"""Select the fastest plan of a training step by timing candidates during training. Results do not depend on the plan.
 
     step = PlannedStep(model, topology, None, workload)
     tuning = tune_step(step, "auto")
@@ -10,10 +10,8 @@
             sync_gradients(model, topology, buckets=step.buckets)
             ...
 
-Models of Hugging Face, torchtitan and Megatron need `tune_model(model)` alone.
-
-FlowMoE's tuning (§4.3) is a special case. Its candidates are numbers of micro-batches R, and with the best of them
-sizes S_p of buckets (`BucketSearch`).
+For Hugging Face, torchtitan and Megatron models, `tune_model(model)` suffices. FlowMoE's tuning (§4.3) is a special
+case: it selects the number of micro-batches R, then the bucket size S_p (`BucketSearch`).
 """
 
 from __future__ import annotations
@@ -30,31 +28,30 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusedmoe.comm.collectives import slowest_s
+from fusedmoe.comm.collectives import max_over_ranks_s
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from fusedmoe.runtime.cache import choice_text, write
 from fusedmoe.runtime.profiler import BUDGET_S
-from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, degrees_beside, with_bucket_bytes
+from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, with_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
-#: The policies that measure: all families, and FlowMoE's with R and S_p.
+#: Policies that are tuned: all families, or FlowMoE with R and S_p.
 TUNED = (AUTO, "flowmoe")
 
-# Searches near the best plan, and steps with each size of buckets in a round: with as many steps of the best size so
-# far ten in all, as in the paper.
-_CLIMBS, _SIZE_STEPS = 3, 5
-# Costs measured in less time would not be accurate enough.
+# Local searches around the best plan; steps per bucket size and round: ten for the best size, as in the paper.
+_MAX_SEARCHES, _SIZE_STEPS = 3, 5
+# Shorter measurements of the costs would be inaccurate.
 _LEAST_S = 1.0
-# Steps that may pass without a measurement after a drift: a forward may reach the layer no more.
+# Steps without a measurement after drift; a forward may not reach the layer again.
 _MOST_DEFERRED = 2
 
-# Sizes that may be tried, evenly in their logarithm, and the least of them as a share of the largest.
+# Number of candidate sizes, logarithmically spaced; smallest size as a fraction of the largest.
 _GRID, _LEAST = 256, 2**-6
-# Gain that an expected improvement is counted from, in units of the spread of what was measured; as in the paper.
+# Exploration offset of the expected improvement, in standard deviations of the measured times; as in the paper.
 _EXPLORATION = 0.1
 
 Measure = Callable[[float], CostModel | StepCosts | None]
@@ -69,26 +66,26 @@ def tune_step(
     resumed: Path | None = None,
     tell: Callable[[str], None] = print,
 ) -> PlanChooser:
-    """Make a `PlanChooser` for the steps of a model. Collective over all ranks.
+    """Create a `PlanChooser` for a model's training steps. Collective over all ranks.
 
-    All ranks follow the same plan in each step, and the slowest rank's seconds count. The choice is cached on disk, and
-    the next job begins with it. After a drift costs that were measured are measured again, in half of the budget that
-    is left, and the search starts again. None of this belongs into a checkpoint.
+    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached on disk
+    for later jobs and does not belong in a checkpoint. After drift, measured costs are measured again within half of
+    the remaining budget, and the search restarts.
 
     Args:
-        policy: "auto", or "flowmoe", which chooses the number of micro-batches and the size of gradient buckets.
-        drift: share by which the median of steps must change for another search; None: never.
-        measure: measures the costs again, in about the given number of seconds; collective, and the same on all ranks.
-            None: only costs that `PlannedStep` has measured are measured again. Returning None defers the measurement
-            to the end of the next step. After two such steps the search continues with the previous costs, if any.
-        resumed: the file of a choice (`choice_text`) that this job made before it was stopped. If it exists, its plan
-            is followed without a trial unless steps drift.
+        policy: "auto", or "flowmoe", which selects the number of micro-batches and the bucket size.
+        drift: relative change of the median step time that restarts the search. None: never.
+        measure: measures the costs in about the given number of seconds; collective, same result on all ranks. None:
+            repeat only measurements of `PlannedStep`. A None result defers the measurement to the end of the next step;
+            after two such steps the search continues with the previous costs, if any.
+        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan is
+            followed without trials until drift.
         tell: called on rank 0 with a line that describes each choice.
     Raises:
-        ConfigError: another policy; for "flowmoe" no scikit-learn (`fusedmoe[plan]`).
+        ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).
     """
     if policy not in TUNED:
-        raise ConfigError(f"tune_step measures for {' and '.join(TUNED)}; plan_step has a model follow {policy!r}")
+        raise ConfigError(f"tune_step supports {' and '.join(TUNED)}; use plan_step for {policy!r}")
     measure = step.measured if measure is None and step.has_measured else measure
     source = StepSource(step, policy, tell, measure, resumed)
     return PlanChooser(source, steps=2 if policy == AUTO else _SIZE_STEPS, drift=drift)
@@ -101,25 +98,25 @@ def tune_model(
     drift: float | None = 0.1,
     tell: Callable[[str], None] = print,
 ) -> PlanChooser:
-    """Make a `PlanChooser` for a model of Hugging Face, torchtitan or Megatron: `with` it around each training step.
+    """Create a `PlanChooser` for a Hugging Face, torchtitan or Megatron model; enter it around each training step.
 
-    The first step follows no plan and measures costs, once for each machine. After a drift the next step measures them
-    again. Ranks that share experts choose together; each such group of ranks chooses by its own seconds.
+    The first step runs without a plan and measures costs, once per machine. Ranks that share experts choose together,
+    by their own times.
 
     Args:
-        model: with `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` in it. The chosen plans override schedules of
-            its layers. The same on every rank, as is the number of steps.
-        limit: the largest number of chunks.
+        model: contains `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` layers; the same on every rank, as is the
+            number of steps. Chosen plans override the layers' schedules.
+        limit: largest number of chunks.
         drift, tell: as for `tune_step`.
     Raises:
         ConfigError: a model without such layers.
-        RankError: from a step: ranks that come to different plans.
+        RankError: from a step: ranks derived different plans.
     """
-    exchanges = exchanges_of(model)
+    exchanges = exchanges_in(model)
     if not exchanges:
         raise ConfigError(
             "tune_model: the model has no experts whose tokens fusedmoe.hf, fusedmoe.titan.routed_experts or "
-            "fusedmoe.megatron sends. A model of MoELayers has fusedmoe.training.tune_step"
+            "fusedmoe.megatron sends. For MoELayers use fusedmoe.training.tune_step"
         )
     topology = next((exchange.topology for exchange in exchanges if exchange.topology.size > 1), None)
     if topology is None:
@@ -128,7 +125,7 @@ def tune_model(
 
 
 class StepSource(PlanSource):
-    """Plans of a whole training step, which a `PlannedStep` makes and applies; see `tune_step` for the arguments."""
+    """Plans of a whole training step, created and applied by a `PlannedStep`; for arguments see `tune_step`."""
 
     def __init__(
         self,
@@ -139,15 +136,14 @@ class StepSource(PlanSource):
         resumed: Path | None,
     ) -> None:
         self.step = step
-        self._policy, self._tell, self._measure, self._resumed = policy, tell, measure, resumed
+        self._policy, self._tell, self._measure, self._resumed_path = policy, tell, measure, resumed
         self._path = Path()
-        # Answers of `measure` in a row that have deferred the measurement.
+        # Consecutive `measure` calls that returned None.
         self._num_deferred = 0
         self._search: BucketSearch | None = None
-        # Without gradients to send there are no sizes of buckets to search.
         if policy != AUTO and step.has_costs and (largest := max(step.costs.gradient_bytes)):
             self._search = BucketSearch(largest)
-        self._climbs, self._climbed, self._has_degrees = 0, set[str](), False
+        self._num_searches, self._searched_plans, self._has_degrees = 0, set[str](), False
 
     @property
     def has_costs(self) -> bool:
@@ -155,20 +151,20 @@ class StepSource(PlanSource):
 
     def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
         self._path = self.step.choice_path(self._policy)
-        kept = None if self._resumed is None else self.step.kept(self._policy, self._resumed)
+        kept = None if self._resumed_path is None else self.step.kept(self._policy, self._resumed_path)
         if kept is not None:
-            # This job's own choice is not compared with another: the job continues with the plan it was stopped with.
+            # This job's own choice is not compared again: the job continues with its plan.
             return kept[0], kept[1][:1]
         return self.step.kept(self._policy, self._path)
 
     def candidates(self) -> list[PlanCandidate]:
-        self._climbs, self._climbed, self._has_degrees = 0, set(), False
+        self._num_searches, self._searched_plans, self._has_degrees = 0, set(), False
         return self.step.candidates() if self._policy == AUTO else [self.step.candidate(self._policy)]
 
     def more(self, chooser: PlanChooser) -> list[PlanCandidate]:
-        """Return plans near the best one; under "flowmoe", once there are none, the next size of buckets."""
-        if not self._has_degrees and (near := self._near(chooser)):
-            return near
+        """Return untried plans near the best one; for "flowmoe", once there are none, the next bucket size."""
+        if not self._has_degrees and (untried := self._untried_neighbours(chooser)):
+            return untried
         return [] if self._search is None else self._next_size(self._search, chooser)
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
@@ -179,19 +175,19 @@ class StepSource(PlanSource):
         self._num_deferred = 0 if costs is not None else self._num_deferred + 1
         if costs is None:
             if had_costs and self._num_deferred > _MOST_DEFERRED:
-                # All ranks count the same steps, so all continue with the previous costs.
+                # All ranks count the same steps: all continue with the previous costs.
                 self._num_deferred = 0
                 self.step.cancel_measurement()
                 return 0.0
             if not had_costs and chooser.trials.num_steps == 1 and self.step.topology.is_first:
                 self._tell(
-                    "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints go "
-                    "one thing after the other, and plans have no effect there"
+                    "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints run "
+                    "without a schedule, so plans have no effect there"
                 )
             return None
         self.step.set_costs(costs)
-        # Predictions by the previous costs are not comparable with new ones. New objects are also followed anew:
-        # measuring may have applied plans of its own.
+        # Predictions by old and new costs are not comparable. New objects are applied again: measuring may have applied
+        # other plans.
         for entry in chooser.trials.entries:
             entry.candidate = self.step.predicted(entry.candidate)
         return self.slowest([time.perf_counter() - began_s])[0] if had_costs else 0.0
@@ -203,7 +199,7 @@ class StepSource(PlanSource):
     def slowest(self, seconds: list[float]) -> list[float]:
         if not self.has_costs:
             return seconds  # only the number of steps counts
-        return slowest_s(self.step.topology.world, seconds, "the longest step of all ranks")
+        return max_over_ranks_s(self.step.topology.world, seconds, "maximum of step times")
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
@@ -214,29 +210,28 @@ class StepSource(PlanSource):
         return self.step.topology.guard("PlanChooser.note")
 
     def now_s(self, chooser: PlanChooser) -> float:
-        # Device time until a plan is chosen; after that the host does not wait for the device.
+        # Includes device time until a plan is chosen; afterwards the host does not synchronise.
         if torch.cuda.is_initialized() and not chooser.settled:
             torch.cuda.synchronize()
         return super().now_s(chooser)
 
-    def _near(self, chooser: PlanChooser) -> list[PlanCandidate]:
-        """List plans near the best one that were not tried."""
+    def _untried_neighbours(self, chooser: PlanChooser) -> list[PlanCandidate]:
         best, step = chooser.best.candidate, self.step
-        # A few searches, each from another plan: each costs steps by slower plans.
-        self._climbs += 1
-        if self._climbs > _CLIMBS or best.name in self._climbed:
+        # Each search costs steps with slower plans.
+        self._num_searches += 1
+        if self._num_searches > _MAX_SEARCHES or best.name in self._searched_plans:
             return []
-        self._climbed.add(best.name)
+        self._searched_plans.add(best.name)
         entries = chooser.trials.entries
         tried = {(entry.candidate.plan.fingerprint, entry.candidate.whole) for entry in entries}
-        beside = candidates_beside if self._policy == AUTO else degrees_beside
-        near = beside(best, step.costs_of(best.whole), step.limit, step.samples)
+        neighbours = neighbour_candidates if self._policy == AUTO else neighbour_degrees
+        near = neighbours(best, step.costs_of(best.whole), step.limit, step.samples)
         return [new for new in near if (new.plan.fingerprint, new.whole) not in tried and step.runs(new)]
 
     def _next_size(self, search: BucketSearch, chooser: PlanChooser) -> list[PlanCandidate]:
         best, entries = chooser.best, chooser.trials.entries
-        measured = best.median_s / best.candidate.predicted_s  # of candidates too far off to be tried, by prediction
-        # Points of the search are steps with as many micro-batches; its first one is drawn, as in the paper.
+        measured = best.median_s / best.candidate.predicted_s  # for candidates predicted too slow to try
+        # Data points are steps with the same number of micro-batches; the first size is random, as in the paper.
         alike = [entry for entry in entries if entry.candidate.plan.degrees == best.candidate.plan.degrees]
         search.tried = [
             (largest, entry.median_s if entry.seconds else measured * entry.candidate.predicted_s)
@@ -253,22 +248,21 @@ class StepSource(PlanSource):
 
 @dataclass
 class BucketSearch:
-    """Proposes S_p, the bytes of a gradient bucket, by Bayesian optimisation of step time (FlowMoE §4.3).
+    """Bayesian optimisation of the gradient bucket size S_p for step time (FlowMoE §4.3).
 
-    The seconds that steps take with a size are a point of a Gaussian process over sizes, and the size with the largest
-    expected improvement is tried next.
+    Models step time as a Gaussian process over the size and proposes the size with the largest expected improvement.
 
         while (size := search.next()) is not None:
             search.tried.append((size, seconds(size)))
 
     Args:
-        largest_bytes: of a layer's gradient, in bytes: the range is (0, largest_bytes].
-        samples: sizes that are tried, the first at random.
-        seed: of the first size. The same on every rank, as must be the seconds: then all ranks have the same sizes.
+        largest_bytes: bytes of a layer's gradient; sizes are in (0, largest_bytes].
+        samples: number of sizes to try, the first at random.
+        seed: of the first size. Equal seeds and times on all ranks yield equal sizes.
     Attributes:
-        tried: (bytes, seconds) so far, in no matter which order.
+        tried: measured (bytes, seconds), in any order.
     Raises:
-        ConfigError: numbers that are not positive, or no scikit-learn (`fusedmoe[plan]`).
+        ConfigError: arguments below 1, or no scikit-learn (`fusedmoe[plan]`).
     """
 
     largest_bytes: int
@@ -281,20 +275,19 @@ class BucketSearch:
             raise ConfigError(
                 f"tuning S_p needs largest_bytes = {self.largest_bytes} and samples = {self.samples} of at least 1"
             )
-        if find_spec("sklearn") is None:  # told now, and not when the second size is to be chosen
+        if find_spec("sklearn") is None:  # fail now, not at the second size
             raise ConfigError("tuning S_p needs scikit-learn: pip install 'fusedmoe[plan]'")
-        self._chance = np.random.default_rng(self.seed)
+        self._rng = np.random.default_rng(self.seed)
 
     def next(self) -> int | None:
-        """Returns the size to try now, or None where `samples` were tried."""
+        """Return the next size in bytes; None after `samples` sizes."""
         if len(self.tried) >= self.samples:
             return None
         if not self.tried:
-            return max(1, round(self.largest_bytes * float(self._chance.uniform())))
+            return max(1, round(self.largest_bytes * float(self._rng.uniform())))
         return self._most_promising()
 
     def _most_promising(self) -> int:
-        """Returns the size with the largest expected improvement, of those that were not tried."""
         from scipy.stats import norm
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.gaussian_process import GaussianProcessRegressor
@@ -303,11 +296,11 @@ class BucketSearch:
         bytes_, seconds = (np.array(column, dtype=float) for column in zip(*self.tried, strict=True))
         spread = seconds.std() or 1.0
         values = (seconds - seconds.mean()) / spread
-        # Matérn 5/2: times bend where buckets begin to fill the link, but do not jump. White noise: steps differ.
+        # Matérn 5/2: step time has a kink where buckets saturate the link, but no jumps. White noise: steps vary.
         kernel = Matern(length_scale=0.3, length_scale_bounds=(0.02, 3.0), nu=2.5) + WhiteKernel(1e-3, (1e-6, 1e-1))
         process = GaussianProcessRegressor(kernel, random_state=self.seed)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # few points do not always say how smooth they are
+            warnings.simplefilter("ignore", ConvergenceWarning)  # few points may not determine the length scale
             process.fit(self._place(bytes_), values)
         least = max(1.0, self.largest_bytes * _LEAST)
         sizes = np.unique(np.ceil(np.geomspace(least, self.largest_bytes, _GRID)).astype(int))
@@ -321,5 +314,4 @@ class BucketSearch:
         return int(sizes[(gain * norm.cdf(z) + std * norm.pdf(z)).argmax()])
 
     def _place(self, bytes_: np.ndarray) -> np.ndarray:
-        """Places sizes between nothing and the largest, [n, 1], by the number of buckets that they make."""
         return np.log(bytes_ / self.largest_bytes)[:, None]

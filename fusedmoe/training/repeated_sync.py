@@ -1,8 +1,8 @@
-"""Gradients that are synchronised more than once: each call must leave the result of the call before it as it is.
+"""Repeated gradient synchronisation: a second call must not change gradients that are already synchronised.
 
-Synchronisation divides the sum over `n` copies by a divisor `d`. The result `g` is equal on all copies, and the next
-call would make `g·n/d` of it. So `g` is turned back into this rank's summand, `g·d/n`, before a backward pass adds to
-it. For replicated parameters d = n; for experts d/n is the number of ranks that split them.
+Synchronisation replaces n summands by their sum over a divisor d. The result `g` is equal on all replicas: another call
+would return `g·n/d`. Therefore `g` is converted back to a summand `g·d/n` before a backward pass accumulates into it.
+For replicated parameters d = n; for experts d/n is the number of ranks that split them.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ from fusedmoe.compat.torch import version_of
 
 # By gradient: its version after synchronisation, and d/n.
 _synchronised: Any = WeakIdKeyDictionary()
-# Parameters whose hook restores the summand.
+# Parameters with a hook that restores the summand.
 _hooked: Any = WeakIdKeyDictionary()
 
 
 def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
-    """Note that the gradient of a parameter is synchronised, and by which factor it becomes a summand again."""
+    """Record that a gradient is synchronised; `factor` converts it back to a summand."""
     gradient = parameter.grad
     if gradient is None or factor == 1:
         return
     _synchronised[gradient] = version_of(gradient), factor
     if parameter.requires_grad and parameter not in _hooked:
         _hooked[parameter] = True
-        own = ref(parameter)  # a hook that held the parameter would keep it
+        own = ref(parameter)  # a strong reference in the hook would keep the parameter alive
         parameter.register_hook(lambda _: _restore(own()))
 
 
 def note_scaled(gradient: Tensor) -> None:
-    """Note that a gradient has been scaled alike on all ranks, and is still synchronised if it was before."""
+    """Record that a gradient was scaled equally on all ranks and remains synchronised."""
     if gradient in _synchronised:
         _synchronised[gradient] = version_of(gradient), _synchronised[gradient][1]
 
 
 def restore_summand(parameter: nn.Parameter) -> bool:
-    """Turn a synchronised gradient that no backward pass has added to into this rank's summand.
+    """Convert a synchronised gradient that no backward pass has modified back to this rank's summand.
 
     Returns:
-        False where the gradient has been written in place since, outside of backward passes: it may be this rank's own
-        or equal on all ranks. Zeros are both.
+        False if the gradient is nonzero and was written in place outside of a backward pass: its replicas may differ.
     """
     gradient = parameter.grad
     if gradient is None or gradient not in _synchronised:

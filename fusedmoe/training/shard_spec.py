@@ -1,4 +1,4 @@
-"""Specs of a model's tensors for a checkpoint: this rank's part of each, and its place in the whole tensor."""
+"""Shard specs for checkpoints: this rank's part of each tensor and its position in the full tensor."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import NAMED, NUMBERS, experts_of
 from fusedmoe.experts.sharding import active_shardings
-from fusedmoe.training.copies import holders, local_part
+from fusedmoe.training.copies import local_part, replica_group
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class RowShard(Tensor):
-    """Some rows of a whole tensor, or the same slice of each of them; a DTensor has its rows in order.
+    """Tensor that holds selected rows of a full tensor, or the same slice of each. A DTensor needs contiguous rows.
 
-    Consecutive rows are written and read as one part. A checkpoint does not depend on how the rows were spread.
+    Consecutive rows are written and read as one part. The checkpoint does not depend on the row distribution.
 
     Args:
-        part: [n, ...], in whose memory they lie.
-        numbers: which rows of the whole, n of them.
-        shape: of the whole.
-        starts: where `part` begins in the whole, by dimension; that of the rows is not read.
+        part: [n, ...], this rank's elements.
+        numbers: the n row indices in the full tensor.
+        shape: of the full tensor.
+        starts: offsets of `part` in the full tensor; the entry of dimension 0 is ignored.
     """
 
     part: Tensor
@@ -44,7 +44,7 @@ class RowShard(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, numbers: Sequence[int], shape: Sequence[int], starts: Sequence[int]) -> RowShard:
-        made = part.new_empty(()).expand(torch.Size(shape)).as_subclass(cls)  # no memory for the whole
+        made = part.new_empty(()).expand(torch.Size(shape)).as_subclass(cls)  # allocates no memory for the full tensor
         made.part, made.numbers, made.starts = part, tuple(numbers), tuple(starts)
         return made
 
@@ -55,7 +55,7 @@ class RowShard(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowShard({list(self.numbers)} of {list(self.shape)})"
 
-    # What torch.distributed.checkpoint asks of tensors that it does not know.
+    # Protocol of torch.distributed.checkpoint for custom tensors.
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
@@ -66,7 +66,7 @@ class RowShard(Tensor):
         ]
 
     def _runs(self) -> list[tuple[int, int]]:
-        """List stretches of `part`, as first row and end, whose rows follow one another in the whole."""
+        """Return the row ranges (first, end) in `part` whose rows are consecutive in the full tensor."""
         starts = [row for row, number in enumerate(self.numbers) if row == 0 or number != self.numbers[row - 1] + 1]
         return list(zip(starts, [*starts[1:], len(self.numbers)], strict=True)) if starts else []
 
@@ -88,82 +88,87 @@ class RowShard(Tensor):
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """Spread of a tensor over ranks.
+    """Distribution of a tensor over ranks.
 
     Attributes:
-        shape: of the whole tensor.
-        group: the ranks that hold the same part as this one.
-        split: some axis splits the tensor, or gives each rank one of its own.
-        everywhere: all ranks hold (a part of) a tensor of this name.
-        mesh, placements: of the DTensor that this rank's part belongs to; mesh None: the tensor is used as it is.
-        numbers, starts: which rows this rank has, where they are not in order, and where in them its part begins.
-        kept: dimension -> how much of this rank's part belongs to the whole; padding comes behind it.
+        shape: of the full tensor.
+        group: ranks that hold the same part as this one.
+        is_split: the tensor is declared as split over ep, esp or mp: ranks hold parts of it or separate tensors.
+            FSDP alone does not count.
+        is_on_all_ranks: all ranks hold (a part of) a tensor of this name.
+        mesh, placements: of the DTensor that contains this rank's part; with mesh None the tensor is used directly.
+        numbers, starts: row indices and offsets of this rank's part, if the rows are not contiguous.
+        unpadded_sizes: dimension -> size without the padding at its end.
     """
 
     shape: tuple[int, ...]
     group: Group
-    split: bool = False
-    everywhere: bool = True
+    is_split: bool = False
+    is_on_all_ranks: bool = True
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
     numbers: tuple[int, ...] | None = None
     starts: tuple[int, ...] = ()
-    kept: Mapping[int, int] = field(default_factory=dict)
+    unpadded_sizes: Mapping[int, int] = field(default_factory=dict)
 
-    def spread(self, tensor: Tensor) -> Tensor:
-        """Returns the DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
+    def to_sharded(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor or `RowShard` whose local part is `tensor`, sharing memory."""
         if self.numbers is not None:
             return RowShard(local_part(tensor), self.numbers, self.shape, self.starts)
         if self.mesh is None:
             return tensor
-        # Shape and stride are said: DTensor else takes the parts of all ranks to be as large as this one.
+        # DTensor would otherwise infer the shape from equal parts on all ranks.
         stride = torch.empty(self.shape, device="meta").stride()
         part = local_part(tensor)
-        for dim, size in self.kept.items():
+        for dim, size in self.unpadded_sizes.items():
             part = part.narrow(dim, 0, size)
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
-    def stacked(self, lead: int, rest: Sequence[int]) -> ShardSpec:
-        """Returns the spread of a tensor [the first `lead` dimensions of this one, *rest], split as these are.
+    def with_trailing_shape(self, lead: int, rest: Sequence[int]) -> ShardSpec:
+        """Return the spec of a tensor [first `lead` dimensions of this one, *rest] with the same sharding.
 
         Raises:
-            ConfigError: this one is split along a later dimension.
+            ConfigError: this tensor is split along a later dimension.
         """
         for place, size in zip(self.placements, () if self.mesh is None else self.mesh.shape, strict=True):
             if isinstance(place, Shard) and place.dim >= lead and size > 1:
                 raise ConfigError(
                     f"a parameter of shape {list(self.shape)} is split along dimension {place.dim} ({size} ranks), and "
-                    "what PerMatrix keeps for its matrices cannot be. Use an optimizer of single elements (AdamW) with "
-                    "esp > 1."
+                    "the state of PerMatrix cannot be. Use an elementwise optimizer (AdamW) with esp > 1."
                 )
         whole = [place if isinstance(place, Shard) and place.dim < lead else Replicate() for place in self.placements]
         starts = (*self.starts[:lead], *(0 for _ in rest))
-        kept = {dim: size for dim, size in self.kept.items() if dim < lead}
-        return replace(self, shape=(*self.shape[:lead], *rest), placements=tuple(whole), starts=starts, kept=kept)
+        unpadded_sizes = {dim: size for dim, size in self.unpadded_sizes.items() if dim < lead}
+        return replace(
+            self,
+            shape=(*self.shape[:lead], *rest),
+            placements=tuple(whole),
+            starts=starts,
+            unpadded_sizes=unpadded_sizes,
+        )
 
 
 @dataclass(eq=False)
 class ShardSpecs:
-    """Specs of this rank's tensors by name, and the names of those tensors that only other ranks have."""
+    """Specs of this rank's tensors by name, and names of tensors that only other ranks have."""
 
     own: dict[str, ShardSpec]
-    elsewhere: set[str]
+    remote_names: set[str]
 
 
 def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> ShardSpecs:
-    """Lays out `tensors`, those of the model's state by plain name. Collective over all ranks.
+    """Compute the specs of a model's tensors, given by plain name. Collective over all ranks.
 
     Raises:
-        ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
-            message names the first tensor.
+        ConfigError, RankError: ranks hold different tensors, or a shard differs from torch.chunk's. The message names
+            the first tensor.
     """
     found, _ = active_shardings(model, topology)
     shardings = {plain_name(name): sharding for name, sharding in found.items()}
@@ -182,15 +187,15 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     return result
 
 
-def writes(key: str, group: Group) -> bool:
-    """Returns whether this rank, of those that hold `key`, writes it: by chance, but the same on all ranks."""
-    # By a hash of the name, so that the ranks of a group share the bytes without telling each other their sizes.
+def is_writer(key: str, group: Group) -> bool:
+    """Return whether this rank, of those in `group`, writes `key`; deterministic on all ranks."""
+    # The hash spreads the bytes without exchanging sizes.
     return zlib.crc32(key.encode()) % group.size == group.index
 
 
 def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> dict[int, Shapes]:
-    """Gathers every rank's split tensors, and checks that the whole ones are the same everywhere."""
-    # Whole tensors are compared by a digest: their list travels only where it differs, to say how.
+    """Gather the shapes of split tensors and check that other tensors agree on all ranks."""
+    # Gather the complete list only to describe a difference.
     digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
     facts = all_gather_object(topology.world, (digest, split), operation)
     if any(other != digest for other, _ in facts):
@@ -198,30 +203,30 @@ def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation
             for name in sorted(whole.keys() | others.keys()):
                 if whole.get(name) != others.get(name):
                     raise RankError(
-                        f"{operation}: {name} is {_told(whole.get(name))} on rank {topology.rank} and "
-                        f"{_told(others.get(name))} on rank {rank}. Build the same model on every rank; what is split "
-                        "has to be in its module's `shardings`."
+                        f"{operation}: {name} is {_describe_shape(whole.get(name))} on rank {topology.rank} and "
+                        f"{_describe_shape(others.get(name))} on rank {rank}. Build the same model on every rank, and "
+                        "list split parameters in their module's `shardings`."
                     )
     return {rank: on_rank for rank, (_, on_rank) in zip(topology.world.ranks, facts, strict=True)}
 
 
-def _told(shape: tuple[int, ...] | None) -> str:
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
 
 
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Lists which experts the parameters under a placement hold here, row by row."""
+    """Return, in row order, the expert indices of each parameter whose experts can migrate."""
     return {
         plain_name(prefix + name): experts.own_numbers
         for prefix, experts in experts_of(model)
-        if experts.moves and experts.own_numbers is not None
+        if experts.is_placed and experts.own_numbers is not None
         for name, _ in experts.named_parameters()
     }
 
 
 def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
-    """Returns the size of the whole along dimensions in which ranks pad their parts to one size, by name."""
-    # Modules say so in their attribute `unpadded`, under names relative to themselves.
+    """Return the unpadded full size of padded dimensions, by name."""
+    # Names in `unpadded` are relative to the module.
     return {
         plain_name(f"{prefix}.{name}".lstrip(".")): sizes
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -229,8 +234,8 @@ def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
     }
 
 
-def number_names(model: nn.Module) -> set[str]:
-    """Names the entries of the model's state that say which experts are here; specs say so by themselves."""
+def expert_number_names(model: nn.Module) -> set[str]:
+    """Return the names of state entries that list this rank's experts. Loading derives these entries from the specs."""
     return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 
@@ -243,58 +248,56 @@ def _shard_spec(
     numbers: tuple[int, ...] | None,
     unpadded: Mapping[int, int],
 ) -> ShardSpec:
-    managed = isinstance(tensor, DTensor)
+    is_dtensor = isinstance(tensor, DTensor)
     if not sharding:
-        return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
+        return ShardSpec(tuple(tensor.shape), topology.mp if is_dtensor else topology.world)
     for axis, dim in sharding.items():
-        having = [rank for rank in _group(axis, topology).ranks if name in shapes[rank]]
-        if dim == NAMED and len(having) > 1:
+        holding_ranks = [rank for rank in _group(axis, topology).ranks if name in shapes[rank]]
+        if dim == NAMED and len(holding_ranks) > 1:
             raise ConfigError(
-                f"the ranks {having} each have a {name} of their own, and one name for all: a checkpoint would keep "
-                "one of them. Make it [local experts, …], or say in its module's `shardings` along which dimension it "
-                "is split, or give it a name with the expert's number"
+                f"ranks {holding_ranks} have different tensors of the same name {name}: a checkpoint would store only "
+                "one. Make it [local experts, …], list its split dimension in its module's `shardings`, or put the "
+                "expert's number into its name"
             )
     shape, own = list(tensor.shape), list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
-    # Padding makes parts of ranks alike in size and is no part of the whole: the last parts are cut to what belongs.
-    if not managed:
+    # Padding equalises the parts of ranks and is not saved: cut the last parts.
+    if not is_dtensor:
         for dim, size in unpadded.items():
             shape[dim] = min(shape[dim], size)
             start = own[dim] * topology.esp.index if sharding.get("esp") == dim else 0
             own[dim] = max(0, min(own[dim], size - start))
-    kept = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
+    unpadded_sizes = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
     starts = _check_chunk(name, own, shape, sharding, topology, numbers is not None)
     axes = ("mp",) if "mp" in sharding else ("ep", "esp")
     placements = tuple(Replicate() if (dim := sharding.get(axis, NAMED)) == NAMED else Shard(dim) for axis in axes)
     mesh = topology.dense_mesh if "mp" in sharding else topology.expert_mesh
-    of_all = tuple(shape), holders(sharding, topology), True, NAMED not in sharding.values()
+    of_all = tuple(shape), replica_group(sharding, topology), True, NAMED not in sharding.values()
     if not isinstance(tensor, DTensor):
-        # The first dimension of either mesh is that of the copies.
-        return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, kept)
+        # Dimension 0 of either mesh enumerates the replicas.
+        return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, unpadded_sizes)
     assert mesh is not None
-    # FSDP has split the copies among them: no other rank holds what this one holds.
+    # FSDP splits the replicas: this rank is the only holder of its shard.
     alone = topology.subgroup("own", (topology.rank,))
-    by_copies = _in_order(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
+    by_copies = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
     return replace(ShardSpec(*of_all, by_copies, (*placements, *tensor.placements)), group=alone)
 
 
 def _group(axis: str, topology: Topology) -> Group:
-    """Returns the group over which a `sharding` splits a tensor along an axis."""
     return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}[axis]
 
 
-def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Returns a mesh whose dimensions stand in another order."""
-    # FSDP has split what other axes had split before: dimensions in that order say so.
+def _reorder_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    # DTensor shards in the order of mesh dimensions; FSDP's axis is last because it splits the parts of the other axes.
     old = mesh.mesh_dim_names or ()
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
-    # It serves only to find places, so it needs no process groups.
+    # Used only to compute offsets.
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
 
 
 def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
-    """Lists the ranks whose parts, joined along `dim`, give its whole size."""
+    """Return the ranks whose parts, concatenated along `dim`, yield the full tensor."""
     if "mp" in sharding:
         assert topology.dense_grid is not None
         return topology.dense_grid[0].tolist()
@@ -308,15 +311,15 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
 
 
 def _check_chunk(
-    name: str, own: list[int], shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
+    name: str, own: list[int], shape: list[int], sharding: dict[str, int], topology: Topology, has_placement: bool
 ) -> tuple[int, ...]:
-    """Returns where in the whole this rank's part begins, and refuses a part that torch.chunk would not have made."""
-    # DTensor finds a part's place by cutting as torch.chunk does: other parts would land elsewhere in the file.
+    """Return the offsets of this rank's part. Raise `ConfigError` if torch.chunk would split differently."""
+    # DTensor derives offsets from torch.chunk.
     expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
-        # Of experts under a placement any may be here.
-        if placed and axis == "ep":
+        # Experts under a placement are in no fixed order.
+        if has_placement and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
             group = _group(axis, topology)
@@ -326,6 +329,6 @@ def _check_chunk(
     if own != expected:
         raise ConfigError(
             f"rank {topology.rank}: {name} has shape {own} here and {shape} over all ranks; split as "
-            f"{sharding}, torch.chunk would put {expected} here. Split it that way, or pad it."
+            f"{sharding}, torch.chunk would put {expected} here. Split like torch.chunk, or pad."
         )
     return tuple(starts)

@@ -1,4 +1,4 @@
-"""A whole training step by one plan: every layer's chunks, and gradient all-reduces beside them in buckets."""
+"""Plan of a whole training step: chunks of every layer, and gradient all-reduces in buckets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.measure import CostTrial, Measurement
 from fusedmoe.layers.moe import MoELayer, number_layers
-from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_of
+from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
+from fusedmoe.placement.replica_state import ReplicaTiming
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates, predicted_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, layer_policies, own_plans
+from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import buckets_after, pass_of
@@ -35,7 +36,7 @@ from fusedmoe.schedule.workload import Workload, costs_of_tokens
 from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
 
-#: The policy that takes what is the fastest here: as measured while a job trained (`tune_step`), else as predicted.
+#: Policy that selects the fastest plan: as measured during training (`tune_step`), otherwise as predicted.
 AUTO = "auto"
 
 
@@ -49,12 +50,11 @@ def plan_step(
     limit: int = MAX_DEGREE,
     mp_loss: MpLoss = "summands",
     blocks: PipelinedBlocks | None = None,
-    samples: int | None = None,
 ) -> tuple[Plan, GradientBuckets]:
-    """Plans a training step of a model and has its MoE layers follow the plan; collective over all ranks.
+    """Plan a training step and apply the plan to the model's MoE layers. Collective over all ranks.
 
-    Layers that are blocks in micro-batches (`fusedmoe.pipeline`) follow plans of whole models, with their dense parts
-    and weight gradients (FlowMoE, Lancet); others only have the plan's chunks and gradient buckets.
+    Blocks in micro-batches (`fusedmoe.pipeline`) follow plans of whole models, including dense parts and weight
+    gradients (FlowMoE, Lancet). Other models follow only the plan's chunks and gradient buckets.
 
         plan, buckets = plan_step(model, topology, "fsmoe", costs, workload)
         plan, buckets = plan_step(model, topology, "auto", None, blocks.workload(x))  # of fusedmoe.pipeline
@@ -64,38 +64,36 @@ def plan_step(
         sync_gradients(model, topology, buckets=buckets)
 
     Args:
-        policy: a name of `fusedmoe.schedule.policies.layer_policies`, for blocks any of `POLICIES` there; or "auto",
-            what an earlier job has measured to be the fastest here, else what is so by prediction. `tune_step`
-            measures while a job trains.
-        costs: of this machine, or of the steps of this model (`fusedmoe.schedule.refit`), the same on every rank; None:
-            measured now, or before (`fusedmoe profile`).
-        workload: of one of the model's layers, which are taken to be alike.
-        limit: the largest degree.
-        blocks: where they are no module of the model.
-        samples: of a batch of theirs: micro-batches then have equally many.
+        policy: a name in `fusedmoe.schedule.policies.layer_policies`, for blocks in `POLICIES`; or "auto": the plan
+            that an earlier job measured to be the fastest here, else the fastest by prediction.
+        costs: of this machine, or of this model's steps (`fusedmoe.schedule.refit`), the same on every rank. None:
+            measured, or read from the cache (`fusedmoe profile`).
+        workload: of one layer; all layers are assumed equal.
+        limit: largest number of chunks.
+        blocks: if they are not a module of the model.
     Returns:
-        The plan of the step, whose tasks that are not of the layers' pipelines follow autograd's order, and the
-        gradients that it reduces on the way. A plan without tasks: nothing goes in chunks, nor gradients on the way.
-        Where experts move, it has the sparse collectives too, at their place among what the link between nodes has to
-        do, whatever they take.
+        The plan and its gradient buckets; an empty plan for no chunks and no buckets. If experts migrate, the plan
+        includes their sparse collectives on the inter-node link, regardless of their duration.
     Raises:
         ConfigError: an unknown policy, or a model without MoE layers.
-        RankError: ranks that come to different plans.
+        RankError: ranks derived different plans.
     """
-    step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks, samples=samples)
+    step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks)
     if not step.has_costs:
         raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.tune_model")
     return step.follow(step.candidate(policy)), step.buckets
 
 
 class PlannedStep:
-    """A training step of a model, which can follow one plan after the other. Making one is collective over all ranks.
+    """Training step that can switch between plans. Construction is collective over all ranks.
 
-    Args: as for `plan_step`. Layers of other libraries are measured in a forward, which also provides the
-            workload if it is None.
+    Arguments are those of `plan_step`, and two more. `samples`: batch size, which micro-batches split evenly. `dense`:
+    parameters of the gradient buckets, as for `GradientBuckets`. Layers of other libraries are measured in the first
+    forward, which also sets `workload` if it is None.
+
     Attributes:
-        costs: of a step.   buckets: of the gradients that plans reduce on the way.   blocks: in micro-batches, if any.
-        limit, samples: as given.   has_measured: costs are measured here, not given.
+        costs: of a step.   buckets: reduced by plans during backward.   blocks: micro-batched blocks or None.
+        limit, samples: as passed.   has_measured: costs are measured, not passed.
     """
 
     def __init__(
@@ -109,32 +107,34 @@ class PlannedStep:
         mp_loss: MpLoss = "summands",
         blocks: PipelinedBlocks | None = None,
         samples: int | None = None,
+        dense: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         found = [module for module in model.modules() if isinstance(module, PipelinedBlocks)]
         if blocks is None and found:
             blocks = found[0]
         if blocks is not None and len(found) > 1:
-            raise ConfigError("plan_step: the model has several pipelines; make one of all its blocks")
-        ours = moe_layers(model if blocks is None else blocks)
-        # Layers of other libraries, whose gradients are theirs to reduce.
-        exchanges = [] if ours else exchanges_of(model)
-        self._layers: Sequence[MoELayer | ScheduledExchange] = ours or exchanges
+            raise ConfigError("plan_step: the model has several pipelines; put all blocks into a single one")
+        own_layers = moe_layers(model if blocks is None else blocks)
+        # Layers of other libraries reduce their own gradients.
+        exchanges = [] if own_layers else exchanges_in(model)
+        self._layers: Sequence[MoELayer | ScheduledExchange] = own_layers or exchanges
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
-        number_layers(self._layers)  # as the plan does, so that tasks and records name the same layers
+        number_layers(self._layers)  # numbered as in the plan, for tasks and records
         self._model, self.topology = model, topology
         self._workload, self._has_costs = workload, False
         self.blocks, self.limit, self.samples = blocks, limit, samples
-        dense = None if blocks is None else blocks.dense_parameters
+        if dense is None and blocks is not None:
+            dense = blocks.dense_parameters
         on = topology if blocks is None else blocks.topology
-        if ours:
+        if own_layers:
             self.buckets = GradientBuckets(model, on, mp_loss=mp_loss, dense=dense)
         else:
             self.buckets = GradientBuckets(nn.Module(), on, dense=[() for _ in exchanges])
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         self.has_measured = costs is None
-        if costs is None and ours:
+        if costs is None and own_layers:
             costs = self.measured()
         if costs is not None:
             self.set_costs(costs)
@@ -142,30 +142,29 @@ class PlannedStep:
     @property
     def workload(self) -> Workload:
         if self._workload is None:
-            raise ConfigError("PlannedStep: costs that are given need the workload of a layer: pass workload=…")
+            raise ConfigError("PlannedStep: explicit costs need the workload of a layer: pass workload=…")
         return self._workload
 
     @property
     def has_costs(self) -> bool:
-        """Return whether plans can be made; false until a forward has measured the layers of another library."""
+        """Whether step costs are known. The first forward measures the costs of another library's layers."""
         return self._has_costs
 
     def measured(self, again_s: float | None = None) -> CostModel | None:
-        """Return the costs of this machine and the model's first layer, measured now or before. Collective.
+        """Return the costs of this machine and the model's first layer, measured or cached. Collective.
 
-        None: the next forward measures a layer of another library, whose parameters may be sharded now.
-
-        `again_s`: measure in any case, for about this many seconds.
+        Return None if the next forward will measure another library's layer, whose parameters may be sharded until
+        then. `again_s`: measure again, for about this many seconds.
         """
         first = self._layers[0]
         if isinstance(first, MoELayer):
             costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
             return costs_of_tokens(costs, self.workload)
-        trial = first.plans.trial
+        trial = first.plans.cost_trial
         if not isinstance(trial, CostTrial):
-            for exchange in exchanges_of(self._model):
+            for exchange in exchanges_in(self._model):
                 exchange.set_plan(None)
-                exchange.plans.trial = CostTrial(exchange.plans)
+                exchange.plans.cost_trial = CostTrial(exchange.plans)
         elif trial.state is Measurement.DONE or (trial.state is Measurement.TAKEN and not self.has_costs):
             assert trial.costs is not None and trial.workload is not None
             trial.state = Measurement.TAKEN
@@ -176,16 +175,15 @@ class PlannedStep:
         return None
 
     def cancel_measurement(self) -> None:
-        """Withdraw the request of `measured` that no forward has fulfilled yet."""
         first = self._layers[0]
-        trial = first.plans.trial if isinstance(first, ScheduledExchange) else None
+        trial = first.plans.cost_trial if isinstance(first, ScheduledExchange) else None
         if isinstance(trial, CostTrial) and trial.state is Measurement.DUE:
             trial.state = Measurement.TAKEN
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
-        """Has plans be made by these costs from now on, the same on every rank."""
+        """Plan with these costs from now on; the same on every rank."""
         workload, blocks = self.workload, self.blocks
-        #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
+        #: Costs of a step, with micro-batches through whole layers where possible; `layer_costs` without them.
         if isinstance(costs, StepCosts):
             self.costs = self.layer_costs = replace(costs, workload=costs.workload or workload)
         else:
@@ -195,28 +193,24 @@ class PlannedStep:
         self._has_costs = True
 
     def predicted(self, candidate: PlanCandidate) -> PlanCandidate:
-        """Returns a plan with the seconds that it takes by the costs that there are now."""
         return candidate._replace(predicted_s=predicted_s(candidate.plan, self.costs_of(candidate.whole)))
 
     def costs_of(self, whole: bool) -> StepCosts:
-        """Returns the costs of a step by a plan of whole layers, or by one of their pipelines."""
         return self.costs if whole else self.layer_costs
 
     def candidate(self, policy: str) -> PlanCandidate:
-        """Returns the plan by a policy; with "auto" the one that is kept as the fastest, else by prediction.
-
-        Collective over all ranks.
+        """Return a policy's plan; for "auto" the cached fastest plan, else the fastest by prediction. Collective.
 
         Raises:
-            ConfigError: an unknown policy, or one for whole layers where these cannot be split.
+            ConfigError: an unknown policy, or one for whole layers if these cannot be split.
         """
         if policy == AUTO:
             kept = self.kept(AUTO)
             return self.candidates()[0] if kept is None else kept[1][0]
-        known = layer_policies() if self.blocks is None else POLICIES
-        if policy not in known:
+        policies = layer_policies() if self.blocks is None else POLICIES
+        if policy not in policies:
             raise ConfigError(
-                f"unknown schedule {policy!r}; choose {', '.join((*known, AUTO))}, or fusedmoe.register_policy one"
+                f"unknown schedule {policy!r}; choose {', '.join((*policies, AUTO))}, or call fusedmoe.register_policy"
             )
         if self.blocks is None or not POLICIES[policy].whole:
             plan = POLICIES[policy].plan(self.costs, self.limit)
@@ -226,8 +220,8 @@ class PlannedStep:
         return PlanCandidate(policy, plan, self.blocks is not None, makespan(plan, self.costs))
 
     def candidates(self) -> list[PlanCandidate]:
-        """Lists the best plan of each family by prediction, as far as it runs here; the best one first."""
-        with WorkBar("planning") as bar:
+        """Return the best runnable plan of each family, fastest first by prediction."""
+        with ProgressBar("planning") as bar:
             show = bar.show if self.topology.is_first else lambda done, total: None
             found = family_candidates(self.costs, self.limit, self.samples, show)
             if self.layer_costs is not self.costs:
@@ -236,7 +230,6 @@ class PlannedStep:
             return list(filter(self.runs, found))
 
     def runs(self, candidate: PlanCandidate) -> bool:
-        """Returns whether a plan can run here."""
         with suppress(ConfigError):
             self._require_runnable(candidate)
             return True
@@ -246,29 +239,29 @@ class PlannedStep:
         plan, number = candidate.plan, len(self._layers)
         if candidate.whole:
             if self.blocks is None:
-                raise ConfigError("plan_step: micro-batches go through blocks only (fusedmoe.pipeline)")
+                raise ConfigError("plan_step: plans with micro-batches run in blocks only (fusedmoe.pipeline)")
             self.blocks.require_runnable(passes_of(plan), self.buckets)
         elif len(plan):
             require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
-            # Plans of whole layers: each has its chunks forward and backward, and nothing beside them.
-            there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
-            if None in there or None in back or len(plan.degrees) > 2 * number:
-                raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
-            if there != back and not all(map(_any_degree, self._layers)):
-                raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
+            # Plans of whole layers: chunks of each layer in both passes, and no other degrees.
+            forward_degrees, backward_degrees = (
+                [plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES
+            )
+            if None in forward_degrees or None in backward_degrees or len(plan.degrees) > 2 * number:
+                raise ConfigError(f"plan_step: the plan by {candidate.family} does not cover {number} layers")
+            if forward_degrees != backward_degrees and not all(map(_supports_any_degree, self._layers)):
+                raise ConfigError("plan_step: user-defined expert modules need one degree for both passes")
 
     def follow(self, candidate: PlanCandidate) -> Plan:
-        """Has steps follow this plan from now on; returns it with the sparse collectives of experts that move.
-
-        Collective over all ranks.
+        """Apply a plan to all following steps; return it with the sparse collectives of migrating experts. Collective.
 
         Raises:
-            ConfigError: it cannot run here.
-            RankError: ranks that come to different plans.
+            ConfigError: the plan is not runnable here.
+            RankError: ranks derived different plans.
         """
         self._require_runnable(candidate)
         plan = candidate.plan
-        # Blocks run attention and experts by one plan; without them only the layers' own passes follow it.
+        # Blocks run attention and experts by one plan; otherwise only the layers' own passes follow it.
         if candidate.whole:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
@@ -276,21 +269,21 @@ class PlannedStep:
             return plan
         if self.blocks is not None:
             self.blocks.set_plan(None)
-        # Ranks with other plans would issue their collectives in other orders, and hang.
-        self.topology.agree({"plan": plan.fingerprint}, "plan of the training step")
+        # Ranks with different plans would issue collectives in different orders and deadlock.
+        self.topology.require_equal_facts({"plan": plan.fingerprint}, "plan of the training step")
         for number, layer in enumerate(self._layers):
             plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward")) if len(plan) else None
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
         moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
         for placed in moving.values():
-            # A plan has the say over the link: copies wait for their turn, and do not push in between chunks.
-            placed.travel = "in turns" if len(plan) else "at once"
-        # Copies that are given back travel again for the backward pass, but for the last layer's, which is next to run.
-        again = [number for number, placed in moving.items() if placed.rematerialises]
+            # Replica transfers between the chunks of a plan would delay the chunks.
+            placed.timing = ReplicaTiming.IN_TURNS if len(plan) else ReplicaTiming.EAGER
+        # Released replicas are fetched again for backward, except for the last layer's, which runs next.
+        again = [number for number, placed in moving.items() if placed.settings.releases_replicas]
         return add_sparse(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
-        """Returns the file that keeps what was measured to be the fastest here. Collective over all ranks."""
+        """Return the path of the cached choice for this model and machine. Collective over all ranks."""
         facts = {
             "policy": policy,
             "workload": asdict(self.workload),
@@ -300,38 +293,38 @@ class PlannedStep:
             "limit": self.limit,
             "samples": self.samples,
         }
-        # A choice among other policies is another choice: users' own ones (`register_policy`) are part of its name.
-        if policy == AUTO and (own := own_plans(self.layer_costs, self.limit)):
+        # Policies registered by the user (`register_policy`) are part of the cache key.
+        if policy == AUTO and (own := user_plan_fingerprints(self.layer_costs, self.limit)):
             facts["own"] = own
         first = next(self._model.parameters(), torch.empty(0, device="cpu"))
         return choice_path(self.topology, first.device, first.dtype, facts)
 
     def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
-        """Reads the fastest plan as measured by an earlier job: its seconds, and it with the plans after it.
+        """Return an earlier job's cached choice: step time in seconds, and plans, fastest first. Collective.
 
-        None where nothing is kept, or the fastest does not run here. Collective over all ranks.
+        None if there is none, or the fastest plan is not runnable here.
         """
         choice = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
         if choice is None:
             return None
         seconds, candidates = choice
-        # A second best that runs must not pass for the fastest: its seconds were not kept.
+        # A runner-up must not replace the fastest plan: its time was not cached.
         runnable = list(filter(self.runs, candidates))
         return (seconds, runnable) if runnable[:1] == candidates[:1] else None
 
 
-def _any_degree(layer: MoELayer | ScheduledExchange) -> bool:
+def _supports_any_degree(layer: MoELayer | ScheduledExchange) -> bool:
     if isinstance(layer, ScheduledExchange):
-        # As measured in a forward: elsewhere its parameters need not be whole.
-        return isinstance(layer.plans.trial, CostTrial) and layer.plans.trial.any_degree
-    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).any_degree
+        # Determined during a forward; outside of it the parameters may be sharded.
+        return isinstance(layer.plans.cost_trial, CostTrial) and layer.plans.cost_trial.can_regroup
+    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).can_regroup
 
 
 def model_costs(
     blocks: PipelinedBlocks | None, topology: Topology, costs: CostModel, workload: Workload, buckets: GradientBuckets
 ) -> StepCosts:
-    """Computes the costs of a step of a model's layers, on this topology, or of its blocks, from those of a machine."""
+    """Derive the step costs of a model's layers or blocks from the costs of a machine."""
     here = Capabilities(topology.ep.size, topology.esp.size)
     kinds = runnable_kinds(here, "step" if blocks is None else "blocks")
-    waits = blocks is not None and any(blocks.waits)
+    waits = blocks is not None and any(blocks.routes_first)
     return workload.step_costs(costs, buckets.layer_bytes, kinds, whole=blocks is not None, waits=waits)

@@ -1,15 +1,15 @@
-"""Tutel's modules on this library: a script that says `from tutel import moe, net, system` runs unchanged.
+"""Tutel's Python interface: a script with `from tutel import moe, net, system` runs unchanged.
 
-    from fusedmoe.tutel import moe as tutel_moe, net, system      # in place of `from tutel import …`
-    fusedmoe.tutel.install()                                      # or: `import tutel` means this package
-    python -m fusedmoe.tutel script.py …                          # or: the same around a script as it is
+    from fusedmoe.tutel import moe as tutel_moe, net, system      # instead of `from tutel import …`
+    fusedmoe.tutel.install()                                      # or: alias `tutel` to this package
+    python -m fusedmoe.tutel script.py …                          # or: run a script with the alias
 
-A thin facade: routing, order, experts, communication and schedules are the library's own. Tutel's are the names, the
-layout of parameters and checkpoints, and these semantics, each stated in the file named:
+Routing, token order, experts, communication and schedules are fusedmoe's. Tutel's are names, the layout of parameters
+and checkpoints, and:
 
-- capacity: k·int(cf·⌈T/E⌉), rounded up as the caller's overlap degree asks (`impls/fast_dispatch.py`);
-- losses: GShard's by first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);
-- the router computes in the dtype of its weights, half precision included, unless fp32_gate (`gates/`);
+- capacity: k·int(cf·⌈T/E⌉), rounded up for the requested overlap degree (`impls/fast_dispatch.py`);
+- losses: GShard's on first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);
+- the router computes in the dtype of its weights, including half precision, unless fp32_gate (`gates/`);
 - parameters and their shards: `experts/`.
 """
 
@@ -33,13 +33,13 @@ _HERE = __name__
 
 
 def install() -> None:
-    """Makes `import tutel`, `from tutel import …` and deeper imports give this package's modules.
+    """Make `import tutel`, `from tutel import …` and submodule imports resolve to this package.
 
-    It wins over an installed Tutel. `tutel.examples` are clients, which come with Tutel: those of an installed Tutel,
-    or of a checkout on the path, are found, and import this package.
+    Takes precedence over an installed Tutel. `tutel.examples` resolves to an installed Tutel or a checkout on the path,
+    whose examples then import this package.
 
     Raises:
-        ConfigError: the real Tutel has been imported already.
+        ConfigError: Tutel itself is already imported.
     """
     loaded = sys.modules.get(ALIAS)
     if loaded is not None and loaded is not sys.modules[_HERE]:
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def real_name(name: str) -> str:
-    """Returns `fusedmoe.tutel.net` for `tutel.net`, and other names as they are."""
+    """Return `fusedmoe.tutel.net` for `tutel.net`; other names unchanged."""
     return _HERE + name.removeprefix(ALIAS) if name == ALIAS or name.startswith(ALIAS + ".") else name
 
 
@@ -58,18 +58,18 @@ class _Finder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == EXAMPLES:
-            # An installed Tutel, or a checkout on the path, is found past this finder.
+            # Skip this finder to locate an installed Tutel or a checkout on the path.
             whole = PathFinder.find_spec(ALIAS)
             return whole and PathFinder.find_spec(name, whole.submodule_search_locations)
         real = real_name(name)
         spec = None if real == name or name.startswith(EXAMPLES + ".") else find_spec(real)
         if spec is None:
             return None
-        return ModuleSpec(name, _Same(real), is_package=spec.submodule_search_locations is not None)
+        return ModuleSpec(name, _AliasLoader(real), is_package=spec.submodule_search_locations is not None)
 
 
-class _Same(Loader):
-    """Loads a module under a second name; the module itself stays as it is."""
+class _AliasLoader(Loader):
+    """Loader that registers an existing module under a second name."""
 
     def __init__(self, real: str) -> None:
         self._real = real
@@ -80,5 +80,5 @@ class _Same(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just replaced it by that of the alias, and pickles would name the alias.
+        # The import system has replaced it by the alias's spec, which pickles would name.
         module.__spec__ = self._spec

@@ -1,4 +1,4 @@
-"""`python -m fusedmoe.tutel script.py …` or `-m module …`: an unmodified client of Tutel on this library."""
+"""Run an unmodified Tutel script on fusedmoe: `python -m fusedmoe.tutel script.py …` or `-m module …`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(_module(arguments[1]), run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
-    # As Python itself would have done for the script.
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _check_environment() -> None:
-    """Refuse variables with which the script could not start its ranks, in one line and before it runs."""
+    """Exit with a one-line error if variables for starting ranks are invalid."""
     seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
     ranks = integer("WORLD_SIZE", 1, 1)
     integer("RANK", 0, 0, ranks - 1)
@@ -45,14 +44,14 @@ def _check_environment() -> None:
 
 
 def _module(name: str) -> str:
-    """Returns the name under which a module can be run; ends the program where it comes with Tutel and is not here."""
+    """Return the module name to run. Exit if the module belongs to Tutel and Tutel is not installed."""
     if name != EXAMPLES and not name.startswith(f"{EXAMPLES}."):
         return real_name(name)
     if find_spec(EXAMPLES) is None or find_spec(name) is None:
         sys.exit(
-            f"{name} is not here: examples come with Tutel. Run this in a checkout of Tutel, the folder that holds "
-            "tutel/examples, or put that folder on PYTHONPATH; they will run on this library. Its own training loop "
-            "takes the flags of Tutel's helloworld: python examples/tutel_helloworld.py"
+            f"{name} was not found: the examples are part of Tutel. Run this in a Tutel checkout (the folder with "
+            "tutel/examples), or add it to PYTHONPATH. Alternatively, this example accepts the flags of Tutel's "
+            "helloworld: python examples/tutel_helloworld.py"
         )
     return name
 

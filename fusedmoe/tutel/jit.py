@@ -1,4 +1,4 @@
-"""CUDA kernels of a client's own."""
+"""Client-provided CUDA kernels."""
 
 from fusedmoe.tutel.impls.jit_compiler import JitCompiler as JitCompiler
 from fusedmoe.tutel.impls.jit_compiler import create_cuda_kernel as create_cuda_kernel

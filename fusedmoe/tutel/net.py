@@ -1,4 +1,4 @@
-"""Communication by Tutel's names, and its optimizer."""
+"""Communication under Tutel's names, and its distributed optimizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fusedmoe.tutel.impls.communicate import *  # noqa: F403
 
 
 class TutelDistributedOptimizer:
-    """An optimizer whose state is split over ranks.
+    """Optimizer whose state is sharded over ranks.
 
         optimizer = TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.Adam, lr=…)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 
-    A step sums the gradients of shared parameters over the group; each rank updates its part of each parameter, and all
-    get the result. Experts' parameters, known by their attribute `_tutel_expert`, are each rank's own.
+    A step sums the gradients of shared parameters over the group, updates this rank's shard of each parameter, and
+    all-gathers the results. Expert parameters, marked by `_tutel_expert`, are local to each rank.
 
-    `average_shared`: the summed gradients of shared parameters are divided by the number of ranks.
+    `average_shared`: divide the summed gradients by the number of ranks.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TutelDistributedOptimizer:
     def warp_local(
         self, local_optim: Callable[..., torch.optim.Optimizer], *args: Any, **kwargs: Any
     ) -> TutelDistributedOptimizer:
-        """Makes the optimizer of this rank's part."""
+        """Construct the optimizer of this rank's shard."""
         with torch.no_grad():
             self.virt_params = [self._part(p).clone() for p in self.params]
         self.local_optim = local_optim([*self.virt_params, *self.expert_params], *args, **kwargs)
@@ -52,11 +52,11 @@ class TutelDistributedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates all parameters. Collective: a parameter has a gradient on all ranks of the group, or on none."""
+        """Update all parameters. Collective: a parameter has a gradient on all ranks of the group or on none."""
         assert self.local_optim is not None, "call warp_local first"
         share = communicate.get_world_size(self.group) if self.average_shared else 1
         for p, part in zip(self.params, self.virt_params, strict=True):
-            # The parameter may have been loaded since the last step: its value now counts.
+            # The parameter may have been loaded since the last step.
             part.copy_(self._part(p))
             part.grad = None
             if p.grad is not None:

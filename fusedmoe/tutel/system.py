@@ -1,4 +1,4 @@
-"""Processes and devices: start, timing, small tools. Imports torch only when something needs it."""
+"""Processes and devices: initialisation, timing, utilities. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NODES = "/sys/devices/system/node"
 
 
 def init_affinity_at_program_beginning() -> None:
-    """Binds this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks a node, 1 by default; 0 leaves it)."""
+    """Bind this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks per node, default 1; 0 disables)."""
     per_node = integer("NUMA_TYPE", 1)
     if integer("TUTEL_CUDA_SANDBOX", 0) or per_node <= 0:
         return
     rank = integer("LOCAL_RANK", 0, 0)
     try:
-        # Ranks go round the NUMA nodes in turn, `per_node` consecutive ones on each.
+        # Blocks of `per_node` consecutive ranks are assigned to NUMA nodes round-robin.
         nodes = _numbers(_NODES, "node")
         node = nodes[rank // per_node % len(nodes)]
         os.sched_setaffinity(0, _numbers(f"{_NODES}/node{node}", "cpu"))
@@ -42,12 +42,12 @@ def _numbers(folder: str, name: str) -> list[int]:
 
 
 def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> ParallelEnv:
-    """Initialises torch.distributed from the launcher's environment, as `net.create_groups_from_world` says."""
+    """Initialise torch.distributed from the launcher's environment; see `impls.communicate`."""
     from fusedmoe.tutel.impls.communicate import create_groups_from_world
 
     env = create_groups_from_world(group_count, include_init=backend)
     if not hasattr(init_data_model_parallel, "default_env"):
-        # A process group that nobody ends may block the end of the process.
+        # An undestroyed process group may block process exit.
         atexit.register(_leave)
     init_data_model_parallel.default_env = env  # type: ignore[attr-defined]
     return env
@@ -61,7 +61,7 @@ def _leave() -> None:
 
 
 def get_local_session() -> ParallelEnv:
-    """Returns the object that `init_data_model_parallel` returned last; raises `ConfigError` where there is none."""
+    """Return the last result of `init_data_model_parallel`. Raise `ConfigError` if there is none."""
     env: ParallelEnv | None = getattr(init_data_model_parallel, "default_env", None)
     if env is None:
         raise ConfigError("call system.init_data_model_parallel() first (record_time works without: is_cuda=False)")
@@ -69,7 +69,7 @@ def get_local_session() -> ParallelEnv:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Returns seconds, after the GPU has finished its work."""
+    """Return the time in seconds, after synchronising with the GPU."""
     if get_local_session().is_cuda if is_cuda is None else is_cuda:
         import torch
 
@@ -78,7 +78,7 @@ def record_time(is_cuda: bool | None = None) -> float:
 
 
 def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
-    """Prints and returns the mean seconds of a call, after five calls that do not count."""
+    """Print and return the mean time of a call in seconds, after five warm-up calls."""
     for _ in range(5):
         fn()
     start = record_time()
@@ -90,7 +90,7 @@ def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
 
 
 class LocalCache:
-    """A cache of values by key, for as long as the process lives."""
+    """Process-wide key-value cache."""
 
     _values: dict[Any, Any] = {}
 
@@ -104,7 +104,7 @@ class LocalCache:
 
     @classmethod
     def get(cls, key: Any = None) -> Any:
-        """Returns the value of a key; all values where there is none."""
+        """Return the value of a key, or all values without a key."""
         return cls._values[key] if key in cls._values else list(cls._values.values())
 
 
@@ -113,14 +113,13 @@ def cache() -> type[LocalCache]:
 
 
 def save(t: torch.Tensor, path: str) -> None:
-    """Writes a tensor as .npy."""
     import numpy as np
 
     np.save(path, t.detach().cpu().numpy())
 
 
 def load(path: str, device: torch.device | str | None = None) -> torch.Tensor:
-    """Reads what `save` wrote."""
+    """Read a tensor written by `save`."""
     import numpy as np
     import torch
 
@@ -128,19 +127,19 @@ def load(path: str, device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def from_url(link: str, path: str | None = None) -> str:
-    """Downloads a file unless it is there, and returns its path: by default the URL's last part, in this folder."""
+    """Download a file unless it exists; return its path, by default the last component of the URL."""
     from urllib.request import urlretrieve
 
     path = path or link.rstrip("/").rsplit("/", 1)[-1]
     if not os.path.exists(path):
-        # Whole or not at all: other ranks may look for the file at the same time.
+        # Atomic: other ranks may check for the file concurrently.
         urlretrieve(link, f"{path}.part")
         os.replace(f"{path}.part", path)
     return path
 
 
 def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir: bool = True) -> str:
-    """Fills in `{rank}` and `{size}` in a file name, and makes the folder."""
+    """Substitute `{rank}` and `{size}` in a file name, and create its folder."""
     if "{rank}" not in filename:
         logging.warning("no {rank} in the file name %s: ranks would write to one file", filename)
     filename = filename.replace("{rank}", str(rank)).replace("{size}", str(size))

@@ -1,3 +1,3 @@
-"""The older name of `system`."""
+"""Former name of `system`."""
 
 from fusedmoe.tutel.system import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Derivatives beside the first one, of every operator and function of the library: right, or refused by name."""
+"""Higher-order derivatives of every operator and autograd function: correct, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fusedmoe
 from fusedmoe import autograd
 from fusedmoe.autograd import exchange_operators
-from fusedmoe.autograd.materialise import again
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.engine import scheduled_operator  # noqa: F401, defines operators
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.errors import DerivativeError
 from fusedmoe.gates.base import router_logits
-from fusedmoe.gates.topk import pick
-from fusedmoe.hooks import Hooks, enter
+from fusedmoe.gates.topk import gather_selected
+from fusedmoe.hooks import Hooks, apply_start_hooks
 from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.experts import Weights
+from fusedmoe.placement.replica_gradients import before_backward
 from fusedmoe.runtime.recorder import Recorder, recorded
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product
@@ -98,17 +100,17 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 exchange = Collectives(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
-WAY = exchange_operators.Way(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
-#: Their gradients do not depend on what they are given.
+WAY = exchange_operators.CollectiveRoute(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
+#: Linear in their inputs, so their gradients do not depend on input values.
 LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "pack_bf16", "unpack_bf16", "refuse_gradient"}
 LINEAR |= {"dispatch", "dispatch_backward", "combine", "combine_backward", "split_rows", "join_rows"}
-#: Graphs alone have them, and AOTAutograd refuses to differentiate its graphs twice.
+#: Only graphs contain these operators, and AOTAutograd refuses to differentiate its graphs twice.
 IN_GRAPHS = {"scheduled_experts"}
-#: Arguments of other operators of which that holds as well.
+#: Arguments in which other operators are linear.
 LINEAR_IN = {("grouped_linear", 2)}
 
 
-def test_every_operator_is_tried() -> None:
+def test_cases_cover_every_registered_operator() -> None:
     known = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusedmoe::")}
     tried = {name for name, _ in all_cases()}
     assert known == tried
@@ -116,7 +118,7 @@ def test_every_operator_is_tried() -> None:
 
 
 @pytest.mark.parametrize("graded", [True, *slowly(False)])
-def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool) -> None:
+def test_operator_double_backward_raises_unless_supported(graded: bool) -> None:
     for name, inputs in all_cases():
         with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
             found = getattr(torch.ops.fusedmoe, name)(*inputs)
@@ -127,7 +129,7 @@ def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool
                 continue
             seeds = [torch.ones_like(one).requires_grad_(graded) for one in outputs]
             if name.startswith(("router_d", "refused")) or (name.endswith("_backward") and name not in LINEAR):
-                with pytest.raises(DerivativeError, match=f"fusedmoe::{name} cannot be differentiated"):
+                with pytest.raises(DerivativeError, match=f"fusedmoe::{name} does not support double"):
                     torch.autograd.grad(outputs, list(leaves.values()), seeds, allow_unused=True)
                 continue
             grads = torch.autograd.grad(outputs, list(leaves.values()), seeds, create_graph=True)
@@ -135,12 +137,12 @@ def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool
             for at, leaf in leaves.items():
                 if name in LINEAR or (name, at) in LINEAR_IN or name in IN_GRAPHS:
                     continue
-                with pytest.raises(DerivativeError, match=r"fusedmoe::\w+ cannot be differentiated again"):
+                with pytest.raises(DerivativeError, match=r"fusedmoe::\w+ does not support double backward"):
                     torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("learns", [True, *slowly(False)])
-def test_operators_lose_no_tangent(learns: bool) -> None:
+def test_operator_forward_mode_raises_unless_supported(learns: bool) -> None:
     for name, inputs in all_cases():
         operator = getattr(torch.ops.fusedmoe, name)
         for at, one in enumerate(inputs):
@@ -153,14 +155,14 @@ def test_operators_lose_no_tangent(learns: bool) -> None:
                     *(one.detach() if isinstance(one, Tensor) else one for one in inputs[:at]), value, *inputs[at + 1 :]
                 )
 
-            refused = pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode")
+            refused = pytest.raises(DerivativeError, match=f"fusedmoe::{name} does not support forward-mode AD")
             with FakeTensorMode(allow_non_fake_inputs=True), forward_ad.dual_level(), refused:
                 call(forward_ad.make_dual(plain, torch.ones_like(plain)))
             with refused:
                 torch.func.jvp(call, (plain,), (torch.ones_like(plain),))
 
 
-def test_transforms_of_operators() -> None:
+def test_vmap_of_experts_works_and_func_grad_raises() -> None:
     layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
     weights = Weights(torch.randn(2, 5, 4).double(), torch.randn(2, 4, 5).double(), None, None)
     x = torch.randn(3, 4).double()
@@ -171,42 +173,42 @@ def test_transforms_of_operators() -> None:
     several = torch.stack([x, 2 * x])
     torch.testing.assert_close(torch.func.vmap(compute)(several), torch.stack([compute(x), compute(2 * x)]))
     for transform in (torch.func.grad, torch.func.hessian):
-        with pytest.raises(DerivativeError, match="fusedmoe::experts has no"):
+        with pytest.raises(DerivativeError, match="fusedmoe::experts does not support"):
             transform(lambda x: compute(x).sum())(x)
     for transform in (torch.func.jacrev, torch.func.jacfwd):
-        with pytest.raises(DerivativeError, match="fusedmoe::permute has no"):
+        with pytest.raises(DerivativeError, match="fusedmoe::permute does not support"):
             transform(lambda x: autograd.permute(x, layout))(x)
-    with forward_ad.dual_level():  # without a tangent there is nothing to lose
+    with forward_ad.dual_level():  # without a tangent no derivative can be lost
         assert torch.equal(compute(x), compute(x.clone()))
 
 
-def test_moves_of_rows_twice() -> None:
+def test_permute_and_take_pairs_pass_gradgradcheck() -> None:
     layout = autograd.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2, 2)
     gradgradcheck(lambda x: autograd.unpermute(autograd.permute(x, layout) ** 3, layout), random(3, 4))
-    gradgradcheck(lambda w: autograd.take_pairs(w, layout).square(), random(3, 2))
+    gradgradcheck(lambda w: take_pairs(w, layout).square(), random(3, 2))
 
 
 # Functions
 
 
-class Squares(Hooks):
+class SquaringHooks(Hooks):
     def before_moe_end(self, y: Tensor, context: Any) -> Tensor:
         return y * y if context.direction == "backward" else y
 
 
-#: Those whose derivatives of higher order are right.
+#: Functions with correct higher-order derivatives.
 TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
-    "_Linear": lambda: (lambda x: pick(x.sigmoid(), torch.tensor([[1], [0]])), (random(2, 3),)),
+    "_Linear": lambda: (lambda x: gather_selected(x.sigmoid(), torch.tensor([[1], [0]])), (random(2, 3),)),
     "_RouterLogits": lambda: (lambda x, w: router_logits(x, w).sigmoid(), (random(3, 4), random(2, 4))),
     "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
     "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
     "_Mark": lambda: (lambda x: recorded(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
-    "_Tap": lambda: (lambda x: enter([Squares()], x).sigmoid(), (random(3, 4),)),
-    "_Again": lambda: (lambda x: again(x, lambda: None).sigmoid(), (random(3),)),
+    "_Tap": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
+    "_BeforeBackward": lambda: (lambda x: before_backward(x, lambda: None).sigmoid(), (random(3),)),
 }
 
 
-#: What makes operators and functions without the rule.
+#: Ways to define an operator or function without the rule.
 AROUND_IT = (
     r"autograd\.Function\b|custom_op\(|library\.Library\(|once_differentiable|from torch\.autograd.* import .*Function"
 )
@@ -216,14 +218,14 @@ def subclasses(of: type) -> set[type]:
     return {one for sub in of.__subclasses__() for one in {sub} | subclasses(sub)}
 
 
-def test_every_function_follows_the_rule() -> None:
+def test_every_autograd_function_declares_double_backward() -> None:
     for path in SOURCES.rglob("*.py"):
-        # compat/torch.py recognises functions of others, and defines none.
+        # compat/torch.py recognizes third-party functions and defines none.
         assert path.name in ("derivatives.py", "torch.py") or not re.search(AROUND_IT, path.read_text()), path
     twice = set()
     for function in subclasses(Function):
         assert function.operation
-        if function.twice:  # type: ignore[attr-defined]
+        if function.double_backward:  # type: ignore[attr-defined]
             twice.add(function.__name__)
         else:
             assert hasattr(function.backward, "__wrapped__")  # type: ignore[attr-defined]
@@ -231,7 +233,7 @@ def test_every_function_follows_the_rule() -> None:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_functions_that_can_be_differentiated_twice(name: str) -> None:
+def test_double_backward_equals_plain_autograd(name: str) -> None:
     function, inputs = TWICE[name]()
     if name == "_Ordered":
         g = torch.autograd.grad(function(*inputs).sigmoid().sum(), inputs, create_graph=True)
@@ -239,7 +241,7 @@ def test_functions_that_can_be_differentiated_twice(name: str) -> None:
         pairs = zip(*(torch.autograd.grad(sum(one.sum() for one in of), inputs) for of in (g, want)), strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    elif name == "_Tap":  # as hooks of PyTorch: each gradient passes
+    elif name == "_Tap":  # like PyTorch's hooks: each gradient passes through
         (x,) = inputs
 
         def hooked(x: Tensor) -> Tensor:
@@ -255,8 +257,8 @@ def test_functions_that_can_be_differentiated_twice(name: str) -> None:
         assert gradcheck(function, inputs) and gradgradcheck(function, inputs)
 
 
-class Once(Function):
-    """Keeps what it needs where autograd does not see it."""
+class FirstOrderOnly(Function):
+    """Save a tensor outside autograd, which allows first derivatives only."""
 
     operation = "x·y²"
 
@@ -271,11 +273,11 @@ class Once(Function):
         return grads[0] * y**2, grads[0] * 2 * x * y, None
 
 
-def test_a_function_with_first_derivatives_only() -> None:
-    x, y, refused = random(3), random(3), pytest.raises(DerivativeError, match="x·y² cannot be differentiated again")
-    assert gradcheck(lambda x, y: Once.apply(x, y, "")[0], (x, y))
-    out = Once.apply(x, y, "")[0]
-    dx, dy = torch.autograd.grad(out.sum(), (x, y), create_graph=True)  # alone nothing more
+def test_first_order_function_rejects_double_backward() -> None:
+    x, y, refused = random(3), random(3), pytest.raises(DerivativeError, match="x·y² does not support double backward")
+    assert gradcheck(lambda x, y: FirstOrderOnly.apply(x, y, "")[0], (x, y))
+    out = FirstOrderOnly.apply(x, y, "")[0]
+    dx, dy = torch.autograd.grad(out.sum(), (x, y), create_graph=True)  # first derivatives alone work
     torch.testing.assert_close((dx, dy), (y**2, 2 * x * y))
     for grad, of in ((dx, y), (dy, x), (dy, y)):
         with refused:
@@ -284,7 +286,7 @@ def test_a_function_with_first_derivatives_only() -> None:
         (out.sum() + dx.square().sum()).backward(retain_graph=True)
     out.sum().backward(create_graph=True)
     torch.testing.assert_close(x.grad, y**2)
-    frozen = Once.apply(x.detach(), y, "")[0]
+    frozen = FirstOrderOnly.apply(x.detach(), y, "")[0]
     with refused:
         torch.autograd.grad(torch.autograd.grad(frozen.sum(), y, create_graph=True)[0].sum(), y)
     seed = random(3)
@@ -292,46 +294,46 @@ def test_a_function_with_first_derivatives_only() -> None:
         torch.autograd.grad(torch.autograd.grad(frozen, y, seed, create_graph=True)[0].sum(), seed)
 
 
-def test_a_function_in_forward_mode_and_transforms() -> None:
+def test_first_order_function_rejects_jvp_and_transforms() -> None:
     x, y = random(3).detach(), random(3).detach()
     with forward_ad.dual_level():
         for one in (x, x.clone().requires_grad_()):
-            with pytest.raises(DerivativeError, match="x·y² has no derivative in forward mode"):
-                Once.apply(forward_ad.make_dual(one, y), y, "")
+            with pytest.raises(DerivativeError, match="x·y² does not support forward-mode AD"):
+                FirstOrderOnly.apply(forward_ad.make_dual(one, y), y, "")
         learnt = x.clone().requires_grad_()
-        out = Once.apply(learnt, y, "")[0]
-        with pytest.raises(DerivativeError, match="x·y² has no derivative in forward mode"):
+        out = FirstOrderOnly.apply(learnt, y, "")[0]
+        with pytest.raises(DerivativeError, match="x·y² does not support forward-mode AD"):
             torch.autograd.grad(out, learnt, forward_ad.make_dual(y, y))
     for transform in (torch.func.grad, torch.func.vmap, torch.func.hessian, torch.func.jacrev):
-        with pytest.raises(DerivativeError, match="x·y² has no"):
-            transform(lambda x: Once.apply(x, x, "")[0].sum())(x)
-    with pytest.raises(DerivativeError, match="a move has no derivative in forward mode"):
+        with pytest.raises(DerivativeError, match="x·y² does not support"):
+            transform(lambda x: FirstOrderOnly.apply(x, x, "")[0].sum())(x)
+    with pytest.raises(DerivativeError, match="a move does not support forward-mode AD"):
         torch.func.jvp(lambda x: linear(x, torch.neg, torch.neg, "a move"), (x,), (y,))
 
 
 # Layers
 
 
-def native(topology: fusedmoe.Topology, experts: Any, **options: Any) -> nn.Module:
+def native_layer(topology: fusedmoe.Topology, experts: Any, **options: Any) -> nn.Module:
     gate = fusedmoe.gates.TopK(2, 2, aux={})
     return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=torch.float64, **options)
 
 
-def own() -> Any:
+def custom_experts() -> Any:
     def network(dim: int) -> nn.Module:
         return nn.Sequential(nn.Linear(dim, 3), nn.Tanh(), nn.Linear(3, dim)).double()
 
     return fusedmoe.experts.Custom(network)
 
 
-def tutel(world: int, activation: Any) -> nn.Module:
+def tutel_layer(world: int, activation: Any) -> nn.Module:
     experts = {"type": "ffn", "num_experts_per_device": 2 // world, "hidden_size_per_expert": 3}
     gate = {"type": "top", "k": 2, "capacity_factor": 0}
     return moe.moe_layer(gate, 4, {**experts, "activation_fn": activation}).double()
 
 
 def product_with_hessian(layer: nn.Module, frozen: bool = False) -> str:
-    """ "right", or the words of a refusal, of losses that are linear and not linear in what the layer gives."""
+    """Return "right" or the refusal's message, for losses that are linear and nonlinear in the layer's output."""
     for parameter in layer.parameters():
         parameter.requires_grad_(not frozen)
     x0, found = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
@@ -355,7 +357,7 @@ def product_with_hessian(layer: nn.Module, frozen: bool = False) -> str:
     return found[0]
 
 
-def of_layers(rank: int, world: int) -> dict[str, str]:
+def layer_derivatives(rank: int, world: int) -> dict[str, str]:
     topology = fusedmoe.Topology.from_sizes(ep=world) if world > 1 else fusedmoe.Topology()
     torch.manual_seed(0)
     plans = fusedmoe.Schedule("tutel", degrees=(2, 2)) if world > 1 else "off"
@@ -363,42 +365,42 @@ def of_layers(rank: int, world: int) -> dict[str, str]:
     for frozen in (False, True):
         network = fusedmoe.experts.SwiGLU
         tried = {
-            "native": native(topology, network(3)),
-            "native, plans": native(topology, network(3), schedule=plans),
-            "custom": native(topology, own()),
-            "custom, plans": native(topology, own(), schedule=plans),
-            "tutel, relu": tutel(world, torch.nn.functional.relu),
-            "tutel, gelu": tutel(world, torch.nn.functional.gelu),
-            "tutel, any": tutel(world, lambda x: torch.tanh(x)),
+            "native": native_layer(topology, network(3)),
+            "native, plans": native_layer(topology, network(3), schedule=plans),
+            "custom": native_layer(topology, custom_experts()),
+            "custom, plans": native_layer(topology, custom_experts(), schedule=plans),
+            "tutel, relu": tutel_layer(world, torch.nn.functional.relu),
+            "tutel, gelu": tutel_layer(world, torch.nn.functional.gelu),
+            "tutel, any": tutel_layer(world, lambda x: torch.tanh(x)),
         }
         if world > 1:
-            tried["native, fssdp"] = native(topology, network(3), placement="fssdp")
+            tried["native, fssdp"] = native_layer(topology, network(3), placement="fssdp")
         for name, layer in tried.items():
             found[name + ", frozen" * frozen] = product_with_hessian(layer, frozen)
     return found
 
 
-def require_right_or_named(found: dict[str, str]) -> None:
+def require_correct_or_named_error(found: dict[str, str]) -> None:
     for name, text in found.items():
         if name.startswith(("custom", "tutel, any")) and "plans" not in name:
             assert text == "right", name
-        assert text == "right" or "cannot be differentiated again" in text, name
+        assert text == "right" or "does not support double backward" in text, name
     assert found["native"] != "right"
 
 
-def test_layers() -> None:
-    require_right_or_named(of_layers(0, 1))
+def test_layer_hessian_is_correct_or_raises() -> None:
+    require_correct_or_named_error(layer_derivatives(0, 1))
 
 
 @pytest.mark.slow
-def test_layers_over_ranks(cluster: Cluster) -> None:
-    for found in cluster.run(2, of_layers):
-        require_right_or_named(found)
+def test_layer_hessian_over_ranks_is_correct_or_raises(cluster: Cluster) -> None:
+    for found in cluster.run(2, layer_derivatives):
+        require_correct_or_named_error(found)
         assert "the experts of several ranks" in found["custom, plans"]
 
 
-def test_a_pipeline() -> None:
-    layer = native(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))
+def test_pipeline_double_backward_raises() -> None:
+    layer = native_layer(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))
 
     class Dense(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,12 +409,12 @@ def test_a_pipeline() -> None:
     blocks = fusedmoe.pipeline([(Dense(), layer)])
     x = torch.randn(4, 2, 4, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(blocks(x).sum(), x, create_graph=True)
-    with pytest.raises(DerivativeError, match="cannot be differentiated again"):
+    with pytest.raises(DerivativeError, match="does not support double backward"):
         torch.autograd.grad(first.sum(), x)
 
 
-def test_an_ordinary_backward_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_backward_skips_first_order_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derivatives, "first_order", None)
     x = random(3, 4)
-    native(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))(x).sum().backward()
+    native_layer(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))(x).sum().backward()
     assert x.grad is not None and issubclass(Function, PlainFunction)

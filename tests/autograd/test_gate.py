@@ -1,4 +1,4 @@
-"""The gate as an operation, on CPU tensors: beside loops over tokens and experts, and what it refuses."""
+"""The gate as an operation on CPU tensors: compared with loops over tokens and experts, and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seed() -> None:
     "score, normalize, biased, sequence",
     [*product(["softmax", "sigmoid", "none"], [True, False], [True, False], [None]), ("softmax", True, False, 4)],
 )
-def test_definition(score: str, normalize: bool, biased: bool, sequence: int | None) -> None:
+def test_gate_equals_loop_definition(score: str, normalize: bool, biased: bool, sequence: int | None) -> None:
     S, M, E, K = 12, 5, 7, 3
     x, weight = torch.rand(S, M, dtype=torch.float64), torch.rand(E, M, dtype=torch.float64)
     bias = torch.randn(E, dtype=torch.float64) if biased else None
@@ -56,7 +56,7 @@ def test_definition(score: str, normalize: bool, biased: bool, sequence: int | N
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "none"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_gradients(score: str, normalize: bool) -> None:
+def test_gate_gradients_pass_gradcheck(score: str, normalize: bool) -> None:
     x = torch.rand(6, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
     rule = GateRule(2, score, normalize, statistics=True, sequence=3, logsumexp=True)
@@ -68,7 +68,7 @@ def test_gradients(score: str, normalize: bool) -> None:
     assert torch.autograd.gradcheck(run, (x, weight))
 
 
-def test_half_precision_is_routed_in_float32() -> None:
+def test_half_precision_gate_computes_in_float32() -> None:
     x, weight = torch.randn(20, 8).bfloat16(), torch.randn(4, 8).half()
     with torch.autocast("cpu", torch.bfloat16):
         choice = gate(x, weight, GateRule(2))
@@ -78,7 +78,7 @@ def test_half_precision_is_routed_in_float32() -> None:
     assert again.weight_SK.dtype == torch.float32
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_shapes_raise_config_error() -> None:
     x, weight = torch.randn(6, 4), torch.randn(3, 4)
     with pytest.raises(ConfigError, match=r"tokens \[6, 4\] and matrix \[3, 5\] do not fit"):
         gate(x, torch.randn(3, 5), GateRule(1))

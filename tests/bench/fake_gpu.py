@@ -1,11 +1,11 @@
-"""A pytest plugin: the pretended GPU, with a peer that ends its process at the second shape."""
+"""A pytest plugin that fakes a GPU, with a peer that ends its process at the second shape."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 
-from bench.gpu import pretend as pretend  # first: it replaces what others import
+from bench.gpu import pretend as pretend  # first: it replaces modules that later imports bind
 from bench.gpu.case import Case
 from bench.gpu.layer import Layer
 from bench.gpu.peers import PEERS, torch_grouped

@@ -1,4 +1,4 @@
-"""Processes that check configurations, and what becomes of one that hangs, dies or finds a fault."""
+"""Processes that check configurations: hanging, dying, and reporting a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIANT = Variant("down", "bfloat16", "ieee", "", False, False, True, True)
 FIRST, SECOND, THIRD = (HopperConfig(128, 64 * 2**i, 64) for i in range(3))
 CPU = torch.device("cpu")
 
-# Stands for the program: it does what `how` says of each configuration, by its columns.
+# Stands for the checking program: it acts on each configuration by `how`, keyed by its columns.
 PROGRAM = """
 import json, os, sys, time
 how = json.loads(sys.argv[1])
@@ -50,49 +50,49 @@ def cases(*configs: Config) -> list[Case]:
     return [Case(VARIANT, config) for config in configs]
 
 
-def checked(**how: str) -> dict[Config, str | None]:
+def run_checks(**how: str) -> dict[Config, str | None]:
     told = {name.removeprefix("columns"): what for name, what in how.items()}
     program = [sys.executable, "-S", "-c", PROGRAM, json.dumps(told)]
     return {case.config: fault for case, fault in check_apart(cases(FIRST, SECOND, THIRD), CPU, program=program)}
 
 
-def test_all_are_right_or_wrong() -> None:
-    assert checked() == {FIRST: "", SECOND: "", THIRD: ""}
-    assert checked(columns128="3 values are wrong") == {FIRST: "", SECOND: "3 values are wrong", THIRD: ""}
+def test_verdict_is_returned_for_every_configuration() -> None:
+    assert run_checks() == {FIRST: "", SECOND: "", THIRD: ""}
+    assert run_checks(columns128="3 values are wrong") == {FIRST: "", SECOND: "3 values are wrong", THIRD: ""}
 
 
-def test_a_process_that_dies_costs_one_configuration() -> None:
-    found = checked(columns128="die")
+def test_process_crash_fails_one_configuration_only() -> None:
+    found = run_checks(columns128="die")
     assert found.keys() == {FIRST, SECOND, THIRD} and found[FIRST] == found[THIRD] == ""
     assert found[SECOND] == "the process that checks it ended with 7: it was me"
 
 
-def test_an_exception_and_no_memory() -> None:
-    assert checked(columns64="RuntimeError: illegal", columns256="no memory") == {
+def test_exception_is_fault_and_out_of_memory_is_unknown() -> None:
+    assert run_checks(columns64="RuntimeError: illegal", columns256="no memory") == {
         FIRST: "RuntimeError: illegal",
         SECOND: "",
         THIRD: None,
     }
 
 
-def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_process_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "_LAUNCHED_S", 3.0)
-    found = checked(columns128="hang")
+    found = run_checks(columns128="hang")
     assert found[FIRST] == found[THIRD] == "" and "for 3 seconds after its launch" in str(found[SECOND])
 
 
 @pytest.mark.slow
-def test_time_to_compile_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_timeout_is_unknown_not_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "_COMPILE_S", 1.0)
-    assert checked(columns128="compile") == {FIRST: "", SECOND: None, THIRD: ""}
+    assert run_checks(columns128="compile") == {FIRST: "", SECOND: None, THIRD: ""}
 
 
-def test_a_process_that_does_not_start_says_nothing_of_any() -> None:
-    assert checked(all="die") == {FIRST: None, SECOND: None, THIRD: None}
+def test_process_start_failure_gives_no_verdicts() -> None:
+    assert run_checks(all="die") == {FIRST: None, SECOND: None, THIRD: None}
 
 
-def test_processes_run_beside_each_other_and_tell_at_once(tmp_path: Path) -> None:
-    """The first compiles until the verdict on the second has come."""
+def test_checks_run_concurrently_and_yield_as_completed(tmp_path: Path) -> None:
+    """The first process compiles until the second one's verdict has been returned."""
     program = [sys.executable, "-S", "-c", PROGRAM, json.dumps({"64": f"until {tmp_path / 'told'}"})]
     first, second = cases(FIRST, SECOND)
     verdicts = check_apart([first, second], CPU, program=program)
@@ -109,7 +109,7 @@ def test_processes_run_beside_each_other_and_tell_at_once(tmp_path: Path) -> Non
         (torch.OutOfMemoryError("CUDA out of memory"), None),
     ],
 )
-def test_what_the_process_says(
+def test_check_process_prints_verdict_as_json(
     raised: Exception | None, told: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {**described(Case(VARIANT, FIRST)), "device": "cpu"}
@@ -129,13 +129,13 @@ def test_what_the_process_says(
 
 
 @pytest.mark.slow
-def test_the_program_itself() -> None:
-    """Without a GPU it cannot launch, and says so of each."""
+def test_real_check_process_reports_error_without_gpu() -> None:
+    """Without a GPU the program cannot launch and reports an error for each configuration."""
     found = dict(check_apart(cases(FIRST, SECOND), CPU))
     assert {*found} == {*cases(FIRST, SECOND)} and all("Error" in str(fault) for fault in found.values()), found
 
 
 @pytest.mark.parametrize("config", [FIRST, Config(64, 128, 64, 8, 3, registers=128)], ids=str)
-def test_a_case_as_json(config: Config) -> None:
+def test_case_json_round_trip(config: Config) -> None:
     again = parsed(json.loads(json.dumps(described(Case(VARIANT, config)))))
     assert again == Case(VARIANT, config) and type(again.config) is type(config)

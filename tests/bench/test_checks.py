@@ -1,4 +1,4 @@
-"""What the checks make of a tool's output, and processes that are watched."""
+"""How the checks read a tool's output, and supervised processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WATCHED = f"========= COMPUTE-SANITIZER\nexercise: gate\n{PASSED}\n"
         (1, "", "failed"),
     ],
 )
-def test_sanitizer(code: int | None, output: str, result: str) -> None:
+def test_sanitizer_output_is_classified(code: int | None, output: str, result: str) -> None:
     assert judge_sanitizer(Ended(code, output, 1.0)).result == result
 
 
@@ -45,27 +45,27 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "gpu", tmp_path, Log(), 2, who="part", deadline=time.monotonic() + 60)
 
 
-def until(true: Callable[[], bool]) -> None:
+def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
+def test_watch_returns_output_and_kills_at_timeout(tmp_path: Path) -> None:
     quick = Process([sys.executable, "-c", "import os; print(os.environ['WORD'])"], {"WORD": "hello"})
     assert watch(quick, 30)[:2] == (0, "hello\n")
     child, heard = tmp_path / "child", []
     slow = Process(["sh", "-c", f"sleep 300 & echo begun; echo $! >{child}.part; mv {child}.part {child}; wait"])
-    until(child.exists)
+    wait_until(child.exists)
     ended = watch(slow, 0.5, hear=heard.append)
     assert (ended.code, ended.output, "".join(heard)) == (None, "begun\n", "begun\n")
     assert 0.5 <= ended.seconds < 200 and "time was up" in ended.why
-    until(lambda: not is_running(int(child.read_text())))  # a signal has been sent
+    wait_until(lambda: not is_running(int(child.read_text())))  # the signal is asynchronous
 
 
 def is_running(pid: int) -> bool:
-    """False for one that has ended and that nobody has asked after."""
+    """False also for a zombie, which has ended but was not reaped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) -> None:
-    """A program of this name, the only one that is found."""
+    """Create a program of this name, the only program that `_find` returns."""
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -82,8 +82,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) 
 
 
 @pytest.mark.slow
-def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
-    """By a program of its name that shows what it is given, then does what it is told to."""
+def test_sanitizer_runs_exercise_under_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
+    """A stub of the sanitizer prints its arguments, then runs the given command."""
     monkeypatch.setattr(checks, "_find", lambda name: None)
     assert sanitizer(place, "memcheck").result == "skipped"
     given = 'echo "$@" "caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"; shift 8; "$@" && echo "ERROR SUMMARY: $ERRORS errors"'
@@ -95,7 +95,7 @@ def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp
     assert (outcome.result, outcome.word) == ("failed", "3 errors")
 
 
-def test_an_alarm_of_racecheck_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
+def test_racecheck_hazard_is_alarm_not_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
     summary = "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
     stub(monkeypatch, tmp_path, "compute-sanitizer", f'echo "{PASSED}"; echo "{summary}"')
     outcome = sanitizer(place, "racecheck")
@@ -110,7 +110,7 @@ def test_an_alarm_of_racecheck_is_no_failure(monkeypatch: pytest.MonkeyPatch, tm
     assert sanitizer(place, "racecheck").result == "failed"
 
 
-def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exercise_detects_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from bench.gpu import exercise

@@ -1,4 +1,4 @@
-"""The GPU's clock, with events that only count."""
+"""GPU timing with counting events."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bench.gpu import clock
 from bench.gpu.clock import CudaClock, Step, Times
 
 
-def test_times() -> None:
+def test_times_report_median_and_quantiles() -> None:
     found = Times.of([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (found.median_ms, found.runs) == (3.0, 5)
     assert 1.0 <= found.low_ms < 2.0 and 4.0 < found.high_ms <= 5.0
 
 
-def test_turns_flushes_and_only_the_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_alternate_with_cache_flush_and_untimed_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     now, log = [0.0], []
 
     class Event:
@@ -56,6 +56,6 @@ def test_turns_flushes_and_only_the_run_is_timed(monkeypatch: pytest.MonkeyPatch
     times = watch.measure([step("a", 3.0), step("b", 7.0)], seconds=0.0)
     assert {name: (t.median_ms, t.runs) for name, t in times.items()} == {"a": (3.0, 5), "b": (7.0, 5)}
     runs = [entry for entry in log if entry != "flush"]
-    assert runs == ["a", "b", "a", "b"] + ["a", "b"] * 6  # compiling, the host's lead, a round for its length, rounds
+    assert runs == ["a", "b", "a", "b"] + ["a", "b"] * 6  # compile, host lead, a round to estimate its length, rounds
     in_turn = log[log.index("flush") :]
     assert all(in_turn[place - 1] == "flush" for place, entry in enumerate(in_turn) if entry != "flush")

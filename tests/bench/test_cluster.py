@@ -1,9 +1,10 @@
-"""The two nodes, and what runs on them: the step under every policy on ranks of this machine, without slow links."""
+"""The two-node benchmark: steps under every policy, on local ranks without slow links."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ import torch
 
 from bench.cluster import __main__ as command
 from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
-from bench.cluster.blocks import UNTUNED_BYTES, plans_of
+from bench.cluster.blocks import UNTUNED_BYTES, plans_by_policy
 from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.rank import Parts, leave_waits_alone, setting_of
@@ -44,10 +45,10 @@ from tests.marks import slowly
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
 TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
-# Seven samples: chunks of them are never equal, and with eight chunks one is empty.
+# Seven samples: chunks are never equal, and one of eight chunks is empty.
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
 TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
-# By which experts and links take about as long, and starting costs little.
+# Balanced costs: experts and links take about equally long, and launch overhead is small.
 COSTS = CostModel(
     {name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, Contention.between_links(0.8)
 )
@@ -70,7 +71,7 @@ def topology_of(setting: Setting) -> Topology:
     return Topology.from_sizes(ep=ep, esp=esp, mp=esp, ranks_per_node=of_node, timeout_s=30, duplex=True)
 
 
-def every_policy(rank: int, world: int, setting: Setting) -> int:
+def run_every_layer_policy(rank: int, world: int, setting: Setting) -> int:
     torch.manual_seed(rank)
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
     right = {name: tensor.clone() for name, tensor in step.run(POLICIES["sequential"].plan(costs, 8)).items()}
@@ -85,15 +86,15 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
-def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
-    assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(layer_policies()) + 2}
+def test_step_results_equal_under_every_layer_policy(cluster: Cluster, setting: Setting) -> None:
+    assert set(cluster.run(setting.ranks, run_every_layer_policy, setting)) == {len(layer_policies()) + 2}
 
 
-def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
+def run_every_step_policy(rank: int, world: int, setting: Setting) -> int:
     torch.manual_seed(rank)
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
-    plans = plans_of(costs, 8)
-    # Chunks that do not fit together, buckets that end inside a number.
+    plans = plans_by_policy(costs, 8)
+    # Chunk counts that do not divide each other, and buckets that end inside an element.
     for how in ((3, 2, 1001, True), (8, 1, 777), (2, 5, None, True), (1, 3, 4096)):
         plans[str(how)] = micro_schedule(costs, StepSplit(*how)).plan()
     assert same_results(step, plans) < 1e-4
@@ -107,12 +108,12 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
     ids=lambda setting: setting.name,
 )
 @pytest.mark.slow
-def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting) -> None:
-    assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
+def test_block_results_equal_under_every_step_policy(cluster: Cluster, setting: Setting) -> None:
+    assert set(cluster.run(setting.ranks, run_every_step_policy, setting)) == {11 + 4}
 
 
 @pytest.mark.parametrize("wrong", [1.001, float("nan")])
-def test_results_that_differ_are_refused(wrong: float) -> None:
+def test_differing_policy_results_raise(wrong: float) -> None:
     plans = {policy: POLICIES[policy].plan(stack(TINY), 8) for policy in ("sequential", "fsmoe", "tutel")}
 
     class Results:
@@ -123,10 +124,10 @@ def test_results_that_differ_are_refused(wrong: float) -> None:
         same_results(Results(), plans)  # type: ignore[arg-type]
 
 
-def one_step(rank: int, world: int) -> None:
-    """Against autograd, the layers in one piece; one rank of two has all rows of the other as well."""
+def compare_step_with_autograd(rank: int, world: int) -> None:
+    """Compare with autograd over unsplit layers; one rank of two also holds all rows of the other."""
     setting = TINY_BLOCKS
-    torch.manual_seed(0)  # of the weights: the dense part's are the same on all ranks, experts are told apart below
+    torch.manual_seed(0)  # seeds the weights: the dense part is equal on all ranks; experts are made distinct below
     of = Computed(setting)
     step = Step(setting, topology_of(setting), of)
     plan = micro_schedule(stack(setting), StepSplit(2, 3, 1000, True)).plan()
@@ -135,7 +136,7 @@ def one_step(rank: int, world: int) -> None:
     x_WSM, dz_WSM = torch.stack([_rows_of(source, S, M) for source in range(world)], 1).double()
     x_WSM.requires_grad_()
     dense = [[w.double().requires_grad_() for w in layer] for layer in of._projections]
-    # Both ranks made the same weights, so expert e of rank 0 and of rank 1 are equal.
+    # Both ranks drew the same weights, so expert e of rank 0 equals expert e of rank 1.
     experts = [[[w.double().requires_grad_() for w in layer] for layer in each] for each in (of._w1, of._w2)]
     y_WSM = x_WSM
     for layer in range(setting.layers):
@@ -156,7 +157,7 @@ def one_step(rank: int, world: int) -> None:
     close(found["dx"], x_WSM.grad[rank])
     ours = found["gradient"].view(setting.layers, 4, M, M).flip(0)
     close(ours, torch.stack([torch.stack([w.grad for w in layer]) for layer in dense]))
-    # Each rank has two of the four experts; the reference's weights stand for both.
+    # Each rank has two of the four experts; the reference's weights stand for both ranks.
     for name, which in (("dw1", experts[0]), ("dw2", experts[1])):
         total = all_reduce(step._topology.world, found[name].clone())
         close(total, torch.stack([torch.stack([w.grad for w in layer]) for layer in which]))
@@ -167,14 +168,14 @@ def _rows_of(rank: int, S: int, M: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_blocks_in_micro_batches_do_what_autograd_does(cluster: Cluster) -> None:
-    cluster.run(2, one_step)
+def test_micro_batched_blocks_equal_autograd(cluster: Cluster) -> None:
+    cluster.run(2, compare_step_with_autograd)
 
 
-def test_plans_of_blocks() -> None:
-    """FlowMoE part by part and Lancet's two passes apart: each plan has what its name says, and nothing else."""
+def test_block_plans_have_exactly_named_features() -> None:
+    """FlowMoE by parts and Lancet by passes: each plan has exactly the features in its name."""
     costs = stack(BLOCKS)
-    plans = plans_of(costs, 8)
+    plans = plans_by_policy(costs, 8)
     kinds = {name: {task.kind for task in plan} for name, plan in plans.items()}
     micro = {name for name, plan in plans.items() if any(t.kind == "attention" and t.chunk for t in plan)}
     buckets = {name: sum(task.kind == "gradient-all-reduce" for task in plan) for name, plan in plans.items()}
@@ -193,12 +194,12 @@ def test_plans_of_blocks() -> None:
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for profiles, which settings with equal ranks have in common."""
+    """A folder for profiles, shared by settings of equal ranks."""
     return str(tmp_path_factory.mktemp("profiles"))
 
 
-def measured_parts(rank: int, world: int, setting: Setting, names: list[str], folder: str, profiles: str) -> None:
-    """As `bench.cluster.rank` has it, with less time for measuring, and no pictures."""
+def measure_parts(rank: int, world: int, setting: Setting, names: list[str], folder: str, profiles: str) -> None:
+    """Run `bench.cluster.rank` with shorter measurements and no pictures."""
     with pytest.MonkeyPatch.context() as quicker:
         quicker.setenv(cache.CACHE, profiles)
         quicker.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
@@ -215,8 +216,10 @@ def measured_parts(rank: int, world: int, setting: Setting, names: list[str], fo
                 Path(folder, f"{name}.json").write_text(json.dumps(found))
 
 
-def shown(setting: Setting, folder: Path, names: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What there is of a setting, stored and shown."""
+def store_and_show(
+    setting: Setting, folder: Path, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """Store and show the results of one setting."""
     for name in names:
         own = {"run": provenance(MEASURED) | {"rounds": 1}, **json.loads((folder / f"{name}.json").read_text())}
         command._store(folder / "results", setting, name, own)
@@ -231,12 +234,12 @@ def shown(setting: Setting, folder: Path, names: list[str], capsys: pytest.Captu
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
 @pytest.mark.slow
-def test_a_stack_of_blocks_is_measured_and_shown(
+def test_block_stack_steps_are_measured_and_printed(
     cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, names = replace(TINY_BLOCKS_EMULATED, layers=2, gradient_bytes=2**16), ["steps", "buckets"]
-    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles)
-    found = shown(setting, tmp_path, names, capsys)
+    cluster.run(4, measure_parts, setting, names, str(tmp_path), profiles)
+    found = store_and_show(setting, tmp_path, names, capsys)
     rows, buckets = found["steps"]["rows"], found["buckets"]
     assert len(list(tmp_path.glob("*.png"))) == sum("same_as" not in row for row in rows.values())
     assert len(rows) == 11 and rows["sequential"]["exposed_s"] > 0
@@ -249,14 +252,14 @@ def test_a_stack_of_blocks_is_measured_and_shown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True], ids=["layers", "blocks"])
-def test_a_model_that_waits_is_measured_and_shown(
+def test_emulated_model_is_measured_and_printed(
     cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str], blocks: bool
 ) -> None:
     like = BLOCKS if blocks else EMULATED
     setting = replace(like, layers=2, S=96, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
     names = ["model"] if blocks else ["layer", "model"]
-    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles)
-    found = shown(setting, tmp_path, names, capsys)
+    cluster.run(4, measure_parts, setting, names, str(tmp_path), profiles)
+    found = store_and_show(setting, tmp_path, names, capsys)
     for name in names:
         rows = found[name]["rows"]
         assert rows.keys() >= {"off", "sequential", "tutel", "joint", "auto", *(["flowmoe"] if blocks else [])}
@@ -267,18 +270,18 @@ def test_a_model_that_waits_is_measured_and_shown(
 
 
 @pytest.mark.slow
-def test_placements_and_routers_are_measured_and_shown(
+def test_placements_and_routers_are_measured_and_printed(
     cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, names = replace(PLACED, layers=2, S=64, M=8, H=4, E=8), ["placement", "routers"]
-    cluster.run(4, measured_parts, setting, names, str(tmp_path), profiles, timeout_s=200)
-    found = shown(setting, tmp_path, names, capsys)
+    cluster.run(4, measure_parts, setting, names, str(tmp_path), profiles, timeout_s=200)
+    found = store_and_show(setting, tmp_path, names, capsys)
     rows = found["placement"]["rows"]
     assert rows.keys() == set(placed._RUNS)
     assert all(row["peak_bytes"] >= row["memory_bytes"] > 0 for row in rows.values())
     peak, ep = {name: row["peak_bytes"] for name, row in rows.items()}, rows["ep"]
     assert peak["ep"] == ep["memory_bytes"] and peak["smartmoe"] >= peak["ep"]
-    # Copies, and their gradients on the way back.
+    # Replicas, and their gradients in the backward pass.
     assert (
         peak["hecate"] > rows["hecate"]["memory_bytes"]
         and peak["hecate"] > peak["hecate, re-materialising"] > peak["ep"]
@@ -293,23 +296,23 @@ def test_placements_and_routers_are_measured_and_shown(
 
 
 @pytest.mark.slow
-def test_the_price_of_placements_is_measured_and_shown(
+def test_placement_overhead_is_measured_and_printed(
     cluster: Cluster, tmp_path: Path, profiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.run(2, measured_parts, TINY, ["price"], str(tmp_path), profiles)
-    rows = shown(TINY, tmp_path, ["price"], capsys)["price"]["rows"]
+    cluster.run(2, measure_parts, TINY, ["price"], str(tmp_path), profiles)
+    rows = store_and_show(TINY, tmp_path, ["price"], capsys)["price"]["rows"]
     assert [*rows] == ["ep, off", "fssdp, off", "ep, fsmoe", "fssdp, fsmoe"]
     for name, row in rows.items():
         assert len(row["rounds_s"]) == 4 and row["price"] > -1
         assert row["price"] == 0 if name.startswith("ep") else row["copies"] >= 0
 
 
-def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
+def run_layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
     topology = topology_of(setting)
     x_SM, dy_SM = torch.randn(setting.S // 2, setting.M).requires_grad_(), torch.randn(setting.S // 2, setting.M)
     gradients = []
     for schedule in (None, Schedule("pipemoe", costs=COSTS), Schedule("fsmoe", costs=COSTS)):
-        torch.manual_seed(1 + rank)  # of the gate's choices
+        torch.manual_seed(1 + rank)  # seeds the gate's choices
         layer = make_layer(setting, topology, schedule)
         torch.manual_seed(1 + rank)
         run(layer, x_SM, dy_SM)
@@ -321,7 +324,7 @@ def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
         return []
     losses = []
     with pytest.MonkeyPatch.context() as quicker:
-        quicker.setattr(job.Trainer, "measured", lambda trainer, costs: costs)
+        quicker.setattr(job.Trainer, "with_measured_times", lambda trainer, costs: costs)
         for policy in ("off", "fsmoe"):
             trainer = job.make_trainer(setting, topology, policy, COSTS)
             assert (trainer.planned is None) == (policy == "off")
@@ -330,18 +333,18 @@ def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_layer_and_main_job_in_a_setting(cluster: Cluster) -> None:
-    for losses in cluster.run(2, layer_and_job, TINY):
+def test_benchmark_layer_and_training_job_have_equal_loss(cluster: Cluster) -> None:
+    for losses in cluster.run(2, run_layer_and_job, TINY):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_layer_whose_experts_wait(cluster: Cluster) -> None:
-    cluster.run(4, layer_and_job, TINY_EMULATED)
+def test_layer_with_emulated_experts_runs(cluster: Cluster) -> None:
+    cluster.run(4, run_layer_and_job, TINY_EMULATED)
 
 
 def profile_json(setting: Setting, costs: StepCosts) -> dict[str, Any]:
-    """As results have it."""
+    """A profile in the format of the results."""
     (layer, *_), micro = costs.layers, costs.layers[0].micro
     return {
         "lines": {name: vars(Line(1e-3, 1e-8)) for name in LINES},
@@ -354,17 +357,17 @@ def profile_json(setting: Setting, costs: StepCosts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setting", [EMULATED, *slowly(BLOCKS)], ids=lambda setting: setting.name)
-def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
-    """Rates alone give the lines of collectives; what computes stays as it was measured."""
+def test_two_node_prediction_uses_line_rates(setting: Setting) -> None:
+    """Line rates give the collectives' cost lines; computation stays as measured."""
     costs, mbit = stack(setting), 1e6 / 8
-    plan = plans_of(costs, 8)["joint"] if setting.blocks else POLICIES["fsmoe"].plan(costs, 8)
+    plan = plans_by_policy(costs, 8)["joint"] if setting.blocks else POLICIES["fsmoe"].plan(costs, 8)
     row = {"plan": str(plan), "median_s": 2.0, "predicted_s": 1.0, "error": -0.5}
     found = {"setting": setting_json(setting), "profile": profile_json(setting, costs), "rows": {"fsmoe": row}}
     model = predicted.costs_of(found)
-    share = 100 * mbit * 1448 / 1514 / 2  # each of two ranks of a node sends
+    share = 100 * mbit * 1448 / 1514 / 2  # two ranks of a node share the send rate
     assert model.line("all-to-all/ep") == Line(0.0, 1 / 2 / share)
     assert model.line("all-reduce/dp").beta_s == pytest.approx(2 / 2 / share)
-    # Of two ranks each sends half of what is gathered, and all of that goes over one bus.
+    # Each of two ranks sends half of the gathered bytes, all over one bus.
     assert model.line("all-gather/esp").beta_s == pytest.approx(1 / (400 * mbit), rel=0.002)
     own = predicted.step_costs_of(found, model)
     sent_s = model.line("all-to-all/ep").seconds(setting.row_bytes)
@@ -378,8 +381,8 @@ def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     assert (lines.row_count, steps.row_count) == (4, 1)
 
 
-def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int, float]:
-    """Bytes that leave for the other rank, as the moves of a step have them and as they are said to be."""
+def bytes_sent_and_compute_s(rank: int, world: int, setting: Setting) -> tuple[int, int, float]:
+    """Bytes sent to the other rank: counted from a step's messages, and as reported; and the compute time."""
     of = Computed(setting)
     exchange = Step(setting, topology_of(setting), of)._exchange
     rows = int(exchange.sizes.send_PE[1 - rank].sum())
@@ -388,18 +391,18 @@ def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int
 
 
 @pytest.mark.slow
-def test_a_rate_by_what_is_sent_and_computed(cluster: Cluster) -> None:
-    here, there = cluster.run(2, sent_and_computed, TINY)
+def test_link_rate_balances_bytes_and_compute_time(cluster: Cluster) -> None:
+    here, there = cluster.run(2, bytes_sent_and_compute_s, TINY)
     assert here == there and here[0] == here[1] and 0 < here[2] < 10
     sent = balance.step_bytes(replace(COMPUTED, layers=2), 4 * 4 * COMPUTED.M**2)
     assert balance.rate_mbit(sent, 8e-6 * sent / 32) == 32
-    # As this was measured on a machine, where at 32 Mbit/s communication took 3.32 s.
+    # Measured on a machine: at 32 Mbit/s communication took 3.32 s.
     assert balance.rate_mbit(sent, 2.487) == pytest.approx(32 * 3.32 / 2.487, rel=0.05)
     assert balance.rate_mbit(sent, 1e-3) == balance.MOST and balance.rate_mbit(sent, 1e3) == balance.LEAST
     assert balance.step_bytes(EMULATED, 0) == 2 * 3 * 4 * 1024 * 256 * 4 // 2  # two ranks of a node send
 
 
-def test_a_chosen_rate_is_the_link_s_and_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_balanced_rate_is_applied_to_link_and_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = {"inter_mbit": 41, "computation_s": 2.5}
     made: list[int] = []
     ran: list[str] = []
@@ -428,7 +431,7 @@ def test_a_chosen_rate_is_the_link_s_and_is_written(monkeypatch: pytest.MonkeyPa
 
 
 @needs_namespaces
-def test_two_nodes_are_joined_and_leave_nothing() -> None:
+def test_namespaces_connect_and_are_removed() -> None:
     nodes = TwoNodes(200, 1600, 32)
     nodes.make()
     try:
@@ -452,7 +455,7 @@ def test_two_nodes_are_joined_and_leave_nothing() -> None:
     assert not any(name in listed for name in nodes.names)
 
 
-def test_ranks_end_also_where_their_results_cannot_be_kept(tmp_path: Path) -> None:
+def test_ranks_are_killed_when_saving_results_fails(tmp_path: Path) -> None:
     number = tmp_path / "number"
 
     def look() -> None:
@@ -465,7 +468,7 @@ def test_ranks_end_also_where_their_results_cannot_be_kept(tmp_path: Path) -> No
         os.kill(int(number.read_text()), 0)
 
 
-def test_without_root_it_says_so_and_ends_well(
+def test_run_without_root_is_skipped_with_exit_code_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
@@ -475,13 +478,15 @@ def test_without_root_it_says_so_and_ends_well(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_done_before_an_interruption_is_written(
+def test_finished_parts_are_saved_when_setting_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Part by part; a setting that fails stops no other, and what has no time is left out."""
+    """Parts are written one by one; a failing setting does not stop the next, and settings without time are skipped."""
     asked: list[tuple[str, list[str]]] = []
 
-    def run(setting: Setting, parts: list[str], rounds: int, folder: Path, keep: command.Keep, seconds: int) -> None:
+    def run(
+        setting: Setting, parts: list[str], rounds: int, folder: Path, keep: command.Keep, seconds: int, _: Any
+    ) -> None:
         asked.append((setting.name, parts))
         assert seconds >= 1800
         if setting is BLOCKS:
@@ -508,13 +513,24 @@ def test_what_was_done_before_an_interruption_is_written(
     assert (
         run_of["rounds"] == 5 and run_of["seconds"] == 12 and run_of["commit"] == git("rev-parse", "--short=12", "HEAD")
     )
-    # What a part took is what it is expected to take.
+    # The time of a part is its expected time on the next run.
     options = command.argparse.Namespace(results=tmp_path, rounds=10)
     assert command._fitting(EMULATED, ["layer"], options, 60.0) == (["layer"], command._START_S + 24.0)
     assert command._fitting(EMULATED, ["layer"], options, 50.0) == ([], 0.0)
 
 
-def test_rows_that_are_older_than_their_code_say_so() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a repository to another user")
+def test_root_records_commit_of_another_users_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    for arguments in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, timeout=20)
+    for path in (tmp_path, tmp_path / ".git"):
+        os.chown(path, 12345, 12345)
+    monkeypatch.setattr("bench.provenance.ROOT", tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{12}", str(provenance(["bench"])["commit"]))
+
+
+def test_rows_older_than_measured_code_are_marked_old() -> None:
     now = provenance(["bench/provenance.py"]) | {"rounds": 5, "changed_files": 0}
     first = git("log", "--format=%h", "--diff-filter=A", "--", "bench/provenance.py")
     before = git("rev-parse", f"{first}^") if first else None
@@ -541,7 +557,7 @@ def test_equal_plans_are_measured_once() -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_failed_rank_is_named_and_namespaces_are_removed(tmp_path: Path) -> None:
     setting = replace(TINY, name="unknown to the ranks", inter_mbit=100)
     with pytest.raises(RuntimeError, match="rank [01] ended with 1"):
         command.run(setting, ["layer"], 1, tmp_path, lambda *_: None, 60)
@@ -549,8 +565,8 @@ def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     assert f"fusedmoe-{os.getpid()}-" not in listed
 
 
-def test_both_passes_of_a_layer_and_all_around_them() -> None:
-    """What surrounds the pipeline is in its prediction, and so is the copy between other chunks of the two passes."""
+def test_prediction_includes_dense_work_and_regroup() -> None:
+    """A prediction includes the work around the pipeline, and the regroup copy if the passes have different chunks."""
     kinds = ("dispatch", "expert", "combine")
     bare = Workload(1, 512, 16, 32, 4, k=1, ep=2).step_costs(COSTS, [0], kinds)
     around = {"forward": {"other": 0.25, "count-exchange": 0.5}, "backward": {"other": 0.125}}
@@ -562,7 +578,7 @@ def test_both_passes_of_a_layer_and_all_around_them() -> None:
         assert regrouped_s == pytest.approx(2.0 if degrees == (2, 4) else 0.0, rel=0.02, abs=1e-9)
 
 
-def test_waits_are_as_long_beside_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_contention_of_emulated_waits_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cache.CACHE, str(tmp_path))
     disturbed = Contention(0.5, 0.6, 0.7, 0.8, 0.9, 0.4)
     lines = {name: Line(1e-4, 1e-9) for name in ("gemm", "copy")}

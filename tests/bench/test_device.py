@@ -1,4 +1,4 @@
-"""What is told of a GPU, from an nvidia-smi that is not one."""
+"""Parsing the output of a fake nvidia-smi."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu.device import environment, state
 GPU = torch.device("cuda", 0)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+def fake_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -23,8 +23,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 
 
-def test_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, '[ "$1" = --id=GPU-ab-cd ] && echo "580.1, 1980, [N/A], 700.00"')
+def test_environment_reports_gpu_properties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvidia_smi(monkeypatch, tmp_path, '[ "$1" = --id=GPU-ab-cd ] && echo "580.1, 1980, [N/A], 700.00"')
     assert environment(GPU)["gpu"] == {
         "name": "NVIDIA H200",
         "driver": "580.1",
@@ -37,17 +37,17 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }
 
 
-def test_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, 'echo "1755, 3201, 512.25, 61"')
+def test_gpu_state_is_parsed_or_empty_on_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvidia_smi(monkeypatch, tmp_path, 'echo "1755, 3201, 512.25, 61"')
     assert state(GPU) == {
         "sm_clock_mhz": 1755.0,
         "memory_clock_mhz": 3201.0,
         "power_w": 512.25,
         "temperature_c": 61.0,
     }
-    pretend(monkeypatch, tmp_path, "echo unknown field >&2; exit 2")
+    fake_nvidia_smi(monkeypatch, tmp_path, "echo unknown field >&2; exit 2")
     assert state(GPU) == {} and environment(GPU)["gpu"]["driver"] is None
 
 
-def test_no_gpu() -> None:
+def test_cpu_has_no_gpu_environment_or_state() -> None:
     assert environment(torch.device("cpu"))["gpu"] is None and state(torch.device("cpu")) == {}

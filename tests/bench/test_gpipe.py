@@ -1,4 +1,4 @@
-"""GPipe's stages do what the model does that is in one piece."""
+"""GPipe stages compute the same as the unsplit model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
 )
 
 
-def whole(config: ModelConfig, topology: Topology | None = None) -> Transformer:
+def unsplit_model(config: ModelConfig, topology: Topology | None = None) -> Transformer:
     torch.manual_seed(5)
     return Transformer(config, topology, dtype=torch.float64)
 
@@ -41,7 +41,7 @@ def batch(config: ModelConfig, replicas: int = 1) -> tuple[torch.Tensor, torch.T
 
 
 def close(found: nn.Module, right: nn.Module) -> int:
-    """Both have the stage's names; how many parameters were compared."""
+    """Compare parameters with the stage's names; return the number of compared parameters."""
     pairs = list(zip(found.named_parameters(), right.named_parameters(), strict=True))
     for (name, own), (_, its) in pairs:
         assert own.grad is not None and its.grad is not None, name
@@ -49,19 +49,21 @@ def close(found: nn.Module, right: nn.Module) -> int:
     return len(pairs)
 
 
-def stages(rank: int, world: int, config: ModelConfig, micro_batches: int, aux_weight: float) -> tuple[float, int]:
+def run_two_stages(
+    rank: int, world: int, config: ModelConfig, micro_batches: int, aux_weight: float
+) -> tuple[float, int]:
     tokens_BL, targets_BL = batch(config)
-    right, expected = whole(config), 0.0
-    # The auxiliary loss is that of each micro-batch; without it the model sees the batch in one piece.
+    right, expected = unsplit_model(config), 0.0
+    # The auxiliary loss is per micro-batch; without it the model runs on the full batch.
     parts = micro_batches if aux_weight else 1
     for tokens_bL, targets_bL in zip(tokens_BL.chunk(parts), targets_BL.chunk(parts), strict=True):
         loss = right(tokens_bL, targets_bL)
         total = (loss.nats + aux_weight * loss.aux) / parts
         total.backward()
         expected += float(total.detach())
-    stage, last = Stage(whole(config), rank, world), rank + 1 == world
+    stage, last = Stage(unsplit_model(config), rank, world), rank + 1 == world
     schedule = schedule_of(stage, rank, world, config.batch, micro_batches, aux_weight, None)
-    for _ in range(2):  # a schedule is for any number of steps
+    for _ in range(2):  # a schedule is reusable
         stage.zero_grad()
         found = run(schedule, tokens_BL, targets_BL, first=rank == 0, last=last)
         assert (found is not None) == last
@@ -70,24 +72,24 @@ def stages(rank: int, world: int, config: ModelConfig, micro_batches: int, aux_w
 
 
 @pytest.mark.parametrize(("micro_batches", "aux_weight", "positions"), [(4, 0.1, "rope"), *slowly((2, 0.0, "learned"))])
-def test_two_stages_do_what_the_whole_model_does(
+def test_two_pipeline_stages_equal_unsplit_model(
     cluster: Cluster, micro_batches: int, aux_weight: float, positions: str
 ) -> None:
     config = replace(CONFIG, positions=positions)
-    (_, first), (_, second) = cluster.run(2, stages, config, micro_batches, aux_weight)
-    assert first + second == len(list(whole(config).parameters()))
+    (_, first), (_, second) = cluster.run(2, run_two_stages, config, micro_batches, aux_weight)
+    assert first + second == len(list(unsplit_model(config).parameters()))
 
 
-def stages_of_two(rank: int, world: int, config: ModelConfig) -> int:
-    """Experts of a stage are spread over its two ranks, each of which has a batch of its own."""
+def run_stages_of_two_ranks(rank: int, world: int, config: ModelConfig) -> int:
+    """A stage's experts are spread over its two ranks, each with its own batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     number, replica = mesh["pp"].get_local_rank(), mesh["ep"].get_local_rank()
     tokens_BL, targets_BL = batch(config, 2)
-    right = whole(config)
+    right = unsplit_model(config)
     loss = right(tokens_BL, targets_BL).nats
     loss.backward()
     with Topology.from_mesh(mesh, ep="ep") as topology:
-        stage = Stage(whole(config, topology), number, 2)
+        stage = Stage(unsplit_model(config, topology), number, 2)
         schedule = schedule_of(stage, number, 2, config.batch, 2, 0.0, mesh["pp"].get_group())
         own = slice(replica * config.batch, (replica + 1) * config.batch)
         found = run(schedule, tokens_BL[own], targets_BL[own], first=number == 0, last=number == 1)
@@ -111,11 +113,11 @@ def stages_of_two(rank: int, world: int, config: ModelConfig) -> int:
 
 
 @pytest.mark.slow
-def test_experts_are_parallel_inside_a_stage(cluster: Cluster) -> None:
-    assert cluster.run(4, stages_of_two, CONFIG) == [2, 2, 4, 4]  # one block, and two
+def test_expert_parallel_stages_equal_unsplit_model(cluster: Cluster) -> None:
+    assert cluster.run(4, run_stages_of_two_ranks, CONFIG) == [2, 2, 4, 4]  # one block, and two
 
 
-def measured(rank: int, world: int) -> dict[str, Any]:
+def measure_rows(rank: int, world: int) -> dict[str, Any]:
     setting = replace(COMPUTED, layers=2, S=2048, M=16, H=32)
     topology = Topology.from_sizes(ep=2, ranks_per_node=1, timeout_s=30)
     costs = CostModel({name: Line(1e-5, 1e-9) for name in LINES})
@@ -123,8 +125,8 @@ def measured(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_it_stands_beside_the_schedules(cluster: Cluster) -> None:
-    found = cluster.run(2, measured)[0]
+def test_gpipe_rows_are_reported_with_schedules(cluster: Cluster) -> None:
+    found = cluster.run(2, measure_rows)[0]
     rows = found["rows"]
     assert {"off", *POLICIES, "auto", "gpipe, 4 micro-batches", "gpipe, 8 micro-batches"} == rows.keys()
     assert all(row["median_s"] > 0 and row["over_sequential"] > 0 for row in rows.values())

@@ -26,13 +26,13 @@ def check(results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_table_5_and_whole_models():
+def test_grid_speedups_are_ordered_and_progress_is_reported():
     told = []
     results = run_grid(sample=6, progress=lambda done, total: told.append((done, total)))
     total = told[-1][0]
     assert len(told) == 2 * 486 < total and {whole for _, whole in told} == {total}
     steps = np.diff([0, *(done for done, _ in told)])
-    assert sorted(set(steps)) == [1, (total - 2 * 480) / 12]  # six of each testbed count for what they take
+    assert sorted(set(steps)) == [1, (total - 2 * 480) / 12]  # sampled cases share the remaining total
     assert [(result.testbed, result.contention) for result in results] == [("A", 1), ("A", 0.65), ("B", 1), ("B", 0.75)]
     assert all((~np.isnan(result.seconds["joint"])).sum() == 6 for result in results)
     check(results)
@@ -45,7 +45,7 @@ def test_table_5_and_whole_models():
 
 
 @pytest.mark.parametrize("testbed", TESTBEDS)
-def test_table_4(testbed):
+def test_grid_has_configurations_of_paper_table_4(testbed):
     cases = list(workloads(TESTBEDS[testbed]))
     assert len(cases) == len(set(cases)) == 486
     assert {case.seq_len for case in cases} == set({"A": (512, 1024, 2048), "B": (256, 512, 1024)}[testbed])

@@ -1,4 +1,4 @@
-"""Costs of kernels and limits, by hand."""
+"""Kernel costs and limits, computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIXTRAL = SHAPES[-1]
 H200 = Ceilings(790e12, 4.3e12)
 
 
-def test_shapes_are_those_of_the_papers() -> None:
+def test_shapes_equal_published_model_sizes() -> None:
     sizes = [(shape.S, shape.M, shape.H, shape.E, shape.K) for shape in SHAPES]
     assert sizes == [
         (40960, 768, 256, 128, 8),
@@ -29,7 +29,7 @@ def test_shapes_are_those_of_the_papers() -> None:
     ]
 
 
-def test_kernels_of_mixtral_by_hand() -> None:
+def test_mixtral_kernel_costs_equal_hand_computation() -> None:
     """T = 8192 tokens, d = 4096, n = 14336, E = 8, K = 2, so R = 16384 rows; two bytes an element."""
     tokens, rows, hidden, w2 = 8192 * 4096, 16384 * 4096, 16384 * 14336, 8 * 14336 * 4096
     one_product = 2 * 16384 * 14336 * 4096
@@ -49,8 +49,8 @@ def test_kernels_of_mixtral_by_hand() -> None:
     assert {name: found[name] for name in right} == right
 
 
-def test_limit_of_mixtral_by_hand() -> None:
-    """Its products are bound by P, its sums by B: 6·R·d·n FLOP forward, and (R + T)·d elements twice."""
+def test_mixtral_roofline_equals_hand_computation() -> None:
+    """P bounds the products, B bounds the sums: 6·R·d·n FLOP forward, and (R + T)·d elements twice."""
     products_s = 6 * 16384 * 4096 * 14336 / 790e12
     sum_s = (2 * (16384 + 8192) * 4096 + 8 * 16384) / 4.3e12
     order_s = (8 * (2 * 16384 + 2 * 16384 + 8) + 4 * 9) / 4.3e12
@@ -63,13 +63,13 @@ def test_limit_of_mixtral_by_hand() -> None:
     assert forward_s == pytest.approx(7.36e-3, rel=0.01)
 
 
-def test_small_experts_are_bound_by_bytes() -> None:
-    """1.4B: the down projection, 4·R·(n + d) bytes and weights, takes longer than its FLOP."""
+def test_small_experts_are_memory_bound() -> None:
+    """1.4B: the bytes of the down projection, 4·R·(n + d) plus weights, take longer than its FLOP."""
     down = kernel_costs(SHAPES[0])["down"]
     assert limit_s([down], H200) == down.bytes / 4.3e12 > down.flops / 790e12
 
 
-def test_passes_are_made_of_kernels() -> None:
+def test_pass_flop_equals_sum_of_kernel_flop() -> None:
     assert {kernel for kernels in PASSES.values() for kernel in kernels} <= set(KERNELS)
     for shape in SHAPES:
         for name in PASSES:
@@ -77,7 +77,7 @@ def test_passes_are_made_of_kernels() -> None:
             assert shape.flops(name) == pytest.approx(sum(part.flops for part in parts), rel=0.02)
 
 
-def test_ceilings_of_a_clock() -> None:
+def test_ceilings_are_derived_from_measured_times() -> None:
     import torch
 
     found = measure_ceilings(FakeClock(4.0, 0.5), torch.device("cpu"), size=32, copied_bytes=2048)

@@ -20,13 +20,13 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="t
 
 @linux
 @pytest.mark.parametrize("pieces", [4000, *slowly(1)])
-def test_the_peak_is_what_a_step_holds_at_once(pieces: int) -> None:
-    """Also where memory was used and freed before, in pieces that the C library keeps for itself."""
+def test_peak_bytes_equals_memory_live_within_step(pieces: int) -> None:
+    """Also where memory was used and freed earlier, in small blocks that the C library retains."""
 
     def step(mib: int) -> None:
         held = [torch.ones(mib * MIB // 4 // pieces) for _ in range(pieces)]
         del held[: pieces // 2]
-        again = [torch.ones(mib * MIB // 8 // pieces) for _ in range(pieces)]  # half as much: no more than before
+        again = [torch.ones(mib * MIB // 8 // pieces) for _ in range(pieces)]  # half as much: no new peak
         del held, again
 
     step(100)
@@ -37,8 +37,8 @@ def test_the_peak_is_what_a_step_holds_at_once(pieces: int) -> None:
     assert none is not None and none < 8 * MIB
 
 
-class Gpu:
-    """A counter that goes on every tenth of a second, as that of a GPU that takes 100 W, on a clock of its own."""
+class FakeGpu:
+    """A fake energy counter that updates every 0.1 s, of a GPU drawing 100 W, on its own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -51,22 +51,22 @@ class Gpu:
         return 10.0 * int(self.now / 0.1)
 
 
-def test_energy_is_counted_between_changes_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch)
+def test_energy_is_measured_between_counter_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
     found = energy_j(gpu.step, CPU, gpu.joules, 1.0)
     assert found == pytest.approx(100 * 0.03, rel=0.05) and gpu.now < 1.3
     assert energy_j(gpu.step, CPU, lambda: 5.0, 1.0) is None
     start = gpu.now
-    assert energy_j(gpu.step, CPU, lambda: float(gpu.now > start + 0.5), 1.0) is None  # it stops
+    assert energy_j(gpu.step, CPU, lambda: float(gpu.now > start + 0.5), 1.0) is None  # the counter stops
 
 
-class Nvml(SimpleNamespace):
+class FakeNvml(SimpleNamespace):
     NVMLError = type("NVMLError", (Exception,), {})
 
 
-def test_the_counter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_counter_reads_nvml_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
-    nvml = Nvml(
+    nvml = FakeNvml(
         nvmlInit=lambda: called.append("init"),
         nvmlShutdown=lambda: called.append("shutdown"),
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,

@@ -1,4 +1,4 @@
-"""The printed choice of a degree beside the exact one."""
+"""The paper's printed choice of degree compared with the exact optimum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def case_by_hand(r: int, times: ChunkTimes, gar: float) -> float:
     return 2 * a2a + r * ag + r * rs
 
 
-def test_paper_cases_are_the_printed_ones_and_exact_where_gather_and_scatter_take_the_same():
+def test_paper_cases_are_exact_if_gather_time_equals_scatter():
     rng = random.Random()
     numbers, off = set(), 0
     for _ in range(5000):
@@ -71,8 +71,8 @@ def grid_passes(testbed, every: int, first: int = 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_its_grid(testbed):
-    """In each 25th case, which shares no factor with the lengths of the grid's axes: all of their values come."""
+def test_paper_degree_has_low_regret_on_its_grid(testbed):
+    """Every 25th case: 25 is coprime to the lengths of the grid's axes, so every axis value occurs."""
     regrets = paper_regret(grid_passes(testbed, 25, first := random.randrange(25)))
     mean = sum(regrets) / len(regrets)
     assert mean < 1e-3, f"{testbed} from {first}: mean regret {mean:.4%}, worst {max(regrets):.2%}"

@@ -1,4 +1,4 @@
-"""The runner of other projects' tests, with a suite of four tests of which this library's switch changes two."""
+"""The runner of third-party test suites, on a suite of four tests; this library's switch changes two of them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def project(folder: Path) -> Path:
     return folder
 
 
-def ran(folder: Path, limit_s: float = 120.0) -> Result:
+def run_fake_suite(folder: Path, limit_s: float = 120.0) -> Result:
     suite = Suite("fake", "pytest", ("tests/test_fake.py",), switch="fake_switch", stand_ins=("absent_package",))
     return run_suite(suite, folder, limit_s, lambda *_: None, folder / "build")
 
 
-def test_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_differences_list_changed_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(project(tmp_path)))
-    result = ran(tmp_path)
+    result = run_fake_suite(tmp_path)
     assert result.version == metadata.version("pytest") and not result.reason
     assert result.counts() == {"passed": 2, "failed": 2, "skipped": 1}
     assert sorted(result.without.values()) == ["failed", *["passed"] * 4]
@@ -62,8 +62,8 @@ def test_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes([result])[0].startswith("pytest fake: tests/test_fake.py")
 
 
-def test_outcomes_of_a_run_under_way(tmp_path: Path) -> None:
-    """A half-written line is left for later; a test that passed and failed at its end has failed."""
+def test_outcomes_of_unfinished_run_skip_partial_line(tmp_path: Path) -> None:
+    """A half-written line is skipped; a test that passed and then failed in teardown has failed."""
     lines = [
         '{"collected": 3}',
         '{"test": "a", "outcome": "passed"}',

@@ -1,4 +1,4 @@
-"""Layers of others against the definition in float64, with gradients, and that what is wrong is left out."""
+"""Peer layers compared with the float64 definition, including gradients; wrong peers are left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def with_empty_experts(case: Case) -> Case:
-    """Experts 1 and 2 and the last give their rows to others; a token may then have an expert twice."""
+    """Reroute rows of experts 1, 2 and the last; a token may then have an expert twice."""
     moved = torch.tensor([0, 0, 0, 3, 4, 4])
     return replace(case, expert_SK=moved[case.expert_SK])
 
@@ -39,17 +39,17 @@ def random_case(seed: int, shape: Shape = TINY[0]) -> Case:
     return make_case(shape, CPU, seed=seed)
 
 
-def plain(x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, expert_SK: Tensor) -> Tensor:
+def differentiable_definition(x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, expert_SK: Tensor) -> Tensor:
     """The definition, differentiable; w1 [E, 2, H, M], g before u."""
     layout = define_layout(expert_SK, w1.shape[0])
     return define_experts(x_SM, layout, take_pairs(weight_SK, layout), Weights(w1, w2), "swiglu")
 
 
-def test_reference_is_the_definition() -> None:
+def test_reference_equals_differentiable_definition() -> None:
     case = with_empty_experts(random_case(3))
     right = make_reference(case, torch.float64)
     leaves = [tensor.double().requires_grad_() for tensor in (case.x_SM, case.weight_SK, case.w1, case.w2)]
-    y_SM = plain(*leaves, case.expert_SK)
+    y_SM = differentiable_definition(*leaves, case.expert_SK)
     gradients = torch.autograd.grad(y_SM, leaves, case.dy_SM.double())
     for found, expected in zip((right.y_SM, *right.gradients), (y_SM, *gradients), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -58,24 +58,24 @@ def test_reference_is_the_definition() -> None:
 @pytest.mark.parametrize("make", [fusedmoe_layer, torch_grouped.make], ids=["fusedmoe", "torch._grouped_mm"])
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
-def test_against_float64(make: suite.Maker, empty: bool, shape: Shape) -> None:
+def test_layer_errors_against_float64_are_within_limits(make: suite.Maker, empty: bool, shape: Shape) -> None:
     case = random_case(5, shape)
     if empty and shape == TINY[0]:
         case = with_empty_experts(case)
     layer = make(case)
     errors = find_errors(layer, case, make_reference(case, torch.float64))
     assert set(errors) == {"y", "dx", "dweight", "dW1", "dW2"}
-    assert wrong(errors) == [] and max(errors.values()) > 1e-4  # bfloat16 it is
+    assert wrong(errors) == [] and max(errors.values()) > 1e-4  # bfloat16 rounding
 
 
 @pytest.mark.parametrize("place", [1, *slowly(0, 2, 3)])
-def test_a_wrong_gradient_is_found(place: int) -> None:
+def test_wrong_or_nan_gradient_is_detected(place: int) -> None:
     case = random_case(7)
     layer = torch_grouped.make(case)
 
     def spoiled(gradients: tuple[Tensor, ...]) -> list[Tensor]:
         found = [gradient.clone() for gradient in gradients]
-        found[place].view(-1)[:40] = 0  # a tile that nobody wrote
+        found[place].view(-1)[:40] = 0  # a tile that no program wrote
         return found
 
     errors = find_errors(replace(layer, ours=spoiled), case, make_reference(case, torch.float64))
@@ -84,7 +84,7 @@ def test_a_wrong_gradient_is_found(place: int) -> None:
     assert len(wrong(errors)) == 1
 
 
-def test_empty_experts_are_kept_from_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_grouped_mm_rejects_empty_experts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     case = with_empty_experts(random_case(9))
     monkeypatch.setattr(Tensor, "is_cuda", True)
     with pytest.raises(Unavailable, match="no rows"):
@@ -92,13 +92,13 @@ def test_empty_experts_are_kept_from_torch_on_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 class LigerFunction:
-    """Its conventions in plain torch: W1 [E, 2H, M], g before u; int32 experts; weights in the tokens' dtype."""
+    """Liger's conventions in plain torch: W1 [E, 2H, M], g before u; int32 experts; weights in the tokens' dtype."""
 
     @staticmethod
     def apply(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         assert index.dtype == torch.int32 and weights.dtype == x.dtype
         E, M, H = down.shape
-        return plain(x, weights, gate_up.view(E, 2, H, M), down, index.long())
+        return differentiable_definition(x, weights, gate_up.view(E, 2, H, M), down, index.long())
 
 
 class ScatterExperts(nn.Module):
@@ -108,7 +108,7 @@ class ScatterExperts(nn.Module):
 
 
 class ScatterMlp(nn.Module):
-    """Its conventions in plain torch: the first half of its first product is u, the second g."""
+    """ScatterMoE's conventions in plain torch: the first half of the first product is u, the second g."""
 
     def __init__(self, input_size: int, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class ScatterMlp(nn.Module):
         assert expert_p.dtype == x.dtype
         E, M, H = self.output_experts.weight.shape
         w1 = self.experts.weight.view(E, 2, H, M).flip(1)
-        return plain(x, expert_p, w1, self.output_experts.weight, expert_idxs)
+        return differentiable_definition(x, expert_p, w1, self.output_experts.weight, expert_idxs)
 
 
 class ActivationType(Enum):
@@ -140,18 +140,20 @@ def sonic_routing_inputs(
     activation_type: ActivationType,
     concat_layout: bool = False,
 ) -> tuple[Tensor, None]:
-    """Its conventions in plain torch: experts last in both weights, tokens ascending, g before u only if told."""
+    """Sonic's conventions in plain torch: experts last, tokens ascending, g before u only with concat_layout."""
     assert concat_layout and activation_type is ActivationType.SWIGLU and (b1, b2) == (None, None)
     assert token_indices.dtype == expert_indices.dtype == torch.int32 and bool((token_indices.diff() >= 0).all())
     assert w1.permute(2, 0, 1).is_contiguous() and w2.permute(2, 0, 1).is_contiguous()
     M, H, _ = w2.shape
     slots = len(token_indices) // len(x)
     split = w1.permute(2, 0, 1).view(E, 2, H, M)
-    y_SM = plain(x, scores.view(-1, slots), split, w2.permute(2, 0, 1), expert_indices.view(-1, slots).long())
+    y_SM = differentiable_definition(
+        x, scores.view(-1, slots), split, w2.permute(2, 0, 1), expert_indices.view(-1, slots).long()
+    )
     return y_SM, None
 
 
-def pretend(patch: pytest.MonkeyPatch, **modules: dict[str, object]) -> None:
+def fake_modules(patch: pytest.MonkeyPatch, **modules: dict[str, object]) -> None:
     for name, contents in modules.items():
         module = ModuleType(name.replace("__", "."))
         vars(module).update(contents)
@@ -159,8 +161,8 @@ def pretend(patch: pytest.MonkeyPatch, **modules: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("name", [liger.NAME, scattermoe.NAME, sonicmoe.NAME])
-def test_adapters_by_the_libraries_conventions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(
+def test_adapters_follow_conventions_of_peer_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_modules(
         monkeypatch,
         liger_kernel__ops={"LigerFusedMoEFunction": LigerFunction},
         scattermoe__mlp={"GLUMLP": ScatterMlp},
@@ -173,7 +175,7 @@ def test_adapters_by_the_libraries_conventions(name: str, monkeypatch: pytest.Mo
     assert wrong(errors, 2e-2) == []  # `plain` rounds after each element
 
 
-def test_who_is_wrong_is_left_out_and_we_may_not_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_peer_is_excluded_and_wrong_own_layer_raises(capsys: pytest.CaptureFixture[str]) -> None:
     case, spool = random_case(13), Spool()
 
     def half(case: Case) -> Layer:
@@ -195,8 +197,8 @@ def test_who_is_wrong_is_left_out_and_we_may_not_be(capsys: pytest.CaptureFixtur
         suite.ready_layers(case, {NAME: half}, right, spool)
 
 
-def test_saved_bytes() -> None:
-    """A function that saves its tokens, H (2·R·H) and its weights: parameters do not count."""
+def test_saved_bytes_exclude_parameters() -> None:
+    """A function saves its tokens, H (2·R·H) and its weights: parameters are not counted."""
     case = random_case(17)
     S, M, R, H = TINY[0].S, TINY[0].M, TINY[0].rows, TINY[0].H
 

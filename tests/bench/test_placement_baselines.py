@@ -1,4 +1,4 @@
-""""""
+"""Baseline placement policies on small situations: FasterMoE, SmartMoE, FlexMoE, Hecate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.placement.baselines import (
     swaps,
 )
 from bench.placement.made_loads import make_loads
-from fusedmoe.placement.hecate import materialise, predict, reshard, slots
+from fusedmoe.placement.hecate import materialise, max_owned_experts, predict_load, reshard
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.replica_search import improve
 from fusedmoe.placement.traffic import gather, layer_s, load, traffic, transfers_s
@@ -38,7 +38,7 @@ def situation(iteration: int = 5, *, layers: int = 2, experts: int = 16, seed: i
 
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 3), st.integers(0, 4), st.booleans())
-def test_every_policy_keeps_owners_and_slots(seed, m, t, calibrated):
+def test_every_policy_preserves_owner_count_and_slot_limit(seed, m, t, calibrated):
     now = situation(seed=seed)
     policies = {
         "ep": expert_parallelism,
@@ -58,12 +58,12 @@ def test_every_policy_keeps_owners_and_slots(seed, m, t, calibrated):
         room = m if name not in ("ep", "smartmoe") else 0
         assert all(one.extra_W().max() <= room for one in decision.placements)
         owned_W = sum(np.bincount(one.owners, minlength=8) for one in decision.placements)
-        assert owned_W.max() <= slots(2, 16, 8)
+        assert owned_W.max() <= max_owned_experts(2, 16, 8)
 
 
-def test_hecate_is_its_algorithms():
+def test_hecate_composes_reshard_materialise_and_improve():
     now = situation()
-    expected_LE = predict(now.history_ILE)
+    expected_LE = predict_load(now.history_ILE)
     shardings = reshard(now.before, expected_LE, NODES, 4)
     decision = hecate(now, t=4, m=2)
     assert decision.placements == tuple(
@@ -76,7 +76,7 @@ def test_hecate_is_its_algorithms():
         materialise(one, load_E, NODES, 4, 2) for one, load_E in zip(shardings, expected_LE, strict=True)
     )
     assert decision.waits_s > 0, "the new owners' parameters and state"
-    # Later, and without new owners: only what the gathers and reduce-scatters send, which is hidden.
+    # Later, without new owners: only gathers and reduce-scatters are sent, and they are hidden.
     later = replace(now, iteration=6, before=decision.placements)
     again = hecate(later, t=4, m=2)
     assert again.waits_s == 0
@@ -87,8 +87,8 @@ def test_hecate_is_its_algorithms():
     assert again.sent_bytes == 2 * sent
 
 
-def test_what_t_allows_is_hidden():
-    """A gather takes no longer than t experts on the link between nodes."""
+def test_hecate_gather_fits_in_t_expert_transfers():
+    """A gather takes no longer than sending t experts over the inter-node link."""
     now = situation(layers=4)
     for t in (1, 3, 8):
         for one in hecate(now, t=t, m=2).placements:
@@ -96,8 +96,8 @@ def test_what_t_allows_is_hidden():
             assert seconds <= t * CLUSTER_A.expert_bytes / CLUSTER_A.inter_bytes_s * (1 + 1e-12)
 
 
-def test_shadowing_by_the_tokens_there_are():
-    now = situation(history_ILE=np.zeros((5, 2, 16), dtype=np.int64))  # the past is not asked
+def test_shadowing_replicates_experts_of_current_tokens():
+    now = situation(history_ILE=np.zeros((5, 2, 16), dtype=np.int64))  # the history is unused
     decision = shadowing(now, m=2)
     for before, after, tokens_WE in zip(now.before, decision.placements, now.tokens_LWE, strict=True):
         assert 0 < sum(map(bool, after.replicas)) <= 2
@@ -108,7 +108,7 @@ def test_shadowing_by_the_tokens_there_are():
     assert shadowing(dear, m=2).placements == now.before
 
 
-def test_swaps_even_the_work():
+def test_swaps_balance_work_and_skip_off_period_iterations():
     load_E = np.array([8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]) * 1000
     now = situation(layers=1, history_ILE=np.tile(load_E, (5, 1, 1)))
     (after,) = swaps(now).placements
@@ -119,12 +119,12 @@ def test_swaps_even_the_work():
     assert swaps(dear).placements == now.before, "moving must pay"
 
 
-def test_replicas_come_and_go():
+def test_replication_adds_and_evicts_replicas():
     now = situation(layers=1)
     grown = replication(now, m=1)
     (first,) = grown.placements
     assert any(first.replicas) and grown.waits_s > 0
-    # Everybody now wants what nobody wanted before: replicas change their expert.
+    # The load moves to previously idle experts: replicas change their expert.
     turned = replace(now, iteration=10, before=grown.placements, history_ILE=now.history_ILE[..., ::-1])
     (second,) = replication(turned, m=1).placements
     lost = [e for e in range(16) if set(first.replicas[e]) - set(second.replicas[e])]
@@ -133,7 +133,7 @@ def test_replicas_come_and_go():
     assert replication(replace(turned, iteration=11), m=1).placements == grown.placements, "not every time"
 
 
-def test_replicas_are_given_up_where_no_rank_has_room():
+def test_replication_evicts_replicas_when_slots_are_full():
     load_E = np.array([800_000] + [10_000] * 15)
     full = Placement(8, Placement.even(8, 16).owners, tuple(() if e % 2 else ((e // 2 - 2) % 8,) for e in range(16)))
     assert full.extra_W().tolist() == [1] * 8
@@ -145,8 +145,8 @@ def test_replicas_are_given_up_where_no_rank_has_room():
 @pytest.mark.parametrize(
     "policy", [partial(hecate, t=8, m=2), partial(shadowing, m=2), swaps, partial(replication, m=2)]
 )
-def test_even_loads_ask_for_little(policy):
-    """Nothing is to be won by moving where all experts are alike."""
+def test_even_loads_never_get_slower(policy):
+    """With equal loads, moving experts gains nothing."""
     even = situation(history_ILE=np.full((5, 2, 16), 1000), tokens_LWE=np.full((2, 8, 16), 125))
     before_s = sum(
         layer_s(load(tokens, one, NODES), CLUSTER_A) for tokens, one in zip(even.tokens_LWE, even.before, strict=True)

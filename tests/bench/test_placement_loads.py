@@ -12,7 +12,7 @@ from fusedmoe.placement.placement import Placement
 SMALL = ["--iterations", "8", "--layers", "2", "--experts", "12", "--ranks", "8", "--tokens", "500"]
 
 
-def test_json(capsys):
+def test_json_lists_every_policy(capsys):
     assert main([*SMALL, "--json", "--policy", "flexmoe"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data["policies"]) == list(POLICIES) and (data["ranks"], data["ranks_per_node"]) == (8, 4)
@@ -27,7 +27,7 @@ def test_json(capsys):
 
 
 @pytest.mark.slow
-def test_loads_that_were_saved(capsys, tmp_path):
+def test_saved_loads_reproduce_output(capsys, tmp_path):
     path, picture = tmp_path / "counts.json", tmp_path / "loads.png"
     assert main([*SMALL, "--json", "--seed", "7", "--save", str(path)]) == 0
     made = capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_loads_that_were_saved(capsys, tmp_path):
     assert all(policy in table for policy in POLICIES)
 
 
-def test_exact_balance_is_timed():
+def test_exact_balance_times_and_imbalance_are_reported():
     for name, one in balanced(8, 16).items():
         assert all(one[f"{what}_s"] > 0 for what in ("balance", "cheapest", "split"))
         assert 1 <= one["over_mean"] < 1.01 <= one["over_mean_before"] or name == "copies"

@@ -1,4 +1,4 @@
-"""Policies on made loads, and on those of a real job, `bench/traces/skewed.json`: 4 ranks, 16 experts."""
+"""Policies on synthetic loads and on loads of a real job, `bench/traces/skewed.json`: 4 ranks, 16 experts."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tests.marks import slowly
 NODES = Nodes(16, 4)
 
 
-def follow(iterations: int, seed: int, m: int, **changes) -> dict[str, Outcome]:
-    """24 layers of 32 experts on 4 × 4 ranks under every policy, t = 8."""
+def replay_every_policy(iterations: int, seed: int, m: int, **changes) -> dict[str, Outcome]:
+    """Replay 24 layers of 32 experts on 4 × 4 ranks under every policy, t = 8."""
     trace = make_loads(iterations, 24, 16, 32, seed=seed, **changes)
     policies = {
         "ep": expert_parallelism,
         "hecate": partial(hecate, t=8, m=m),
         "fastermoe": partial(shadowing, m=m),
         "smartmoe": swaps,
-        "flexmoe": partial(replication, m=m, every=25),  # its paper's 10 are slower
+        "flexmoe": partial(replication, m=m, every=25),  # the paper's interval of 10 is slower
     }
     return {name: replay(trace, policy, NODES, CLUSTER_A) for name, policy in policies.items()}
 
 
-def check(outcomes: dict[str, Outcome], straggler: float, ingress: float) -> None:
+def check_hecate_ahead(outcomes: dict[str, Outcome], straggler: float, ingress: float) -> None:
     ep, ours = outcomes["ep"], outcomes["hecate"]
     assert ep.straggler / ours.straggler >= straggler
     assert ep.ingress_bytes / ours.ingress_bytes >= ingress
@@ -55,7 +55,7 @@ def check(outcomes: dict[str, Outcome], straggler: float, ingress: float) -> Non
 
 
 def check_exact(outcomes: dict[str, Outcome]) -> None:
-    """Exact balance: the busiest rank has 1.05 times the mean or less, with few more experts sent; or it is faster."""
+    """Policy "even": busiest rank within 1.05 times the mean, at most 5% more experts sent. "exact": faster."""
     ours, even, cheapest = (outcomes[name] for name in ("hecate", "even", "exact"))
     assert even.straggler <= 1.05 < ours.straggler and even.sent_I.mean() <= 1.05 * ours.sent_I.mean()
     assert cheapest.straggler < ours.straggler and cheapest.iteration_s < ours.iteration_s
@@ -63,15 +63,15 @@ def check_exact(outcomes: dict[str, Outcome]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("m", "straggler", "ingress"), [(2, 3.5, 8.0), (4, 4.0, 12.0)])
-def test_ahead_of_the_others(m, straggler, ingress):
-    """For so long that what is decided every 25 iterations is decided twice."""
-    outcomes = follow(60, m, m)
+def test_hecate_beats_baselines_on_synthetic_loads(m, straggler, ingress):
+    """60 iterations, to cover two decisions of the policy with a period of 25."""
+    outcomes = replay_every_policy(60, m, m)
     assert 5.5 < outcomes["ep"].straggler < 6.7, "as skewed as the paper's"
     assert outcomes["hecate"].replicas_I.max() <= 24 * m
-    check(outcomes, straggler, ingress)
+    check_hecate_ahead(outcomes, straggler, ingress)
 
 
-def test_by_definition():
+def test_replay_equals_definition():
     trace = make_loads(8, 3, 16, 20, tokens=300)
     found = replay(trace, expert_parallelism, NODES, CLUSTER_A)
     even = Placement.even(16, 20)
@@ -90,8 +90,8 @@ def test_by_definition():
     np.testing.assert_allclose(found.speedup_L(found), 1.0)
 
 
-def test_memory_at_its_height():
-    """By hand: the busiest rank's owned experts, its replicas, and what is there twice while owners change."""
+def test_replay_peak_memory_equals_hand_computation():
+    """By hand: the busiest rank's owned experts, its replicas, and experts held twice while owners change."""
     e, s = CLUSTER_A.expert_bytes, CLUSTER_A.state_bytes
     trace, nodes = make_loads(8, 2, 4, 4, tokens=100), Nodes(4, 2)
     even, one = Placement.even(4, 4), np.eye(4, dtype=bool)
@@ -104,11 +104,11 @@ def test_memory_at_its_height():
     assert peak(even) == [2 * (2 * e + s)] * 3
     assert peak(Placement.holding(even.owners, one)) == [2 * (2 * e + s) + 2 * 2 * e] * 3
     assert peak(Placement.holding(even.owners, one), state=True) == [4 * (2 * e + s)] * 3
-    # Without gradients: three experts where the second layer's are there before and after, in the first iteration only.
+    # Without gradients: three experts, as the second layer's are held before and after, in the first iteration only.
     assert peak(swapped) == [max(3 * (e + s), 2 * (2 * e + s)), *[2 * (2 * e + s)] * 2]
 
 
-def test_policies_see_only_the_past():
+def test_policies_receive_past_loads_only():
     trace = make_loads(8, 2, 16, 20, tokens=300)
     seen = []
 
@@ -123,7 +123,7 @@ def test_policies_see_only_the_past():
     assert seen == [(5, 5, True), (6, 6, True), (7, 7, True)] and shown == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_iterations_without_tokens():
+def test_replay_without_tokens_has_no_straggler_or_ingress():
     trace = LoadTrace(np.zeros((7, 2, 16, 20), dtype=np.int64))
     for policy in (
         expert_parallelism,
@@ -136,7 +136,7 @@ def test_iterations_without_tokens():
         assert found.straggler == 1.0 and found.ingress_bytes == 0.0
 
 
-def test_what_is_refused():
+def test_replay_rejects_short_trace_and_rank_mismatch():
     with pytest.raises(ConfigError, match="5 iterations"):
         replay(make_loads(5, 1, 16, 4), expert_parallelism, NODES, CLUSTER_A)
     with pytest.raises(ConfigError, match="a trace of 8 ranks"):
@@ -146,8 +146,8 @@ def test_what_is_refused():
 TRACE = LoadTrace.from_json((Path(__file__).parents[2] / "bench/traces/skewed.json").read_text(encoding="utf-8"))
 
 
-def test_what_was_recorded():
-    """60 steps of 16 sequences of 128 bytes on each of 4 ranks, two choices a byte."""
+def test_recorded_trace_is_skewed_and_drifting():
+    """60 steps of 16 sequences of 128 bytes on each of 4 ranks, two choices per byte."""
     assert TRACE.tokens_ILWE.shape == (60, 4, 4, 16) and (TRACE.tokens_ILWE.sum(axis=3) == 16 * 128 * 2).all()
     share_ILE = TRACE.load_ILE / TRACE.load_ILE.sum(axis=2, keepdims=True)
     assert share_ILE.max(axis=2).mean() > 3 / 16, "skewed"
@@ -157,7 +157,7 @@ def test_what_was_recorded():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("per_node", "m"), [(2, 1), (2, 2), (1, 2)])
-def test_exact_balance_of_what_was_recorded(per_node, m):
+def test_exact_balance_of_recorded_loads(per_node, m):
     policies = {
         "hecate": partial(hecate, t=4, m=m),
         "exact": partial(exact, t=4, m=m),
@@ -173,8 +173,8 @@ EVEN = {"skew": 0.0, "spread": 0.0, "drift": 0.0, "jitter": 0.0, "difference": 0
     ("m", "iterations", "layers"),
     [(2, 8, 2), *slowly((2, 20, 4), (4, 20, 4))],
 )
-def test_auto_where_loads_change_drift_and_are_even(m, iterations, layers):
-    """A wrong prediction is corrected, also where it has filled the memory; an even one costs nothing."""
+def test_auto_policy_on_changing_drifting_and_even_loads(m, iterations, layers):
+    """A wrong prediction is corrected, also with memory full of replicas; even loads cost nothing."""
     seconds = {}
     for router, loads in (("changes", {"jitter": 1.5}), ("drifts", {"drift": 0.02, "jitter": 0.05}), ("even", EVEN)):
         trace = make_loads(iterations, layers, 16, 32, seed=m, **loads)
@@ -189,7 +189,7 @@ def test_auto_where_loads_change_drift_and_are_even(m, iterations, layers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [2, 4])
-def test_exact_balance_of_loads_that_drift(m):
+def test_exact_balance_of_drifting_loads(m):
     trace = make_loads(20, 4, 16, 32, seed=m)
     policies = {
         "hecate": partial(hecate, t=8, m=m),
@@ -199,7 +199,7 @@ def test_exact_balance_of_loads_that_drift(m):
     check_exact({name: replay(trace, one, NODES, CLUSTER_A) for name, one in policies.items()})
 
 
-# Of ranks as 2 × 2, with one copy and two, and as four nodes.
+# Ranks as 2 × 2, with one replica and two, and as four nodes.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("per_node", "m", "straggler", "ingress", "faster"),
@@ -208,7 +208,7 @@ def test_exact_balance_of_loads_that_drift(m):
         *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 2, 1.7, 7.5, 3.2), (1, 2, 1.6, 4.0, 2.7))),
     ],
 )
-def test_hecate_is_ahead(per_node, m, straggler, ingress, faster):
+def test_hecate_beats_baselines_on_recorded_loads(per_node, m, straggler, ingress, faster):
     policies = {
         "ep": expert_parallelism,
         "fastermoe": partial(shadowing, m=m),

@@ -1,4 +1,4 @@
-"""Tests in several processes: whatever one of them does, it is named, and the others run."""
+"""Tests in several processes: a process that fails is named, and the remaining tests run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def place(folder: Path, seconds: float = 100) -> Place:
 
 
 @pytest.mark.slow
-def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_reports_failed_hung_and_crashed_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_TEST_S", 10)
     (tmp_path / "test_cases.py").write_text(CASES)
     outcome = run_tests(place(tmp_path), [str(tmp_path)], 2)
@@ -62,13 +62,13 @@ def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
+def test_collection_error_fails_pool(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
     outcome = run_tests(place(tmp_path), [str(tmp_path)], 1)
     assert outcome.result == "failed" and "nothing_of_this_name" in outcome.output
 
 
-def test_judgement() -> None:
+def test_judge_counts_outcomes_and_unfinished_shares() -> None:
     def end(name: str, result: str) -> dict[str, object]:
         return {"event": "end", "name": name, "result": result, "text": ""}
 

@@ -1,4 +1,4 @@
-"""`make reproduce`: tables are well-formed, figures are those of a hand's sum, and the page is what the file says."""
+"""`make reproduce`: well-formed tables, figures that match hand calculations, and a page that matches the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.reproduce.table import PAPERS, Part, Row, Table, cells, reasons_of, s
 from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.schedule.cost import ALONE, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
@@ -33,31 +33,31 @@ from tests.marks import slowly
 QUICK = ("fsmoe-table2", "flowmoe-table2", "hecate-table1", "hecate-volume")
 
 
-def silent(done: float, total: float) -> None:
+def check_progress(done: float, total: float) -> None:
     assert 0 <= done <= total
 
 
-def made(name: str) -> list[Table]:
+def make_tables(name: str) -> list[Table]:
     part = next(part for part in command.PARTS if part.name == name)
-    return list(part.run(silent))
+    return list(part.run(check_progress))
 
 
-def as_read(row: Row) -> float:
-    """The paper's figure as a reader of the table reads it."""
+def parse_paper_figure(row: Row) -> float:
+    """The paper's figure, parsed from its printed form."""
     text = shown(row.paper, row.form)
     number = float(re.sub(r"[^0-9.]", "", text))
     return number / 100 if "%" in text else number
 
 
 def check(table: Table, head: Table) -> None:
-    """It is the table that was announced, and each of its figures can be shown."""
+    """The table has the announced head, and each figure can be shown."""
     assert replace(table, rows=(), text="", reasons=()) == replace(head, text="", reasons=())
     assert table.rows and not any(mark in table.text + "".join(table.reasons) for mark in "{}")
     assert len({row.what for row in table.rows}) == len(table.rows)
     for row in table.rows:
         assert all(one is None or math.isfinite(one) for one in row.ours), row
         assert row.paper is not None or any(one is not None for one in row.ours), row
-        assert isinstance(row.paper, str | None) or as_read(row) == pytest.approx(row.paper, rel=1e-12), (
+        assert isinstance(row.paper, str | None) or parse_paper_figure(row) == pytest.approx(row.paper, rel=1e-12), (
             "not as printed"
         )
         assert reasons_of(row) != "not known", f"{table.name}, {row.what}: why do they differ?"
@@ -68,30 +68,32 @@ def check(table: Table, head: Table) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_quick_tables(name):
-    for table, head in zip(made(name), next(part for part in command.PARTS if part.name == name).heads, strict=True):
+def test_quick_tables_are_well_formed(name):
+    for table, head in zip(
+        make_tables(name), next(part for part in command.PARTS if part.name == name).heads, strict=True
+    ):
         check(table, head)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly("flowmoe-table3", "hecate-figure13")])
-def test_quick_tables_print_what_the_record_says(name):
+def test_quick_tables_equal_recorded_results(name):
     stored = json.loads((command.ROOT / "bench/results" / command.FILE).read_text())["tables"]
-    for table in made(name):
+    for table in make_tables(name):
         assert [cells(row) for row in table.rows] == [cells(row) for row in Table.from_dict(stored[table.name]).rows]
 
 
-def test_simulated_layers_have_as_many_tokens_as_pairs():
-    """Their plans, which send pairs as the papers' do, are those of tokens that travel once as well."""
+def test_simulated_workloads_send_every_pair():
+    """Plans that send every pair, as in the papers, equal plans that send each token once per rank."""
     for where in TESTBEDS.values():
         for work in workloads(where):
             assert work.share == uniform_share(work.experts, work.k, work.ep) == 1
 
 
-def shortened(monkeypatch) -> None:
-    """Every table on a few cases."""
+def shorten_tables(monkeypatch) -> None:
+    """Shorten every table to a few cases."""
     for module, name, value in (
         (fsmoe, "workloads", lambda testbed: islice(workloads(testbed), 0, None, 97)),
-        (fsmoe, "run_grid", lambda **of: few_layers(**of)),
+        (fsmoe, "run_grid", lambda **of: run_shortened_grid(**of)),
         (fsmoe, "_RANDOM", 50),
         (fsmoe, "_MODELS", tuple((name, where, 2, *of) for name, where, _, *of in fsmoe._MODELS)),
         (lancet, "_RANDOM", 5),
@@ -107,7 +109,7 @@ def shortened(monkeypatch) -> None:
         monkeypatch.setattr(module, name, value)
 
 
-def few_layers(**of):
+def run_shortened_grid(**of):
     from bench.simulate import grid
 
     whole, grid.workloads = grid.workloads, lambda testbed: islice(workloads(testbed), 0, None, 97)
@@ -122,12 +124,12 @@ def few_layers(**of):
 @pytest.mark.parametrize(
     "part", [part for part in command.PARTS if part not in testbed.PARTS], ids=lambda part: part.name
 )
-def test_every_table_on_a_few_cases(part: Part, monkeypatch):
-    shortened(monkeypatch)
+def test_every_table_is_well_formed_on_few_cases(part: Part, monkeypatch):
+    shorten_tables(monkeypatch)
     told: list[float] = []
 
     def show(done: float, total: float) -> None:
-        silent(done, total)
+        check_progress(done, total)
         told.append(done / total)
 
     for table, head in zip(part.run(show), part.heads, strict=True):
@@ -135,7 +137,7 @@ def test_every_table_on_a_few_cases(part: Part, monkeypatch):
     assert told == sorted(told)
 
 
-def test_a_difference_without_a_reason_is_said():
+def test_unexplained_difference_is_marked_not_known():
     assert reasons_of(Row("one", 1.004, (1.0, None))) == ""
     assert reasons_of(Row("one", 1.02, (1.0,))) == "not known"
     assert reasons_of(Row("one", 1.02, (1.0,), why=(2, 3))) == "2, 3"
@@ -143,11 +145,11 @@ def test_a_difference_without_a_reason_is_said():
     assert cells(Row("one", "up to 3", (2.0, None), "{:.1f}×", (1,))) == ["one", "up to 3", "2.0×", "–", "1"]
 
 
-# By hand.
+# Calculations by hand
 
 
-def test_times_of_operations_by_hand():
-    """GPT2-XL on testbed A: k·f·B·L·M = 2·4096·1600 elements of all gathered rows, an eighth of them sent."""
+def test_fsmoe_operation_times_equal_hand_computation():
+    """GPT2-XL on testbed A: k·f·B·L·M = 2·4096·1600 elements of gathered rows, an eighth of them sent."""
     rows = 2 * 4 * 1024 * 1600
     shared = 4 * 1024 * 1600
     products = 2 * (4.26e-2 + 2.29e-11 * 4 * 2 * 4096 * 1600 * 6400 / 8)
@@ -163,19 +165,19 @@ def test_times_of_operations_by_hand():
     )
 
 
-def test_sizes_by_hand():
+def test_parameter_counts_equal_hand_computation():
     assert hecate.parameters(768, 12) == pytest.approx((12 * 4 * 768**2 + 12 * 64 * 2 * 768 * 1536) / 1e9)
     attention, experts = flowmoe.parameters(12, 256, 512, 1)
     assert attention == pytest.approx(12 * 4 * 256 * 256 / 1e6)
     assert experts == pytest.approx(12 * 16 * (256 * 512 + 512 + 512 * 256 + 256) / 1e6)
 
 
-def test_memory_by_hand():
-    """Four of parameters where one is owned, which takes 8 in all: 3 copies, and a quarter of their gradients."""
+def test_hecate_memory_equals_hand_computation():
+    """Parameters take 4 times the owned share, whose state takes 8: 3 of replicas, and 0.75 of their gradients."""
     assert hecate.memory_by_arithmetic(4.0, 0.25) == pytest.approx(((8 + 3 + 0.75) / 8, (8 + 0.75 + 0.75) / 8))
 
 
-def test_differing_degrees_are_counted_for_each_number_of_heads():
+def test_differing_degrees_are_counted_per_head_count():
     testbed = TESTBEDS["B"]
     cases = list(workloads(testbed))[::31]
     differ = 0
@@ -183,37 +185,36 @@ def test_differing_degrees_are_counted_for_each_number_of_heads():
         there, back = work.layer_costs(testbed.costs).chunks.values()
         differ += choose_degree(there, limit=8).degree != choose_degree(back, limit=8).degree
     assert 0 < differ < len(cases)
-    assert fsmoe.differing(testbed, ALONE, 8, cases) == 3 * differ
-    assert fsmoe.differing(testbed, ALONE, 1, cases) == 0
+    assert fsmoe.differing(testbed, NO_CONTENTION, 8, cases) == 3 * differ
+    assert fsmoe.differing(testbed, NO_CONTENTION, 1, cases) == 0
 
 
-def test_printed_cases_are_exact_where_gather_and_scatter_take_the_same():
+def test_printed_cases_are_exact_if_gather_time_equals_scatter():
     off, off_even, largest = fsmoe.printed_against_exact(300, seed=random.randrange(2**32))
     assert 0.05 < off < 0.5 and off_even == 0 and largest > 0.01
 
 
-def test_no_choice_beats_the_exact_one():
+def test_exact_degree_has_no_regret():
     passes = list(islice(fsmoe.passes(TESTBEDS["A"], 60), 6))
     assert fsmoe.regrets(iter(passes), lambda chunks, gar: choose_degree(chunks, gar).degree) == [0.0] * 6
     assert min(fsmoe.regrets(iter(passes), lambda chunks, gar: 1)) >= -1e-12
 
 
-def test_greedy_share_by_hand():
-    """Into two seconds greedy puts what fits best, 2.1, which is all that could hide behind the three: 2 of 3.6."""
+def test_lancet_greedy_share_equals_hand_computation():
+    """Greedy fills the 2 s gap with the best fit, 2.1 s, the only unit that could hide in the 3 s gap: 2 of 3.6 s."""
     gaps = [Gap(2.0, {0, 1}), Gap(3.0, {1})]
     assert lancet.greedy_share(gaps, [1.5, 2.1]) == pytest.approx(2.0 / 3.6, rel=1e-3)
     assert lancet.greedy_share([Gap(1.0, set())], [1.0]) == 1.0
 
 
-def test_a_layer_in_two_chunks_by_hand():
-    """A second for each all-to-all, one for the experts and two backward: 3 + 4; in two chunks 2 + 3."""
+def test_flowmoe_layer_time_equals_hand_computation():
+    """Each all-to-all 1 s, experts 1 s forward and 2 s backward: 3 + 4; in two chunks 2 + 3."""
     assert flowmoe.moe_s(3 / 7, 7.0, 1) == pytest.approx(7.0)
     assert flowmoe.moe_s(3 / 7, 7.0, 2) == pytest.approx(5.0)
 
 
-def test_flowmoe_s_step_by_hand():
-    """Experts alone take their own time; with all the rest a step takes no less than its computation and than its
-    communication, and less than their sum."""
+def test_flowmoe_step_time_is_between_bounds():
+    """Experts alone take their time; otherwise a step lies between maximum and sum of compute and communication."""
     assert flowmoe.flowmoe_s(1.0, 6.0, 0.0, 0.0, 2) == pytest.approx(12.0)
     compute, travel = 3 * (0.5 * 6 + 1.5), 3 * (0.5 * 6 + 0.8)
     assert max(compute, travel) < flowmoe.flowmoe_s(0.5, 6.0, 1.5, 0.8, 3) < compute + travel
@@ -224,22 +225,22 @@ def two_layers(inter: str) -> tuple[Plan, Durations]:
     return plan, Durations({task: 2.0 if task.kind == "gradient-all-reduce" else 1.0 for task in plan})
 
 
-def test_a_link_that_waits_for_an_all_reduce():
-    """Layer 1's is ready when both chunks of its attention are; the dispatch of layer 0's first chunk is before."""
+def test_link_blocked_by_all_reduce_is_detected():
+    """Layer 1's all-reduce needs both chunks of its attention; layer 0's first dispatch is ready earlier."""
     before = "b1.D0 b1.D1 b1.C0 b1.C1"
     assert flowmoe.keeps_waiting(*two_layers(f"{before} b1.AR0 b0.D0 b0.D1 b0.C0 b0.C1 b0.AR0"))
     assert not flowmoe.keeps_waiting(*two_layers(f"{before} b0.D0 b0.D1 b1.AR0 b0.C0 b0.C1 b0.AR0"))
 
 
-def test_theorem_1_holds_where_the_link_never_waits():
+def test_theorem_1_holds_without_link_waits():
     rng = random.Random()
     found = [flowmoe.inserted(rng, flowmoe.random_pass(rng)) for _ in range(300)]
     assert not any(longer for waits, longer in found if not waits)
     assert any(longer for waits, longer in found if waits)
 
 
-def test_parts_of_an_all_reduce_by_hand():
-    """Nothing of one layer of one chunk can hide: four tasks of a second, two seconds, and four starts of a fifth."""
+def test_partitioned_all_reduce_time_equals_hand_computation():
+    """One chunk of one layer hides nothing: four tasks of 1 s, a 2 s all-reduce, four launches of 0.2 s."""
     chain = Plan.parse("phase: backward\ncompute: E0 A0\ninter: D0 C0")
     of = flowmoe.Pass(
         {"compute": list(chain.compute), "inter": list(chain.inter)}, dict.fromkeys(chain, 1.0), layers=1, reduce_s=2.0
@@ -248,8 +249,8 @@ def test_parts_of_an_all_reduce_by_hand():
     assert flowmoe.in_parts(of, 4, 0.1) == pytest.approx(4 + 4 * (0.5 + 0.2))
 
 
-def test_a_group_s_share_by_hand():
-    """An expert on four ranks sends 3/4, one on two 1/2; the others do not travel."""
+def test_replica_group_share_equals_hand_computation():
+    """An expert on four ranks sends 3/4, an expert on two ranks 1/2; unreplicated experts are not sent."""
     holds = Placement.even(4, 4).holds_EW.copy()
     holds[0], holds[1, 3] = True, True
     assert hecate.group_share(Placement.holding(Placement.even(4, 4).owners, holds)) == pytest.approx(
@@ -257,7 +258,7 @@ def test_a_group_s_share_by_hand():
     )
 
 
-def test_against_itself_expert_parallelism_gains_nothing():
+def test_expert_parallelism_speedup_over_itself_is_one():
     ep = replay(make_loads(WINDOW + 2, 2, 4, 8, seed=1), expert_parallelism, Nodes(4, 2), CLUSTER_A)
     names = [("ep", 0), ("sharded", 0), *((name, m) for name in ("published", "copies", "searched") for m in (2, 4))]
     rows = hecate.straggler_rows(dict.fromkeys(names, ep))
@@ -265,7 +266,7 @@ def test_against_itself_expert_parallelism_gains_nothing():
     assert all(row.ours == pytest.approx((1.0, 1.0)) for row in rows[1:])
 
 
-# Two nodes.
+# Two nodes
 
 
 def measured_rows() -> dict[str, dict[str, object]]:
@@ -282,27 +283,27 @@ def measured_rows() -> dict[str, dict[str, object]]:
     }
 
 
-def test_tables_of_two_nodes_by_hand():
+def test_two_node_tables_equal_hand_computation():
     found = testbed.from_rows(measured_rows(), 3)
     for table, head in zip(found, testbed.PARTS[0].heads, strict=True):
         check(table, head)
     parts, halves = found
     assert [row.ours for row in parts.rows] == [pytest.approx((one, one)) for one in (2, 3, 4, 5, 6)]
-    assert halves.rows[0].ours == pytest.approx((0.6, 0.3))  # 2 s, and 0.8 and 1.4 with all of it
+    assert halves.rows[0].ours == pytest.approx((0.6, 0.3))  # 2 s, and 0.8 and 1.4 with every part
     assert halves.rows[-1].ours == pytest.approx((1 - 0.8 / 1.8, 1 - 1.4 / 1.9))
     rows = measured_rows()
     rows["experts, all-reduce, S_p"] = {"same_as": "experts, all-reduce"}
     assert testbed.from_rows(rows, 3)[0].rows[3].ours == parts.rows[2].ours
 
 
-def test_where_two_nodes_cannot_be_made_it_says_so(monkeypatch):
+def test_two_node_tables_without_root_are_marked_not_run(monkeypatch):
     monkeypatch.setattr(testbed, "missing", lambda: "it needs root, to make network namespaces")
-    found = testbed.testbed(silent)
+    found = testbed.testbed(check_progress)
     assert [table.name for table in found] == [head.name for head in testbed.PARTS[0].heads]
     assert all(table.skipped == "not run: it needs root, to make network namespaces" for table in found)
 
 
-# The command and the page.
+# The command and the page
 
 
 def run_command(folder: Path, *arguments: str) -> dict[str, dict]:
@@ -311,7 +312,7 @@ def run_command(folder: Path, *arguments: str) -> dict[str, dict]:
     return found
 
 
-def test_the_command_writes_the_file_and_the_page(tmp_path, monkeypatch, capsys):
+def test_command_writes_results_file_and_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(testbed, "missing", lambda: "not here")
     first = run_command(tmp_path, "--only", "fsmoe-table2", "flowmoe-table5-testbed")
     assert list(first) == ["fsmoe-table2", "flowmoe-table5-testbed", "lancet-testbed"]
@@ -326,7 +327,7 @@ def test_the_command_writes_the_file_and_the_page(tmp_path, monkeypatch, capsys)
         assert f"### {one['title']}" in text
         for row in Table.from_dict(one).rows:
             assert f"| {' | '.join(cells(row))} |" in text
-    assert all(f"## {paper}" in text and f"### {paper}: what is not reproduced" in text for paper in PAPERS)
+    assert all(f"## {paper}" in text and f"### {paper}: not reproduced" in text for paper in PAPERS)
     assert "1.84" in capsys.readouterr().out
     (tmp_path / "page.md").unlink()
     assert run_command(tmp_path, "--only", "fsmoe", "--show") == second
@@ -334,14 +335,14 @@ def test_the_command_writes_the_file_and_the_page(tmp_path, monkeypatch, capsys)
     assert "Mixtral-7B, all-to-all" in capsys.readouterr().out
 
 
-def test_what_was_run_apart_is_said_apart(tmp_path):
+def test_page_lists_tables_of_other_commits_separately(tmp_path):
     tables = run_command(tmp_path, "--only", "fsmoe-table2", "hecate-table1")
     assert "The run: commit" in page({"tables": tables})
     tables["hecate-table1"]["run"] = tables["hecate-table1"]["run"] | {"commit": "0123456789ab"}
     assert "- commit 0123456789ab" in page({"tables": tables}) and ": `hecate-table1`" in page({"tables": tables})
 
 
-def test_the_committed_page_is_the_file_s():
+def test_committed_page_equals_results_file():
     file = command.ROOT / "bench/results" / command.FILE
     if not file.exists():
         pytest.skip("no run of make reproduce is in bench/results yet")

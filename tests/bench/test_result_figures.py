@@ -1,6 +1,6 @@
-"""Every figure that docs/results.md takes from bench/results/ is what the file there says, as it is rounded there.
+"""Every figure in docs/results.md equals the value in bench/results/, at the printed precision.
 
-After a new measurement this test says which sentences are to be written anew: it has them with the numbers left out.
+After a new measurement, this test lists the sentences to rewrite, with numbers blanked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOORS = {
     "door-hf-qwen3": "Hugging Face, Qwen3's proportions",
 }
 
-# Numbers in those paragraphs that are no results: sizes, versions, time-outs.
+# Numbers in these paragraphs that are conditions, not results: sizes, versions, time-outs.
 CONDITIONS = (
     *(
         "time-outs of 2.5 s",
@@ -42,7 +42,7 @@ CONDITIONS = (
         "PyTorch 2.11",
         "transformers 5.23",
     ),
-    "at least 3.5 times less",  # which tests/bench/test_placement_replay.py holds it to
+    "at least 3.5 times less",  # asserted in tests/bench/test_placement_replay.py
 )
 
 
@@ -51,8 +51,8 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Sentences and lines of tables with {} for each number, and the numbers."""
+def expected_figures() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield sentences and table lines with {} for each number, and the numbers."""
     settings = {name: of for file in ("cluster", "blocks", "placement") for name, of in load(file)["settings"].items()}
 
     def rows(setting: str, part: str) -> dict[str, Any]:
@@ -68,14 +68,14 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"| {setting}, {part} | `{name}` | {{}} s | {{}} | {{}} |", cells
 
     of = rows("blocks", "steps")
-    for name, label in (("sequential", "one thing after the other"), ("experts", "only experts in chunks")):
+    for name, label in (("sequential", "no overlap"), ("experts", "chunks of experts only")):
         yield f"| {label} | {{}} s |", (f"{of[name]['median_s']:.2f}",)
     for name in ("lancet", "fsmoe", "flowmoe", "joint"):
         yield f"| `{name}` | {{}} s | {{}} s |", (f"{of[name]['median_s']:.2f}", f"{of[name]['exposed_s']:.2f}")
-    yield "no order takes less than {} s", (f"{settings['blocks']['steps']['bound_s']:.2f}",)
+    yield "the lower bound of any order is {} s here", (f"{settings['blocks']['steps']['bound_s']:.2f}",)
     worst = max(abs(row["error"]) for row in of.values())
-    yield "Each step is within {} of its prediction, and no order", (f"{-int(-100 * worst // 1)}%",)
-    yield "bucket sizes is {} off the best", (f"{settings['blocks']['buckets']['regret']:.1%}",)
+    yield "Each step is within {} of its prediction", (f"{-int(-100 * worst // 1)}%",)
+    yield "bucket sizes are {} slower than the best", (f"{settings['blocks']['buckets']['regret']:.1%}",)
 
     of = rows("placement", "placement")
     for name, label in (
@@ -83,22 +83,22 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         ("smartmoe", "SmartMoE's swaps"),
         ("fastermoe", "FasterMoE's shadowing"),
         ("flexmoe", "FlexMoE's replication"),
-        ("hecate, re-materialising", "Hecate, copies given back"),
+        ("hecate, re-materialising", "Hecate, re-materialized replicas"),
         ("hecate", "Hecate"),
         ("exact", "Hecate, exact balance"),
         ("auto", 'Hecate, `balance="auto"`'),
     ):
-        if name in of:  # a record from before exact balance has fewer
+        if name in of:  # records from before exact balance lack some policies
             yield f"| {label} | {{}} s |", (f"{of[name]['median_s']:.2f}",)
 
     routers = settings["placement"]["routers"]["routers"]
     changing = routers["changes every step"]["rows"]
     gain = changing["hecate"]["median_s"] / changing["auto"]["median_s"]
-    yield "is {} times as fast as Hecate where loads change every step", (f"{gain:.2f}",)
+    yield "is {} times as fast as Hecate if loads change every step", (f"{gain:.2f}",)
     for router, of in routers.items():
         seconds = (f"{of['rows'][name]['median_s']:.2f} s" for name in ("ep", "hecate", "exact", "auto"))
         stragglers = ", ".join(f"{of['rows'][name]['straggler']:.2f}" for name in ("auto", "hecate"))
-        # In one piece: two numbers of a cell with decimal points are no cell of the pattern.
+        # A literal line: the pattern has no cell with two decimal numbers.
         yield f"| {router} | {' | '.join(seconds)} | {stragglers} |", ()
 
     one = load("placement_simulated")
@@ -110,12 +110,12 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         ("fastermoe", "FasterMoE"),
         ("flexmoe", "FlexMoE"),
         ("algorithm1", "Hecate, Algorithm 1 alone"),
-        ("hecate", "Hecate, with this library's search"),
-        ("exact", "Hecate, exact balance where it pays"),
+        ("hecate", "Hecate, with fusedmoe's replica search"),
+        ("exact", "Hecate, exact balance if profitable"),
         ("auto", 'Hecate, `balance="auto"`'),
-        ("even", "Hecate, exact balance at any price"),
+        ("even", "Hecate, exact balance always"),
     ):
-        if name in of:  # a record from before exact balance has fewer
+        if name in of:  # records from before exact balance lack some policies
             cells = (f"{of[name]['speedup']:.2f}", f"{of[name]['peak_bytes'] / 1e9:.2f}")
             setting = f", {of[name]['setting']} iterations" if of[name].get("setting") else ""
             yield f"| {label}{setting} | {{}} | {{}} GB |", cells
@@ -125,7 +125,7 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         cells = (f"{of[case][key] * 1e3:.1f}" for case in ("no copies", "copies") for key in keys)
         yield f"| {name} | {' | '.join(cells)} |", ()
     gap = tuple(f"{one['gap'][share]:.1%}" for share in ("median", "mean", "most"))
-    yield "takes {} longer than that in the median, {} in the mean and {} at most", gap
+    yield "takes {} longer than this optimum in the median, {} in the mean and {} at most", gap
 
     of = rows("computed", "price")
     prices = tuple(f"{of[f'fssdp, {name}']['price']:.1%}" for name in ("off", "fsmoe"))
@@ -134,8 +134,8 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     captured = load("captured")["settings"]["captured"]["captured"]
     for name, label in (
         ("off", "none"),
-        ("captured", "`aot_eager`, captured and nothing else"),
-        ("chunks=1", "`GraphBackend(chunks=1)`, weight gradients beside all-to-alls"),
+        ("captured", "`aot_eager`"),
+        ("chunks=1", "`GraphBackend(chunks=1)`: weight gradients overlap all-to-alls"),
         ("own_places=False", "`GraphBackend(own_places=False)`"),
         ("own_places=True", "`GraphBackend(own_places=True)`"),
     ):
@@ -144,7 +144,7 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     compute_s, off_s = captured["setting"]["computation_s"], captured["rows"]["off"]["median_s"]
     limit = off_s / (off_s - compute_s)
     yield (
-        "alone takes {} s of it, so that no plan can be more than {} times as fast",
+        "Computation alone takes {} s, which limits the speed-up of any plan to {} times the",
         (f"{compute_s:.2f}", f"{limit:.2f}"),
     )
     worst = max(abs(one.get("error", 0.0)) for one in captured["rows"].values())
@@ -162,19 +162,24 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         )
     }
     yield "rows of 1 KiB and 4 KiB are at most {} more than", (f"{most['wide']:.1%}",)
-    yield "with rows of 256 bytes it is up to {}, and {} more", (f"{most['narrow']:.1%}", f"{most['pairs']:.1%}")
-    yield "acknowledgements are up to {} of it", (f"{most['headers']:.1%}",)
+    yield "rows of 256 bytes need up to {} more, and {} more", (f"{most['narrow']:.1%}", f"{most['pairs']:.1%}")
+    yield "acknowledgements add up to {} to this", (f"{most['headers']:.1%}",)
 
     chaos = load("chaos")
     yield "Of {} faults", (f"{chaos['cases']:,}",)
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]
     median, longest = (max(one[which] for one in delays) for which in ("median", "max"))
-    yield "it took {} s in the median and {} s at most", (f"{median:.2f}", f"{longest:.1f}")
+    yield (
+        "all other ranks raised an error after {} s in the median and {} s at most",
+        (f"{median:.2f}", f"{longest:.1f}"),
+    )
     stop = chaos["seconds_to_error"]["stop"]
     noticed = f"{stop['median']:.1f}", f"{stop['max']:.1f}"
-    yield "noticed after {} s in the median; once it took {} s", noticed
+    yield "detected after {} s in the median and {} s at most", noticed
     named = [sum(of) for of in zip(*chaos["rank_at_fault_named"].values(), strict=True)]
-    yield "was named in {} of {} errors", tuple(f"{count:,}" for count in named)
+    yield "was named in {} of {} jobs", tuple(f"{count:,}" for count in named)
+    same = tuple(f"{count:,}" for count in chaos["same_cause_on_all"])
+    yield "all ranks reported the same cause in {} of {} jobs", same
     survive = load("survive")
     for fault, of in survive["faults"].items():
         seconds = of["seconds_to_go_on"]
@@ -182,16 +187,16 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"| {fault} | {{}} | {{}} | {{}} s | {{}} s |", cells
     price = survive["price"]
     sizes = f"{price['memory_mb_of_a_rank']:.0f}", f"{price['sent_mb_by_a_rank']:.0f}"
-    yield "keep {} MB of memory for a rank, send {} MB a refresh", sizes
-    yield "which takes {} s beside a step of {} s", (f"{price['refresh_s']:.2f}", f"{price['step_without_s']:.2f}")
+    yield "use {} MB of memory per rank and send {} MB per refresh", sizes
+    yield "A refresh takes {} s and a step {} s there", (f"{price['refresh_s']:.2f}", f"{price['step_without_s']:.2f}")
     worst = max(of["worst_difference"] for of in survive["faults"].values())
-    yield "no loss differs by more than {} of it", (f"{worst:.0e}",)
+    yield "losses differ by at most {} (relative)", (f"{worst:.0e}",)
     job = load("long_job")
     yield "make long-job`, {} steps with {} faults", (f"{job['steps']:,}", str(sum(job["faults"].values())))
     yield "of {} lines of losses", (f"{job['lines_compared']:,}",)
 
     for name, text in (
-        ("tutel_cpu", "take Tutel {} times as long on one thread of a CPU and {} times on two"),
+        ("tutel_cpu", "Tutel takes {} times as long as fusedmoe on one CPU thread and {} times as long on two"),
         ("layer_cpu", "take {} (one thread) and {} (two threads) times as long as `torch.matmul`"),
     ):
         of_threads = {
@@ -199,8 +204,8 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         }
         yield text, tuple(f"{of_threads[threads]['ratio']:.2f}" for threads in (1, 2))
     yield "{} and {} times as long as products into", tuple(f"{of_threads[n]['bare_ratio']:.2f}" for n in (1, 2))
-    yield "gate, order and combine are {} and {} of it", tuple(f"{of_threads[n]['routing']:.1%}" for n in (1, 2))
-    yield "asks the system for {} and {} fresh pages", tuple(str(of_threads[n]["page_faults"]) for n in (1, 2))
+    yield "gate, order and combine are {} and {} of the time", tuple(f"{of_threads[n]['routing']:.1%}" for n in (1, 2))
+    yield "step requests {} and {} fresh pages", tuple(str(of_threads[n]["page_faults"]) for n in (1, 2))
     alone = next(one for one in load("layer_cpu")["benchmarks"] if not one["params"])
     yield "costs nothing: {} times the step without", (f"{alone['extra_info']['ratio']:.3f}",)
 
@@ -238,6 +243,10 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found += ("–", "–") if fast is None else tuple(f"{fast['ratios'][one]:.2f}" for one in ("off", "auto"))
         yield f"| {label}, computed |{' {} |' * 5}", found
 
+    fast = (load("tokens")["settings"][f"tokens-{k}-fast"]["tokens"]["rows"] for k in (8, 2))
+    found = tuple(f"{of['auto, tokens']['median_s'] / of['off, tokens']['median_s']:.2f}" for of in fast)
+    yield "steps with `auto` took {} (8 of 16 experts) and {} (2 of 8) times as long as without", found
+
     doors = load("doors")["settings"]
     for name, label in DOORS.items():
         of = doors[name]["doors"]
@@ -265,6 +274,14 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             old = (before[shape["name"], "fusedmoe", one] for one in ("forward", "backward"))
             cells += (", ".join(f"{row['tflops']:.0f}" for row in old),)
         yield f"| {sizes} |{' {} |' * len(cells)}", cells
+    for shape in ("Mixtral", "Qwen3-30B"):
+        for ranks in (2, 4, 8):
+            found = tuple(
+                f"{passes[shape, f'{ranks} ranks, {how}', phase]['tflops']:.0f}"
+                for phase in ("forward", "backward")
+                for how in ("puts", "copies")
+            )
+            yield f"| {shape}, {ranks} |{' {} |' * len(found)}", found
     small = [shape["name"] for shape in gpu["shapes"] if shape["M"] <= 2048]
     fractions = {
         name: sorted(row["fraction"] for row in gpu["rows"] if row["name"] == name and row["shape"] in shapes)
@@ -279,23 +296,23 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
 TEXT = re.sub(r"\s+", " ", (ROOT / "docs/results.md").read_text())
 
 
-@pytest.mark.parametrize(("sentence", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in figures()])
-def test_a_figure_is_the_file_s(sentence: str, numbers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("sentence", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in expected_figures()])
+def test_documented_figure_equals_results_file(sentence: str, numbers: tuple[str, ...]) -> None:
     pattern = re.escape(sentence).replace(r"\{\}", r"(\S+(?: \(\d+%\))?(?:, \d+)?)")
     said = re.search(pattern, TEXT)
     assert said is not None, f"docs/results.md does not say this any more, or in other words: {sentence}"
     assert said.groups() == numbers, f"{sentence}: docs/results.md says {said.groups()}, the results {numbers}"
 
 
-def test_no_figure_is_left_out() -> None:
-    """In paragraphs that name a file of results, every number with a decimal point or a percent sign is looked up."""
+def test_every_documented_figure_is_checked() -> None:
+    """Paragraphs that name a results file: every decimal or percentage is checked."""
     for paragraph in (ROOT / "docs/results.md").read_text().split("\n\n"):
         if not re.search(r"bench/results/\w[\w-]*\.json", paragraph) or "```" in paragraph:
             continue
         left = re.sub(r"\s+", " ", paragraph)
         for condition in CONDITIONS:
             left = left.replace(condition, "")
-        for sentence, numbers in figures():
+        for sentence, numbers in expected_figures():
             left = left.replace(sentence.format(*numbers), "")
         found = re.findall(r"\d+(?:\.\d+)%?|\d+%", re.sub(r"`[^`]*`", "", left))
         assert not found, f"{found} of this paragraph are not looked up in the results: {left}"

@@ -1,4 +1,4 @@
-"""From a tiny shape to a file of results, its table and its picture, on a CPU."""
+"""From a tiny shape to a results file, its table and its picture, on a CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKS = [{"name": "tests", "result": "passed", "word": "12 passed", "seconds": 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    """Everything but the products' kernels, which need Triton, as a run on a CPU would note it."""
+    """Records of a CPU run, without the product kernels, which need Triton."""
     spool = Spool()
     spool.add("environment", **environment(CPU))
     spool.add("ceilings", when="start", flops_per_s=2e9, bytes_per_s=1e9)
@@ -50,8 +50,8 @@ def results() -> dict[str, Any]:
     return document(spool, CHECKS, TINY)
 
 
-def test_rows(results: dict[str, Any]) -> None:
-    """The limit is by the highest P and B; times come in the order of the steps."""
+def test_rows_use_highest_ceilings_and_step_order(results: dict[str, Any]) -> None:
+    """The limit uses the highest P and B; times are listed in step order."""
     best = Ceilings(2e9, 3e9)
     assert results["limit"] == best._asdict()
     rows = {(row["shape"], row["variant"], row["name"]): row for row in results["rows"]}
@@ -68,14 +68,16 @@ def test_rows(results: dict[str, Any]) -> None:
         assert order["limit_ms"] == pytest.approx(1e3 * kernel_costs(shape)["order"].bytes / 3e9)
 
 
-def test_no_gpu_no_results(results: dict[str, Any], tmp_path: Path) -> None:
+def test_cpu_results_are_not_saved_in_repository(results: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no GPU"):
         save(results, RESULTS)
     assert save(results, tmp_path / "new").parent == tmp_path / "new"
 
 
 @pytest.mark.slow
-def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_limits_times_and_checks(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = save(results, tmp_path)
     assert report.main([str(file)]) == 0
     text = capsys.readouterr().out
@@ -88,13 +90,13 @@ def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     assert image.startswith(b"\x89PNG") and len(image) > 20_000
 
 
-def test_published_shapes() -> None:
+def test_published_tflops_cover_every_shape() -> None:
     names = [shape.name for shape in SHAPES]
     assert set().union(*(published.tflops for published in PUBLISHED.values())) == set(names)
 
 
-def test_the_newest_results_are_those_of_the_last_run(tmp_path: Path) -> None:
-    """Whichever file was written last: all are when they are checked out."""
+def test_newest_results_are_chosen_by_name_not_mtime(tmp_path: Path) -> None:
+    """The file's modification time is irrelevant: a checkout resets it."""
     names = ("gpu_nvidia-h100_20261127T012657.json", "gpu_nvidia-h200_20261126T211316.json")
     for name in names:
         (tmp_path / name).write_text("{}")
@@ -105,7 +107,7 @@ def test_the_newest_results_are_those_of_the_last_run(tmp_path: Path) -> None:
     "module",
     ["report", "cluster.report", "cluster.link_bytes", "cluster.survive", "placement.__main__", "reproduce.__main__"],
 )
-def test_code_that_numbers_are_of_is_there(module: str) -> None:
-    """Git says of a path that is not there that nothing has changed."""
+def test_measured_code_paths_exist(module: str) -> None:
+    """Git reports no change for a path that does not exist."""
     for path in import_module(f"bench.{module}").MEASURED:
         assert (ROOT / path.removeprefix(":(exclude)")).exists(), path

@@ -1,4 +1,4 @@
-"""Runs of parts, and the suites in processes of their own, on a CPU that pretends to be a GPU."""
+"""Runs of parts, and suites in separate processes, on a CPU that fakes a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.gpu.steps import PLANS, Plan, every_part, seconds
 from bench.gpu.suites import measure
 
 
-def test_spool(tmp_path: Path) -> None:
+def test_spool_resumes_after_partial_line(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool")
     with spool.work("passes", "tiny", "quick"):
         pass
@@ -39,14 +39,14 @@ def test_spool(tmp_path: Path) -> None:
     assert again.left_out() == {"hung"}
 
 
-def test_who_is_tried_again() -> None:
-    """A shape at which a process has ended, once; one where a variant is to blame that is left out, at once."""
+def test_crashed_shape_is_retried_once() -> None:
+    """A shape that ended a process is retried once, or at once if the failing variant can be left out."""
     spool = Spool()
     begin = {"suite": "passes", "shape": "tiny", "name": "passes"}
     spool.add("begin", **begin)
     assert spool.stops("passes", "tiny") == 1
     assert spool.is_open("passes", "tiny") and not spool.is_fresh("passes", "tiny")
-    spool.add("begin", **{**begin, "name": "fusedmoe"})  # which cannot be left out
+    spool.add("begin", **{**begin, "name": "fusedmoe"})  # this variant cannot be left out
     assert spool.stops("passes", "tiny") == 1
     spool.add("begin", **{**begin, "name": "liger_kernel"})
     assert spool.stops("passes", "tiny") == 0 and spool.is_fresh("passes", "tiny")
@@ -63,13 +63,13 @@ def test_who_is_tried_again() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Of a part in a rehearsal."""
+    """The place of a part in a rehearsal."""
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     deadline = time.monotonic() + 170
     return Place(tmp_path / "gpu", tmp_path, Log(tmp_path / "log"), 2, True, environment, who="it", deadline=deadline)
 
 
-# --- Parts ---
+# Parts
 
 
 def part(name: str, do: object, seconds: float = 5, *needs: str) -> Part:
@@ -80,7 +80,7 @@ def good(place: Place) -> Outcome:
     return Outcome("passed", "well")
 
 
-def test_no_part_stops_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_part_skips_only_its_dependents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def raises(place: Place) -> Outcome:
         raise RuntimeError("out of luck")
 
@@ -115,7 +115,7 @@ def test_no_part_stops_another(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert Run("try", Plan(1, "", rounds[2:3]), tmp_path / "new", tmp_path).do() == 0
 
 
-def test_plans_fit_their_time() -> None:
+def test_plans_fit_time_budget_and_order_dependencies() -> None:
     assert {name: plan.minutes for name, plan in PLANS.items()} == {"all": 8.5, "1": 8.5, "2": 5, "3": 8.5, "4": 5}
     for plan in PLANS.values():
         assert 0.9 * 60 * plan.minutes < seconds(plan.rounds) <= 60 * plan.minutes
@@ -133,18 +133,18 @@ def test_plans_fit_their_time() -> None:
     assert {part.name for part in PLANS["all"].rounds[-1]} == {"memcheck", "racecheck"}, "sanitizers come last"
 
 
-def test_training_is_judged() -> None:
+def test_training_fails_on_wrong_rising_or_nan_loss() -> None:
     assert training.judge([5.6, 5.1], 5.601, 1e-3).result == "passed"
     for losses in ([5.7, 5.1], [5.6, 5.9], [5.6, float("nan"), 5.1], [float("nan"), 5.1]):
         assert training.judge(losses, 5.601, 1e-3).result == "failed", losses
 
 
-# --- Suites ---
+# Suites
 
 
 @pytest.mark.slow
-def test_kernels_are_called_as_they_want(place: Place) -> None:
-    """All of them, in Triton's interpreter; one shape's tensors are gone before the next."""
+def test_kernel_suite_runs_every_kernel_in_interpreter(place: Place) -> None:
+    """Runs all kernels in Triton's interpreter; a shape's tensors are freed before the next shape."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("where there is a GPU, make bench-gpu calls them")
@@ -158,8 +158,8 @@ def test_kernels_are_called_as_they_want(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_costs_its_process(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    """It is left out, from there on; nothing else is lost or measured twice."""
+def test_crashing_peer_is_excluded_without_losing_rows(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+    """The peer is left out from then on; no other row is lost or measured twice."""
     monkeypatch.setattr(suites, "pretending", lambda place, suite: {"PYTEST_ADDOPTS": "-p tests.bench.fake_gpu"})
     assert measure(place, "passes").result == "passed"
     spool = Spool(suites.rows_file(place))
@@ -174,17 +174,17 @@ def test_a_peer_that_costs_its_process(monkeypatch: pytest.MonkeyPatch, place: P
     assert len(json.loads(file.read_text())["rows"]) == len(rows)
 
 
-# --- Compiling, and rehearsals ---
+# Compilation and rehearsals
 
 
-def test_a_rehearsal_has_its_own_place(tmp_path: Path) -> None:
+def test_rehearsal_rejects_results_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no GPU is measured"):
         Run("try", PLANS["1"], RESULTS, tmp_path, rehearsal=True)
 
 
 @pytest.mark.slow
-def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the benchmark's step, without what compiles and interprets kernels."""
+def test_rehearsal_of_one_step_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rehearse the benchmark's step, without compiling or interpreting kernels."""
     before = sorted(RESULTS.iterdir())
     skip = ["compile", "kernels"]
     ends = signal.getsignal(signal.SIGTERM)
@@ -201,11 +201,10 @@ def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_rehearsal_of_the_rest(
+def test_rehearsal_of_remaining_parts_succeeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code of every part but those that tests above run; and how long it takes to compile for the first shape, from
-    what was measured."""
+    """Rehearse the parts not covered above; estimate the first shape's compile time from measurements."""
     monkeypatch.setattr(steps, "REHEARSED_S", 15.0)
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":

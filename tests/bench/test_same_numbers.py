@@ -1,4 +1,4 @@
-"""`bench.same_numbers`: verdicts on records, public names that moved, and a fault that two versions differ by."""
+"""`bench.same_numbers`: verdicts on records, moved public names, and a fault planted between two versions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bench.same_numbers.runs import RUNS, Run
 from bench.same_numbers.verdict import DIFFERENT, LIMITS, ROUNDING, SAME, bits, compare, distance
 
 
-def drawn(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def random_record(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {"y": torch.randn(5, 3, dtype=torch.float64).to(dtype), "load": torch.arange(4)}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_same_bits(dtype: torch.dtype) -> None:
-    before = drawn(dtype)
+def test_equal_bits_compare_as_same(dtype: torch.dtype) -> None:
+    before = random_record(dtype)
     before["y"][0, 0], before["y"][1, 1] = torch.nan, torch.inf
     before["empty"], before["scalar"] = torch.empty(0, 3), torch.tensor(2.5)
     verdict = compare(before, {name: tensor.clone() for name, tensor in before.items()})
@@ -30,9 +30,9 @@ def test_same_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_one_ulp_of_one_element(dtype: torch.dtype) -> None:
-    """One unit in the last place is rounding, of one ulp; and no fewer than one element decides."""
-    before = drawn(dtype)
+def test_one_ulp_difference_is_rounding(dtype: torch.dtype) -> None:
+    """A difference of one ulp in a single element is reported as rounding."""
+    before = random_record(dtype)
     after = {name: tensor.clone() for name, tensor in before.items()}
     bits(after["y"])[7] += 1
     verdict = compare(before, after)
@@ -41,18 +41,18 @@ def test_one_ulp_of_one_element(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_the_limit_between_rounding_and_other_numbers(dtype: torch.dtype) -> None:
+def test_limit_separates_rounding_from_different(dtype: torch.dtype) -> None:
     before = {"y": torch.ones(9, dtype=dtype), "z": torch.full((2,), 1e-3, dtype=dtype)}
     for factor, status in ((0.5, ROUNDING), (3.0, DIFFERENT)):
-        for name in before:  # each tensor is compared with its own largest number
+        for name in before:  # each tensor is normalized by its own maximum
             after = {key: tensor.clone() for key, tensor in before.items()}
             after[name][0] *= 1 + factor * LIMITS[dtype]
             verdict = compare(before, after)
             assert verdict.status == status and verdict.text == name
 
 
-def test_the_worst_tensor_decides() -> None:
-    """Rounding in a later tensor does not hide other numbers in an earlier one, nor the other way round."""
+def test_worst_tensor_determines_verdict() -> None:
+    """Rounding in one tensor does not hide a wrong tensor before or after it."""
     before = {name: torch.ones(4, dtype=torch.float64) for name in "abc"}
     for wrong in before:
         after = {name: tensor * (1 + 2**-52) for name, tensor in before.items()}
@@ -62,18 +62,18 @@ def test_the_worst_tensor_decides() -> None:
         assert verdict.relative == pytest.approx(0.01)
 
 
-def test_numbers_that_are_not_finite() -> None:
+def test_non_finite_mismatch_is_different() -> None:
     for one, other in ((1.0, torch.nan), (torch.inf, 1.0), (torch.inf, -torch.inf), (torch.nan, torch.inf)):
         before, after = torch.tensor([2.0, one]), torch.tensor([2.0, other])
         assert compare({"y": before}, {"y": after}).status == DIFFERENT
     zeros = {"y": torch.zeros(3)}
     assert compare(zeros, {"y": torch.tensor([0.0, 0.0, 1e-30])}).status == DIFFERENT
-    assert compare(zeros, {"y": -torch.zeros(3)}).status == ROUNDING  # other bits, and no distance
+    assert compare(zeros, {"y": -torch.zeros(3)}).status == ROUNDING  # different bits at distance zero
     assert distance(torch.tensor([0.0, torch.nan]), torch.tensor([-0.0, torch.nan])) == (0.0, 0.0)
 
 
-def test_integers_shapes_dtypes_and_names() -> None:
-    before = drawn()
+def test_integer_shape_dtype_or_name_change_is_different() -> None:
+    before = random_record()
     for change in (
         {"load": torch.tensor([0, 1, 2, 4])},
         {"load": before["load"].int()},
@@ -85,7 +85,7 @@ def test_integers_shapes_dtypes_and_names() -> None:
     assert compare(before, {"y": before["y"]}).status == DIFFERENT
 
 
-def test_the_least_precise_dtype_decides_what_rounding_is() -> None:
+def test_rounding_limit_follows_least_precise_dtype() -> None:
     before = {"y": torch.ones(3)}
     after = {"y": torch.ones(3) * 1.01}
     assert compare(before, after).status == DIFFERENT
@@ -93,8 +93,8 @@ def test_the_least_precise_dtype_decides_what_rounding_is() -> None:
     assert compare(before | {"z": torch.ones(1).bfloat16()}, after | {"z": torch.ones(1).bfloat16()}).status == ROUNDING
 
 
-def test_outcomes() -> None:
-    run, done = Run("a run", "layers.gate"), {"record": drawn(), "seconds": 1.0, "cpu_s": 2.0}
+def test_outcome_reports_skipped_and_failed_runs() -> None:
+    run, done = Run("a run", "layers.gate"), {"record": random_record(), "seconds": 1.0, "cpu_s": 2.0}
     assert outcome(run, done, done)[0] == SAME
     assert outcome(run, {"skipped": "no package"}, {"skipped": "no package"}) == (SKIPPED, "no package")
     assert outcome(run, done, {"skipped": "no package"})[0] == FAILED
@@ -102,7 +102,7 @@ def test_outcomes() -> None:
     assert status == FAILED and "after: Traceback" in text and "ValueError: bad" in text and "before" not in text
 
 
-def test_records_are_copies() -> None:
+def test_records_are_detached_copies() -> None:
     record, value = Record(), torch.ones(2, requires_grad=True)
     record.note("value", {"own": value, "none": None, "number": 3})
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_records_are_copies() -> None:
         record.note("value own", value)
 
 
-def test_names_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_public_names_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in records.PLACES:
         assert public(name) is not None
     monkeypatch.setitem(records.PLACES, "Tensor", ("fusedmoe.nowhere", "torch"))
@@ -123,12 +123,12 @@ def test_names_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         public("Tensor")
 
 
-def test_runs_name_programs_that_exist() -> None:
+def test_runs_refer_to_existing_programs() -> None:
     assert all(callable(run.program()) for run in RUNS)
     assert {run.world for run in RUNS} == {1, 2, 4} and any(run.interpreted for run in RUNS)
 
 
-#: Gradients that are a millionth too large, and an error, of a version of `fusedmoe.training`.
+#: A version of `fusedmoe.training` with gradients a millionth too large, and with an error.
 FAULTS = """
 _right = sync_gradients
 
@@ -144,8 +144,8 @@ def load_checkpoint(*_):
 
 
 @pytest.mark.slow
-def test_planted_faults_are_found(tmp_path: Path) -> None:
-    """Other gradients and an error are named; runs that the faults do not reach have the same bits, also later ones."""
+def test_injected_faults_are_detected(tmp_path: Path) -> None:
+    """Wrong gradients and an error are named; runs without the faults, before and after, stay bitwise equal."""
     wrong = tmp_path / "wrong"
     shutil.copytree(ROOT / "fusedmoe", wrong / "fusedmoe", ignore=shutil.ignore_patterns("__pycache__"))
     with (wrong / "fusedmoe" / "training" / "__init__.py").open("a") as training:

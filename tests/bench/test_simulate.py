@@ -17,7 +17,7 @@ def few_cases(monkeypatch):
 
 
 @pytest.mark.slow
-def test_json(capsys):
+def test_json_has_every_column_and_ablation(capsys):
     main(["--grid", "fsmoe", "--json", "--layers", "2", "--sample", "1"])
     data = json.loads(capsys.readouterr().out)
     assert data["layers"] == 2 and any("2 equal layers" in text for text in data["assumptions"])
@@ -28,12 +28,17 @@ def test_json(capsys):
             assert list(found["ablation"]) == ["pipelined experts", "attention", "all-reduce", "tuned"]
             assert found["ablation"]["tuned"] == found["flowmoe"]
             assert isinstance(found["differing_degrees"], int)
+            assert found["cases"]["fsmoe"] == 8 and found["cases"]["joint"] == found["cases"]["tuned"] == 1
             assert 0 <= found["gap_to_bound"]["mean"] <= found["gap_to_bound"]["p100"]
+        assert data[testbed]["published"]["layers"] == 4
         assert data[testbed]["ideal"]["fsmoe"] > data[testbed]["calibrated"]["fsmoe"]
 
 
 @pytest.mark.slow
-def test_table(capsys):
-    main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_table_marks_sampled_columns_and_has_published_rows_for_the_papers_layers(capsys, layers):
+    main(["--grid", "fsmoe", "--layers", str(layers), "--sample", "1"])
     out = capsys.readouterr().out
-    assert all(row in out for row in ("A ideal", "B calibrated", "A published"))
+    assert all(row in out for row in ("A ideal", "B calibrated", "over Tutel, n=1", "the bound, n=1"))
+    assert out.count("n=1") == 6  # two titles; columns lancet, flowmoe, joint and bound
+    assert ("A published" in out) == (layers == 4)

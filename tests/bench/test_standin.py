@@ -1,4 +1,4 @@
-"""The stand-in for Triton's driver: what it takes down is what a GPU's driver would be asked to launch."""
+"""The stand-in for Triton's driver records the launches that a GPU's driver would receive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = Shape("large enough to be tuned", 8192, 512, 1024, 8, 2, spread=True)
 
 
 def some_launches() -> None:
-    """A few that compile quickly, one with constants of every kind."""
+    """Launch kernels that compile quickly, one with constants of every kind."""
     x_SM = torch.empty((100, 256), dtype=torch.bfloat16, device="meta")
     source_N, offsets_E1 = torch.empty(300, dtype=torch.int64, device="meta"), offsets(torch.empty(4, device="meta"))
     gather_rows(x_SM, source_N, offsets_E1)
@@ -42,9 +42,9 @@ def some_launches() -> None:
 
 @contextmanager
 def compiling_driver(target: int) -> Iterator[list[bool]]:
-    """Launches as Triton makes them, compiled where they are not in its cache, up to the driver's own calls.
+    """Launch as Triton does, compiling on cache misses, up to the driver's calls.
 
-    Gives whether each that it asked for was there.
+    Yields whether each launch hit the cache.
     """
     hits: list[bool] = []
     driver: Any = standin.Driver(target, "a GPU")
@@ -63,7 +63,7 @@ def compiling_driver(target: int) -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize("target", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_launches_find_what_was_compiled(target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_hit_cache_of_compiled_kernels(target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with standin.recording(target) as launches:
         some_launches()
@@ -86,7 +86,7 @@ def cubin_size(launch: standin.Launch, compiled: Any) -> int:
 
 
 @pytest.mark.slow
-def test_processes_compile_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_workers_report_only_broken_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with standin.recording(90) as launches:
         some_launches()
@@ -98,7 +98,7 @@ def test_processes_compile_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("target", [90, *slowly(80, 100)])
-def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> None:
+def test_recording_covers_every_candidate_and_layer_kernel(target: int) -> None:
     with standin.recording(target) as launches:
         layers.run(SHAPE, counts=(2,))
     tiles = {"up": set(), "dhidden": set(), "product": set(), "dweight": set()}  # type: ignore[var-annotated]
@@ -134,11 +134,11 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
     assert kernels >= {"take_pairs", "put_pairs", "zero_rows"}
     assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments.get("PUT")]
-    awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]
+    awaited = [launch for launch in launches if launch.arguments.get("WAIT_ROWS")]
     assert put and {launch.kernel for launch in awaited} == {"up_kernel", "dhidden_kernel"}
 
 
-def test_alignment_is_that_of_memory() -> None:
+def test_recorded_alignment_follows_storage_offset() -> None:
     x_SM = torch.empty((101, 256), dtype=torch.bfloat16, device="meta")
     source_N = torch.empty(301, dtype=torch.int64, device="meta")
     offsets_E1 = offsets(torch.empty(4, device="meta"))
@@ -146,27 +146,27 @@ def test_alignment_is_that_of_memory() -> None:
         gather_rows(x_SM, source_N, offsets_E1)
         gather_rows(x_SM[1:], source_N[1:], offsets_E1)
         gather_rows(x_SM[2:], source_N, offsets_E1)
-    first, second = (launch.arguments for launch in launches)  # the third is the first once more
+    first, second = (launch.arguments for launch in launches)  # the third repeats the first
     assert (first["x_ptr"], first["source_ptr"], first["M"]) == ("*bf16:16", "*i64:16", "i32:16")
     assert (second["x_ptr"], second["source_ptr"]) == ("*bf16:16", "*i64")
 
 
-def test_launches_go_where_the_tensors_are() -> None:
-    """All of a layer's, though another GPU is current, which it is afterwards again. Here tensors are on the first."""
+def test_launches_use_device_of_tensors() -> None:
+    """All launches of a layer use the tensors' GPU (here the first) and restore the current GPU afterwards."""
     went: dict[str, int] = {}
 
-    def take_down(fn: Any, **others: Any) -> bool:
+    def record_device(fn: Any, **others: Any) -> bool:
         went[fn.name] = standin.current_device()
         return True
 
     with standin.recording(90), torch.cuda.device(1):
-        with patch.object(knobs.runtime, "jit_cache_hook", take_down):
+        with patch.object(knobs.runtime, "jit_cache_hook", record_device):
             layers.run(SHAPE, counts=(2,))
         assert standin.current_device() == 1
     assert len(went) > 15 and set(went.values()) == {0}, went
 
 
-def test_nothing_stays_behind() -> None:
+def test_recording_restores_driver_after_error() -> None:
     with pytest.raises(ValueError), standin.recording(90):
         raise ValueError
     assert not torch.empty(0, device="meta").is_cuda

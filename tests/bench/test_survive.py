@@ -1,4 +1,4 @@
-"""The record of faults: it goes on where it ended, and only with what belongs together."""
+"""The record of faults resumes after its last entry, and only with equal conditions, commit and code."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bench.cluster.survive import FAULTS, Record, summary
 WHERE: dict[str, Any] = {"commit": "c", "changed_files": 0, "date": "today", "load": 0.5}
 
 
-def a_trial(number: int, **more: Any) -> dict[str, Any]:
+def make_trial(number: int, **more: Any) -> dict[str, Any]:
     fine = {"from": "memory", "worst_difference": 1e-9 * number, "seconds_to_go_on": float(number)}
     return {"number": number, "fault": FAULTS[number % len(FAULTS)], **fine, **more}
 
 
-def test_a_series_goes_on_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_resumes_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = dict(WHERE)
     monkeypatch.setattr(survive, "provenance", lambda measured: dict(where))
     path = tmp_path / "survive.json"
     first = Record(path, {"seed": 1})
     first.note(price={"memory": 3.0})
-    first.note(a_trial(0))
-    first.note(a_trial(1))
+    first.note(make_trial(0))
+    first.note(make_trial(1))
     second = Record(path, {"seed": 1})
     assert [one["number"] for one in second.trials] == [0, 1] and second.price == {"memory": 3.0}
-    second.note(a_trial(2))
+    second.note(make_trial(2))
     found = json.loads(path.read_text())
     assert len(found["trials"]) == 3 and [piece["faults"] for piece in found["pieces"]] == [2, 1]
     for changes, conditions in (({}, {"seed": 2}), ({"commit": "d"}, {"seed": 1}), ({"changed_files": 1}, {"seed": 1})):
@@ -38,9 +38,9 @@ def test_a_series_goes_on_in_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads(path.read_text()) == found, "nothing is lost before there is something new"
 
 
-def test_what_ended_otherwise_is_in_no_median() -> None:
-    trials = [a_trial(number) for number in range(15)] + [
-        a_trial(15, problem="another number of ranks", **{"from": "?"})
+def test_failed_trials_are_excluded_from_medians() -> None:
+    trials = [make_trial(number) for number in range(15)] + [
+        make_trial(15, problem="another number of ranks", **{"from": "?"})
     ]
     killed = summary(trials)["rank killed"]
     assert (killed["faults"], killed["went_on"], killed["from"]) == (4, 3, {"memory": 3})

@@ -1,4 +1,4 @@
-"""The layer over two processes of one device, here of a CPU."""
+"""The layer over two processes of one device, here a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu.process import ROOT
 
 
 @pytest.mark.slow
-def test_it_passes_without_puts() -> None:
+def test_two_process_check_passes_on_cpu() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "bench.gpu.two_procs", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Tiles of the grouped products in Triton's interpreter, and the record of those that passed."""
+"""Tiles of the grouped products in Triton's interpreter, and the record of passed tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.aot import values
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS
 
 
-def test_the_record_has_every_configuration() -> None:
+def test_tile_record_has_every_configuration() -> None:
     wanted = {(operation, str(config)) for operation, config in values.tiles()}
     assert {operation for operation, _ in wanted} == {*OPERATIONS}
     record = values.read()
@@ -26,7 +26,7 @@ def test_the_record_has_every_configuration() -> None:
         assert passed == wanted, f"{version}: make aot writes bench/tiles.json anew"
 
 
-def test_another_tritons_record_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_write_preserves_record_of_other_triton_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(values, "FILE", tmp_path / "tiles.json")
     assert values.read() == {}
     for version, name in (("3.7.1", "a"), ("3.6.0", "b"), ("3.7.1", "c")):
@@ -35,14 +35,14 @@ def test_another_tritons_record_stays(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.slow
-def test_one_is_right_in_a_process_that_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_tile_passes_in_interpreter_process(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.choice(values.tiles())
     monkeypatch.setattr(values, "tiles", lambda: [drawn])
     operation, config = drawn
     assert [*values.check_all(1)] == [(operation, str(config), "")], drawn
 
 
-def test_nothing_is_written_where_one_is_wrong(
+def test_wrong_tile_prevents_writing_record(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[tuple[str, dict[str, list[str]]]] = []

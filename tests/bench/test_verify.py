@@ -1,4 +1,4 @@
-"""Verdicts on configurations of a GPU that is made up: what is checked, written, and said about the table."""
+"""Verdicts on configurations of a fake GPU: selection of checks, records, and messages about the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE], ids=str)
-def test_every_candidate_is_checked_in_every_variant(gpu: Gpu) -> None:
+def test_cases_cover_every_candidate_and_variant(gpu: Gpu) -> None:
     cases = verify.cases(gpu)
     assert len({*cases}) == len(cases)
     assert {case.variant.operation for case in cases} == {*OPERATIONS}
@@ -37,7 +37,7 @@ def test_every_candidate_is_checked_in_every_variant(gpu: Gpu) -> None:
     assert {case.variant.activation for case in cases if case.variant.operation == "up"} == {"swiglu", "gelu"}
 
 
-def test_whatever_is_verified_would_be_checked_again() -> None:
+def test_cases_cover_every_verified_configuration() -> None:
     names = {(str(case.variant), name) for case in verify.cases(HOPPER) for name in [verify.name_of(case.config)]}
     for entry in VERIFIED:
         for words, configs in entry.configs.items():
@@ -47,7 +47,7 @@ def test_whatever_is_verified_would_be_checked_again() -> None:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> dict[Case, str | None]:
-    """Faults of some cases; all others are right."""
+    """Record faults for some cases; the rest pass."""
     faults: dict[Case, str | None] = {}
 
     def apart(cases: Sequence[Case], device: torch.device, at_once: int) -> Iterator[tuple[Case, str | None]]:
@@ -61,7 +61,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> dict[Case, str | None]:
     return faults
 
 
-def test_verdicts_are_written_and_compared_with_the_table(
+def test_verdicts_are_saved_and_compared_with_table(
     checked: dict[Case, str | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = verify.cases(HOPPER, ["bfloat16"])
@@ -85,21 +85,25 @@ def test_verdicts_are_written_and_compared_with_the_table(
     assert f"{len(cases)} of {len(cases)} checked, 1 wrong, 1 unknown" in out
 
 
-def test_it_does_not_begin_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_without_gpu_exits_with_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["verify"])
     with pytest.raises(SystemExit):
         verify.main()
-    assert "this needs a GPU" in capsys.readouterr().err
+    assert "requires a GPU" in capsys.readouterr().err
 
 
-def test_a_rehearsal_leaves_it_out(tmp_path: Path) -> None:
+def test_rehearsal_skips_verification(tmp_path: Path) -> None:
     place = Place(tmp_path / "gpu", tmp_path, Log(), 2, rehearsal=True)
     assert checks.configurations(place, 2, ["bfloat16"]).result == "skipped"
 
 
 @pytest.mark.parametrize(("code", "result"), [(0, "passed"), (1, "failed"), (None, "unfinished")])
-def test_a_run_has_it_as_a_part(code: int | None, result: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_includes_verification_as_part(
+    code: int | None, result: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     commands: list[list[str]] = []
 
     def run(self: Place, arguments: list[str], *others: object, **more: object) -> Ended:

@@ -1,9 +1,9 @@
-"""The campaign: faults drawn from a seed, put into ranks at work, and what became of each.
+"""The fault campaign: draws faults from a seed, injects them into working ranks, and judges the outcomes.
 
     python -m tests.chaos --help
 
-`jobs`: what ranks do.  `faults`: what is done to them, where.  `ranks`: processes that do jobs, one after another, and
-are looked through for leftovers.  `campaign`: draws cases, runs them and judges.  `long_jobs`, `flatness`: long runs,
-commands of their own.  Nothing of it is in the package: a fault comes from a profile function, which Python calls
-whenever the rank at fault calls a function.
+`jobs`: the ranks' work.  `faults`: the faults and their places.  `ranks`: processes that run jobs one after another and
+are checked for leftovers.  `campaign`: draws cases, runs them and judges.  `long_jobs`, `flatness`: long runs with
+their own commands.  The package contains no test hooks: a profile function, which Python calls at each function call
+of the faulty rank, injects the fault.
 """

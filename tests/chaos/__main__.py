@@ -1,4 +1,4 @@
-"""`make chaos`: faults from a seed, put into ranks at work; what became of them as a table and as JSON."""
+"""`make chaos`: inject faults from a seed into working ranks; report outcomes as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.table import Table
 from torch.distributed import TCPStore
 
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 from tests.chaos.campaign import CLEAN_ERROR, FAILURES, OUTSIDE, RIGHT, Campaign, Result, Team, new_folder
 from tests.chaos.command import parser_of, write_record
 from tests.chaos.faults import FAULTS
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def damage_files(seed: int, count: int) -> tuple[Any, int]:
-    """The campaign of damaged files, which needs no ranks: what it found, and its exit code."""
+    """Run the damaged-files campaign, which needs no ranks; return its record and exit code."""
     with new_folder() as folder:
         found = Path(folder, "files.json")
         command = [sys.executable, "-m", "tests.chaos.files", "--seed", str(seed), "--count", str(count)]
@@ -91,7 +91,7 @@ def damage_files(seed: int, count: int) -> tuple[Any, int]:
 
 
 def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[Result]:
-    """The first `count` cases, as far as the time allows; in the order of their numbers."""
+    """Run the first `count` cases within the time limit, in order of their numbers."""
     results: list[Result] = []
     errors: list[BaseException] = []
     deadline, lock, numbers = time.monotonic() + seconds, threading.Lock(), iter(range(count))
@@ -106,7 +106,7 @@ def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[
                 result = campaign.run(number, team)
                 with lock:
                     results.append(result)
-        except BaseException as error:  # told below
+        except BaseException as error:  # reported below
             errors.append(error)
 
     began = time.monotonic()
@@ -122,15 +122,15 @@ def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[
 
 
 def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tuple[int, int]]) -> None:
-    with new_folder() as folder, WorkBar("faults") as bar:
+    with new_folder() as folder, ProgressBar("faults") as bar:
         before, os.environ[CACHE] = os.environ.get(CACHE), folder
-        # The thread of torch's store asks the name service about each new connection, and answers nobody meanwhile.
+        # The store's thread resolves the name of each new connection and serves no rank meanwhile.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         teams = [Team(Path(folder, f"team-{number}"), store.port, number * 10**6) for number in range(count)]
         threads = [threading.Thread(target=work, args=(team,), daemon=True) for team in teams]
         try:
-            teams[0].workers(1)  # from this thread: the server of copies ends with the thread that starts it
+            teams[0].workers(1)  # from this thread: the fork server ends with the thread that starts it
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
@@ -155,7 +155,7 @@ def _again(campaign: Campaign, number: int) -> int:
 
 
 def summary(results: list[Result], seed: int, seconds: float) -> dict[str, Any]:
-    """What was found, in plain types."""
+    """Summarize the results in plain types."""
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     times: dict[str, list[float]] = defaultdict(list)
     named: dict[str, list[bool]] = defaultdict(list)
@@ -204,7 +204,7 @@ def summary(results: list[Result], seed: int, seconds: float) -> dict[str, Any]:
 
 
 def _without_places(text: str) -> str:
-    """A traceback whose paths are those of the repository and of Python, wherever these are."""
+    """Replace the machine's paths in a traceback by relative ones."""
     return text.replace(f"{ROOT}/", "").replace(sys.base_prefix, "python")
 
 
@@ -217,7 +217,7 @@ def _commit() -> str:
 
 
 def show(record: dict[str, Any], results: list[Result]) -> None:
-    """The table, a line for each fault; then every failure."""
+    """Print the table, a line per fault, then every failure."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)

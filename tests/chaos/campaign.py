@@ -1,10 +1,10 @@
-"""Cases drawn from a seed, run on ranks that live on, and judged.
+"""Draw cases from a seed, run them on persistent ranks, and judge them.
 
-What becomes of a case:
+Outcomes of a case:
 - right: every rank has the numbers of a world of one;
 - clean: every living rank ends, by `timeout_s` + 10 s after the fault, with an error that names a rank, an operation
-  and a cure, or with right numbers if it no longer needed the others;
-- anything else is a failure, named by the worst that was seen.
+  and a fix, or with right numbers if it no longer needed its peers;
+- any other outcome is a failure, named by the worst finding.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tests.cluster import start
 
 RIGHT, CLEAN_ERROR = "right", "clean"
 HANG, WRONG, LEFTOVER, BARE, LOST = "hang", "wrong number", "leftover", "bare error", "lost checkpoint"
-#: Failures, the worst first.
+#: Failures, worst first.
 FAILURES = (WRONG, LOST, HANG, BARE, LEFTOVER)
-#: Left over, but not by the package, and out of its reach: (fault, what) and why.
+#: Leftovers of PyTorch, outside the package's reach: (fault, leftover) and the reason.
 OUTSIDE = "PyTorch's own"
 _NOT_OURS = {
     ("memory limit", "descriptor anon_inode:[eventpoll]"): "where there is no memory for its thread, Gloo's loop keeps "
     "its descriptor: its constructor throws, and its destructor, which would close it, does not run",
 }
 
-# After the fault, beyond the topology's time-out; and for a run that no fault interrupts, in all.
+# Seconds beyond the topology's time-out after a fault, and the limit of a run without a fault.
 GRACE_S, RUN_S = 10.0, 60.0
 _PAUSE_S = 0.4
 HOST = "the store's host"
@@ -55,11 +55,11 @@ _PLAIN = {
 
 
 def _share(layout: Layout) -> float:
-    """Compiling and measuring takes long."""
+    """Compiling and measuring jobs are slow, so they are drawn less often."""
     return 0.15 if layout.captured or layout.cold else 0.4 if layout.moves or layout.meshes or layout.hooked else 1.0
 
 
-#: (kind, layout): how often it is drawn.
+#: (kind, layout): relative frequency.
 SCENES: dict[tuple[str, str], float] = {
     **{("train", name): _share(layout) for name, layout in LAYOUTS.items()},
     **{("checkpoint", name): 0.3 for name in [*_PLAIN, "ddp 2", "blocks 2", "fssdp 2"]},
@@ -82,7 +82,7 @@ _CURE = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, put into one job. `hosted`: rank 0 hosts the store that ranks meet in, not a launcher."""
+    """One fault in one job. `hosted`: rank 0 hosts the rendezvous store, not a launcher."""
 
     index: int
     spec: Spec
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def place(self) -> str:
-        """Under which it is counted."""
+        """The place that the statistics count."""
         struck = self.attack.fault in ("kill", "exit", "terminate", "stop", "pause", "late")
         return HOST if self.hosted and self.attack.culprit == 0 and struck else self.attack.place
 
@@ -114,9 +114,9 @@ class Case:
 
 @dataclass
 class Result:
-    """How a case ended. `named`: who ended with an error was told the rank at fault; None where nobody was.
+    """Outcome of a case. `named`: every rank's error names the faulty rank; None without errors.
 
-    `seconds`: from the fault to the last error of another rank; None without.   `fired`: the fault came at all.
+    `seconds`: from the fault to the last error of another rank; None without.   `fired`: the fault was injected.
     """
 
     case: Case
@@ -130,7 +130,7 @@ class Result:
 
 
 class Campaign:
-    """Draws cases from a seed. `ranks`: how many a job may have; `faults`: names of those to draw; by default all."""
+    """Draw cases from a seed. `ranks`: allowed world sizes; `faults`: names of the faults to draw; by default all."""
 
     def __init__(
         self,
@@ -150,14 +150,14 @@ class Campaign:
         self._lock = threading.Lock()
 
     def run(self, index: int, team: Team) -> Result:
-        """The result of the case of a number. A job that fails without a fault is a result as well."""
+        """Run the case of an index. A job that fails without a fault is also a result."""
         try:
             return team.run(self.draw(index, team))
         except _WrongAlone as error:
             return replace(error.result, case=replace(error.result.case, index=index))
 
     def draw(self, index: int, team: Team) -> Case:
-        """The case of a number; the same for the same seed. The first of a kind and layout has its calls counted."""
+        """Draw the case of an index, deterministic in the seed. Counts calls once for each kind and layout."""
         rng = random.Random(f"{self.seed}/{index}")
         name = rng.choices(list(self._faults), [fault.share for fault in self._faults.values()])[0]
         scenes = {scene: share for scene, share in self._scenes.items() if name in AT_PLACES or _takes(name, scene)}
@@ -165,7 +165,7 @@ class Campaign:
         world = LAYOUTS[layout].world
         culprit = rng.randrange(world)
         if name == "seed":
-            culprit = rng.randrange(1, world)  # rank 0's copies are the right ones
+            culprit = rng.randrange(1, world)  # rank 0's parameters are the reference
         most = 40 if name == "skew" else 9
         counts = tuple(tuple(rng.randint(1, most) for _ in range(steps_of(kind, layout))) for _ in range(world))
         if name == "empty":
@@ -174,7 +174,7 @@ class Campaign:
             few = rng.randrange(world)
             counts = tuple(of if rank == few else tuple(rng.randrange(2) for _ in of) for rank, of in enumerate(counts))
         if LAYOUTS[layout].captured:
-            counts = tuple((6,) * len(of) for of in counts)  # a graph of other sizes is another one
+            counts = tuple((6,) * len(of) for of in counts)  # a graph of other sizes is recompiled
         spec = Spec(
             kind,
             layout,
@@ -199,7 +199,7 @@ class Campaign:
 
 
 def _takes(fault: str, scene: tuple[str, str]) -> bool:
-    """Whether such a job has that fault in its input. What doors and graphs are given is always right."""
+    """Whether the fault applies to the job's input. Inputs of integrations and graphs are always right."""
     layout = LAYOUTS[scene[1]]
     return scene[0] == OF_INPUT[fault].kind and not (layout.door or (layout.captured and fault not in OF_MESSAGES))
 
@@ -209,7 +209,7 @@ class Gone(Exception):
 
 
 class _WrongAlone(Exception):
-    """A job whose calls were to be counted ends wrong without a fault."""
+    """A job without a fault, run to count its calls, ends wrong."""
 
     def __init__(self, result: Result) -> None:
         super().__init__(result.outcome)
@@ -236,7 +236,7 @@ class _Worker:
             raise Gone from error
 
     def words(self) -> str:
-        """What it has written since the last time."""
+        """Return the log text written since the last call."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         new, self.seen = text[self.seen :], len(text)
         return new
@@ -248,7 +248,7 @@ class _Worker:
 
 
 class Team:
-    """Ranks that do one case after another. Those that a fault has ended, or that keep something, are replaced."""
+    """Ranks that run one case after another. Ranks that a fault ended or that leak are replaced."""
 
     def __init__(self, folder: Path, port: int, first_run: int = 0) -> None:
         self._folder, self._port, self._run = folder, port, first_run
@@ -261,11 +261,11 @@ class Team:
             worker.end()
 
     def count(self, spec: Spec) -> list[Counter[str]]:
-        """How often each rank comes to each place, in a run without a fault, whose numbers must be right."""
+        """Count each rank's calls at each place in a run without a fault, and require right numbers."""
         found = _Run(self, Case(-1, self._at_home(spec), Attack("", "", -1), hosted=False), counts=True)
         result = found.judge()
         if result.outcome != RIGHT:
-            # Clean without a fault is an error for nothing.
+            # A clean error without a fault is spurious.
             outcome = result.outcome if result.outcome in FAILURES else BARE
             raise _WrongAlone(replace(result, outcome=outcome, text=f"without a fault: {result.text}", fired=False))
         return [answer.calls or Counter() for answer in found.answers.values()]
@@ -292,24 +292,22 @@ class Team:
         return worker
 
     def replace(self, worker: _Worker) -> None:
-        """Another process takes its rank in the next run."""
+        """Start another process for this rank in the next run."""
         worker.end()
         self._workers[self._workers.index(worker)] = None
 
     def next_run(self) -> tuple[int, int]:
-        """Its number, and the port of the launcher's store."""
+        """Return the run number and the port of the launcher's store."""
         self._run += 1
         return self._run, self._port
 
 
 _STARTING = threading.Lock()
-# A world of one draws its parameters from the process' generator.
+# A world of one draws its parameters from the process's generator.
 _ALONE = threading.Lock()
 
 
 class _Run:
-    """One run of one case."""
-
     def __init__(self, team: Team, case: Case, counts: bool = False) -> None:
         self.team, self.case, self.counts = team, case, counts
         self.answers: dict[int, Answer] = {}
@@ -329,12 +327,11 @@ class _Run:
         self._end_hung()
         self._until = time.monotonic() + case.spec.timeout_s + GRACE_S
         self._gather(lambda rank: rank in self.left)
-        # PyTorch's compiled graphs keep a job's process groups for as long as their process lives: it gets no other
-        # job, and what it keeps is not held against it.
-        # So do device meshes.
+        # PyTorch's compiled graphs and device meshes keep a job's process groups until the process ends. Such a
+        # process runs one job, and its leftovers do not count.
         captured = LAYOUTS[case.spec.layout].captured or LAYOUTS[case.spec.layout].meshes
         for rank, worker in self._workers.items():
-            # What it keeps must not be held against the next case.
+            # Leftovers must not count against the next case.
             if captured or rank in self.dead or rank in self.hung or self.left.get(rank, True):
                 if rank not in {*self.dead, *self.hung, *self.left}:
                     self.hung[rank] = f"does not end\n{self._stacks(worker)}"
@@ -344,7 +341,7 @@ class _Run:
 
     def _start(self) -> None:
         run, port = self.team.next_run()
-        # What compiles has a longer time-out, and takes longer without any fault.
+        # Compiled jobs have a longer time-out, and are slower without any fault.
         self._until = time.monotonic() + RUN_S + 4 * self.case.spec.timeout_s
         if self.case.hosted:
             self._workers[0].tell(PORT)
@@ -354,14 +351,14 @@ class _Run:
             worker.tell(Order(rank, self.case.spec, attack, run, port, self.counts))
 
     def _has_answered(self, rank: int) -> bool:
-        # Who has been stopped for good gives no answer.
+        # A rank stopped for good does not answer.
         return rank in self.answers or (self.fired_at is not None and self._frozen(rank))
 
     def _frozen(self, rank: int) -> bool:
         return self.case.attack.fault == "stop" and rank == self.case.attack.culprit
 
     def _gather(self, done: Callable[[int], bool]) -> None:
-        """Hears the ranks until each of them is done, dead, or too late."""
+        """Receive messages until each rank is done, dead, or late."""
         while time.monotonic() < self._until:
             open_ = {
                 worker.pipe: rank
@@ -377,14 +374,14 @@ class _Run:
                     kind, thing = self._workers[rank].hear()
                 except Gone:
                     self.dead.add(rank)
-                    self._workers[rank].process.join(10)  # the others look for it
+                    self._workers[rank].process.join(10)  # the other ranks check for this process
                     continue
                 if kind == FIRED:
                     self.fired_at = thing
                     late_s = self.case.spec.timeout_s + 2.0 if self.case.attack.fault == "late" else 0.5
                     self._until = min(self._until, thing + late_s + self.case.spec.timeout_s + GRACE_S)
                     if self.case.fault.harmless or self.case.attack.fault in ("memory limit", *OF_INPUT):
-                        self._until = thing + RUN_S  # it has more to do than to end
+                        self._until = thing + RUN_S  # the rank continues its job
                 elif kind == ANSWER:
                     self.answers[rank] = thing
                 else:
@@ -470,8 +467,8 @@ class _Run:
     def _is_clean(self, rank: int, error: tuple[str, str, str]) -> bool:
         kind, text, _ = error
         fault = self.case.attack.fault
-        if rank == self.case.attack.culprit:  # it says itself what is wrong with it
-            # What it has told the others may fail in itself as well, anyhow.
+        if rank == self.case.attack.culprit:  # the culprit's own error names the fault
+            # The culprit's own failure after a wrong message or input may take any form.
             own = fault in OF_MESSAGES or (fault in OF_INPUT and kind in ("RankError", "ConfigError"))
             if own or WORDS in text or fault in ("memory limit", "signals, unhandled"):
                 return True
@@ -481,7 +478,7 @@ class _Run:
             or not _OPERATION.search(text)
         ):
             return False
-        # The rank at fault has said itself what is wrong with it.
+        # The faulty rank has already reported its own error.
         told = re.search(r"failed (in|on) .*: \w*(Error|Interrupt|Exit|bad_alloc)", text, re.DOTALL)
         return bool(_CURE.search(text) or told or WORDS in text)
 
@@ -501,7 +498,7 @@ class _Run:
         return found
 
     def _lost(self, failed: bool) -> list[tuple[str, str]]:
-        """What is wrong with the checkpoint that a job has left which did not come to its end."""
+        """Return the defects of the checkpoint that an interrupted job left."""
         spec = self.case.spec
         if spec.kind != "checkpoint" or not failed:
             return []
@@ -514,7 +511,7 @@ class _Run:
             try:
                 probe = probe_of_checkpoint(spec)
             except Exception as error:
-                # Before the first save is through there may be nothing yet.
+                # Before the first save ends, no checkpoint may exist.
                 return [(LOST, f"saved after step {saved}, but {type(error).__name__}: {error}")] if saved else []
         first = max(1, saved)
         for steps in range(first, min(first + 2, spec.steps)):
@@ -523,7 +520,7 @@ class _Run:
         return [(LOST, f"saved after step {saved}, but the checkpoint is of none of the steps that it may be of")]
 
     def _files(self) -> list[tuple[str, str]]:
-        """Files that nobody will look for again. Who is killed cannot take its own away."""
+        """Return abandoned files. A killed rank cannot delete its own files."""
         if self.dead or self.hung:
             return []
         folder = Path(self.case.spec.folder)
@@ -535,15 +532,15 @@ class _Run:
 
 
 def _cause(text: str) -> str:
-    """Of an error, what is the same on all ranks."""
+    """Extract the cause, which is equal on all ranks."""
     return text.split(" because ", 1)[-1].split("\n")[0]
 
 
 def _names(cause: str, culprit: int, fault: str) -> bool:
-    """Whether it says that the rank at fault failed.
+    """Whether the text names the faulty rank.
 
-    Where a rank calls another operation than the others, or the same with another path or rows of another form, nobody
-    can know which is right: the error then has to name it among those that differ, whichever of them comes first.
+    If a rank calls a different operation, or the same operation with another path or row form, no rank can identify the
+    culprit: the error must then list it among the ranks that differ, in any position.
     """
     failed = re.match(r"(?:torchrun on the host of )?rank (\d+) failed", cause)
     if failed and fault not in ("order", "path", "part", "frozen", "wrong form"):

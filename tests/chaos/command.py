@@ -1,4 +1,4 @@
-"""What the commands that write a record have in common."""
+"""Shared parts of the commands that write a record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def parser_of(module: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with `--json`, for `write_record`."""
+    """Return a parser with `--json`, for `write_record`."""
     parser = argparse.ArgumentParser(
         f"python -m {module}", None, description, examples, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -18,6 +18,6 @@ def parser_of(module: str, description: str, examples: str) -> argparse.Argument
 
 
 def write_record(record: dict[str, Any], file: Path | None) -> None:
-    """Into the file, if any was given."""
+    """Write the record if a file was given."""
     if file is not None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

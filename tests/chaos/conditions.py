@@ -1,4 +1,4 @@
-"""Where a record comes from: the commit, the software, the machine and how busy it is."""
+"""Conditions of a record: commit, software, machine and load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu.device import environment
 
 
 def conditions() -> dict[str, Any]:
-    """In plain types; to be asked for before the work begins."""
+    """Return the conditions in plain types; call before the work begins."""
     machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.release()}
     return {
         **environment(torch.device("cpu")),

@@ -1,6 +1,7 @@
-"""Small models that reach the library otherwise than by `MoELayer`: its functions, Tutel's layer, and experts of
-transformers, torchtitan and Megatron-core. Their gradients are summed by hand, so that only the integration
-communicates between the ranks.
+"""Small models that use the library without `MoELayer`.
+
+They use its functions, Tutel's layer, and experts of transformers, torchtitan and Megatron-core. Gradients are summed
+by hand, so only the integration communicates between ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedmoe import autograd
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.exchange import exchange_metadata
@@ -31,13 +33,13 @@ HIDDEN, K = 4, 2
 
 
 def numbers(name: str, *shape: int) -> Tensor:
-    """The same on every rank."""
+    """Draw values that are equal on every rank."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
 
 
 class Functions(nn.Module):
-    """A dropless layer of the library's functions, with a router of its own."""
+    """A dropless layer built from the library's functions, with its own router."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class Functions(nn.Module):
         layout = autograd.order(expert_SK, EXPERTS)
         form = RowForm.of(x_SM, layout, weight_SK)
         exchange = exchange_metadata(self._all_to_all, self._esp, layout.counts_E, form)
-        rows_NM, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
+        rows_NM, weight_N = autograd.permute(x_SM, layout), take_pairs(weight_SK, layout)
 
         def experts(rows_RM: Tensor, received: Layout, weight_R: Tensor | None) -> Tensor:
             return autograd.experts(rows_RM, received, weight_R, Weights(self.w1, self.w2), "swiglu")
@@ -64,11 +66,11 @@ class Functions(nn.Module):
 
 
 class Tutel(nn.Module):
-    """Tutel's layer, which drops nothing."""
+    """Tutel's layer without drops."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        # As the environment does where a process starts.
+        # Tutel reads this from the environment at start-up.
         communicate.TUTEL_GLOBAL_TIMEOUT_SEC = topology.job.timeout_s
         count = EXPERTS // topology.size
         experts = {"type": "ffn", "num_experts_per_device": count, "hidden_size_per_expert": HIDDEN}
@@ -140,7 +142,7 @@ class HuggingFace(_OwnRouter):
         experts.gate_up_proj, experts.down_proj = (nn.Parameter(w.detach()) for w in (self.w1.flatten(1, 2), self.w2))
         self.w1, self.w2 = experts.gate_up_proj, experts.down_proj
         alone = dist.new_group([topology.rank], use_local_synchronization=True)
-        # The integration waits 300 s for other ranks.
+        # The integration's time-out for peers is 300 s.
         bounded = partial(expert_parallel.shared_topology, timeout_s=topology.job.timeout_s)
         with patch.object(expert_parallel, "shared_topology", bounded):
             return expert_parallel.ExpertParallel(experts, _mesh(topology.ep.handle), _mesh(alone))
@@ -173,7 +175,7 @@ class Titan(_OwnRouter):
         own = module.inner_experts
         own.w1_EFD, own.w3_EFD = (nn.Parameter(self.w1.detach()[:, half].clone()) for half in (0, 1))
         own.w2_EDF = nn.Parameter(self.w2.detach())
-        del self.w1, self.w2  # its own are updated instead
+        del self.w1, self.w2  # the integration's parameters are updated instead
         return module
 
     def routed(self, x_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ class _GivenRouting(nn.Module):
         return self.routing
 
     def set_layer_number(self, number: int) -> None:
-        """Megatron's layer calls this."""
+        """Called by Megatron's layer."""
 
 
 class Megatron(_OwnRouter):
@@ -256,12 +258,12 @@ class Megatron(_OwnRouter):
 
 
 def _mesh(group: Any) -> DeviceMesh:
-    """Return a mesh over a group that exists: PyTorch's own errors while it makes one are not tested here."""
+    """Return a mesh over an existing group: errors of PyTorch's mesh construction are out of scope."""
     return DeviceMesh.from_group(group, "cpu")
 
 
 Door = Functions | Tutel | HuggingFace | Titan | Megatron
-# What models of these integrations import.
+# Modules that the integrations' models import.
 LIBRARIES = {
     "hf": ("transformers.models.mixtral.modeling_mixtral", "fusedmoe.hf.expert_parallel"),
     "titan": ("torchtitan.models.common.config_utils", "fusedmoe.titan"),
@@ -278,8 +280,10 @@ DOORS: dict[str, Callable[[Topology], Door]] = {
 
 
 def train(model: Door, topology: Topology, batches: list[list[Tensor]], probe: Tensor) -> list[list[Tensor]]:
-    """Steps of gradient descent on what the ranks that this process stands for have, [step][rank]; each one's losses,
-    and at last its results of the probe."""
+    """Run gradient descent on batches [step][rank]; return losses and probe results.
+
+    Batches and results cover the ranks that this process stands for.
+    """
     found: list[list[Tensor]] = [[] for _ in batches[0]]
     for step in batches:
         model.zero_grad()

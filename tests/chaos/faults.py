@@ -1,8 +1,8 @@
-"""What is done to a rank, and where: at the n-th call of a function of the package, or of PyTorch's, in some place.
+"""The faults, and their places: the n-th call of a function of the package or of PyTorch within some place.
 
-Python calls a profile function at each call. Those of a place are the calls of its own functions and of all that they
-call; a fault is injected at one of them, on one rank. Nothing is changed for that, neither in the package nor in a
-rank's memory, so that a rank without a fault is as it is in a user's job.
+Python calls a profile function at each call. A place covers the calls of its own functions and of their callees; a
+fault is injected at one of these calls, on one rank. Neither the package nor a rank's memory is modified, so a rank
+without a fault runs as in a user's job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 WORDS = "chaos has struck"
 
-# Of a path, what a call counts in.
+# Path fragments whose calls count.
 _WATCHED = ("/fusedmoe/", "/torch/distributed/", "/torch/optim/")
 
 
@@ -81,14 +81,16 @@ PLACES: dict[str, Place] = {
     "profile": Place((("runtime/cache.py", "cached_profile"),)),
     "plan": Place((("training/step_plan.py", "plan_step"),)),
     "one-sided": Place((("comm/one_sided/", ""),)),
-    "copies": Place((("layers/dynamic_experts.py", ""), ("comm/sparse.py", ""))),
-    "re-sharding": Place((("training/sharded_experts.py", ""),)),
+    "copies": Place(
+        (("placement/placed_experts.py", ""), ("placement/replicas.py", ""), ("placement/expert_transport.py", ""))
+    ),
+    "re-sharding": Place((("placement/sharded_experts.py", ""), ("placement/resharding.py", ""))),
     "waiting": Place((("comm/collectives.py", "wait"),)),
 }
 
 
 class Watcher:
-    """Counts the calls in some places on this rank, and acts at one of them."""
+    """Count the calls in some places on this rank, and act at one of them."""
 
     def __init__(
         self, places: dict[str, Place], act_at: tuple[str, int] | None = None, act: Callable[[], None] = id
@@ -117,7 +119,7 @@ class Watcher:
         if self._acted:
             sys.setprofile(None)
             return
-        # By the frame's number: the frame itself would keep all that is in it.
+        # Keyed by the frame's id: a reference to the frame would keep its locals alive.
         inside: dict[str, int] = self._local.__dict__.setdefault("inside", {})
         if event == "return":
             for name in [name for name, root in inside.items() if root == id(frame)]:
@@ -184,7 +186,7 @@ def _no_memory() -> None:
 
 
 def _limit_memory() -> None:
-    """From now on no new memory is had but what the process has reserved."""
+    """Limit the address space to the currently reserved memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 
@@ -199,11 +201,11 @@ def _terminate() -> None:
 
 
 class Fault(NamedTuple):
-    """What happens at a place.
+    """A fault at a place.
 
     Attributes:
-        ends: the process is gone then, or is to be ended by who watches.   harmless: the result must be right.
-        share: of the campaign; what takes long is seldom.   kind: of the jobs whose input it is in.
+        ends: the process dies, or the watcher ends it.   harmless: the result must be right.
+        share: of the campaign; slow faults are rare.   kind: the kind of jobs whose input carries the fault.
     """
 
     act: Callable[[], None]
@@ -229,7 +231,7 @@ AT_PLACES: dict[str, Fault] = {
     "signals, unhandled": Fault(_signal_twice, share=0.5),
 }
 
-#: Wrong or ugly input of one rank. "… , caught": who has caught the error goes on with the next batch.
+#: Wrong or unusual input of one rank. "… , caught": a rank that catches the error continues with the next batch.
 OF_INPUT: dict[str, Fault] = {
     "nan": Fault(id, share=0.5),
     "shape": Fault(id, share=0.5),
@@ -249,7 +251,7 @@ OF_INPUT: dict[str, Fault] = {
     "skew": Fault(id, harmless=True, share=0.5),
 }
 
-#: A rank tells the others what is not so of its tokens (`tests.chaos.lies`).
+#: A rank sends wrong metadata about its tokens (`tests.chaos.lies`).
 OF_MESSAGES: dict[str, Fault] = {
     name: Fault(id, share=0.4)
     for name in (

@@ -44,17 +44,18 @@ from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.survival import Survival
 from tests.training.planted import changes, rewrite, rewritten, tamper
 from tests.training.test_checkpoint_folder import FORMAT_1, FORMAT_2, Held, converted, load, save
 from tests.training.toy import ONE, Toy
 
 ALONE = Topology()
-#: A load that takes longer has not ended.
+#: Time limit of a load; a longer load counts as a hang.
 LIMIT_S = 20
-#: What no load does. `pickle.find_class` stands for all that a pickle can run.
+#: Forbidden events during a load. `pickle.find_class` stands for any code in a pickle.
 FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
-#: More memory than any of these files can need.
+#: Memory limit, above the needs of any of these files.
 MEMORY_BYTES = 6 * 2**30
 
 SMALL_PLAN = (
@@ -70,9 +71,9 @@ class Kind(NamedTuple):
     """Files of one kind.
 
     Attributes:
-        make: writes a whole one into a folder and returns its path.
-        read: what a user gets of it; raises what a user sees.
-        strict: it has checksums, so that nothing but the right value may come of it.
+        make: write a sound file into a folder and return its path.
+        read: load it as a user does; raises the errors a user sees.
+        strict: the file has checksums, so only the right value may be returned.
     """
 
     make: Callable[[Path], Path]
@@ -101,7 +102,7 @@ def _profile(*_: Any, **how: Any) -> Profile:
 
 
 def _cached(path: Path) -> Any:
-    """The profile, and how often it had to be measured."""
+    """Return the profile and the number of measurements."""
     os.environ[cache.CACHE] = str(path.parent)
     found, where = cache.cached_profile(ALONE, torch.device("cpu"))
     assert where == path
@@ -118,7 +119,7 @@ def _make_cached(folder: Path) -> Path:
 
 
 def _same(value: Any, again: Any) -> Any:
-    """What is sound can be written and read back."""
+    """Require that a sound value survives a write and a read."""
     assert repr(again) == repr(value), "what was read cannot be written and read back"
     return value
 
@@ -145,7 +146,7 @@ def _resumed_loads(path: Path) -> Any:
 
 
 def _metrics(path: Path) -> Any:
-    run_dir.RunDir(path.parent).forget_after(3)
+    run_dir.RunDir(path.parent).drop_metrics_after(3)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert all(line["step"] <= 3 and "loss" in line for line in lines)
     return repr(lines)
@@ -179,7 +180,7 @@ def _survival(folder: Path) -> tuple[Survival, Toy]:
 
 
 def _make_kept(suffix: str) -> Callable[[Path], Path]:
-    """A state in a node's memory and a note; the file whose name ends so."""
+    """Save a state in node memory with its note; return the path with the given suffix."""
 
     def make(folder: Path) -> Path:
         survival, model = _survival(folder)
@@ -197,7 +198,7 @@ def _kept(path: Path) -> Any:
         for parameter in model.parameters():
             parameter.fill_(7.0)
     extra = survival.restore(model, None)
-    if extra is None or note is None:  # its own file is gone, or is none of ours
+    if extra is None or note is None:  # its own file is missing or foreign
         raise ConfigError(f"nothing is kept in {path.parent}")
     return extra, note, {name: value.tolist() for name, value in model.state_dict().items()}
 
@@ -237,7 +238,7 @@ def _cut(chance: random.Random, data: bytes) -> bytes:
 
 
 def _moved(chance: random.Random, data: bytes) -> bytes:
-    """A part of it doubled, taken out, or elsewhere."""
+    """Duplicate, delete or move a slice of the data."""
     first, last, place = sorted(chance.randrange(len(data) + 1) for _ in range(3))
     return chance.choice(
         (data[:last] + data[first:], data[:first] + data[last:], data[:first] + data[last:place] + data[first:last])
@@ -255,7 +256,7 @@ def _deep(chance: random.Random, data: bytes) -> bytes:
 
 
 def _odd(chance: random.Random, data: bytes) -> bytes:
-    """JSON, or a line of it, with another value somewhere; else a word of it doubled."""
+    """Replace a value in JSON or in one of its lines; otherwise duplicate a word."""
     lines = data.split(b"\n") if data.startswith(b'{"step"') else [data]
     number = chance.randrange(len(lines))
     try:
@@ -303,7 +304,7 @@ def _sparse(path: Path) -> None:
 
 
 def _planted(path: Path) -> None:
-    """Bytes that would run if they were unpickled."""
+    """Write bytes that would execute code on unpickling."""
     name = str(path.parent.parent / "canary")
     path.write_bytes(b"\x80\x02cposix\nopen\n(X" + len(name).to_bytes(4, "little") + name.encode() + b"MB\x02tR.")
 
@@ -320,7 +321,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 
 def damage(chance: random.Random, path: Path) -> str:
-    """Changes what lies at a path; returns how."""
+    """Damage the file at a path; return the method."""
     if chance.random() < 0.15:
         how = chance.choice(list(OTHERS))
         path.unlink()
@@ -332,7 +333,7 @@ def damage(chance: random.Random, path: Path) -> str:
 
 
 def one_bit(chance: random.Random, path: Path) -> str:
-    """Flips a bit of a file; returns which."""
+    """Flip a bit of a file; return its position."""
     data = bytearray(path.read_bytes())
     byte, bit = chance.randrange(len(data)), chance.randrange(8)
     data[byte] ^= 1 << bit
@@ -340,7 +341,7 @@ def one_bit(chance: random.Random, path: Path) -> str:
     return f"bit {bit} of byte {byte}"
 
 
-#: What a job keeps for itself, with digests: of these no flipped bit may give anything else.
+#: Files with digests that jobs write for themselves: a flipped bit must never change the result.
 KEPT = (*(name for name, kind in KINDS.items() if kind.strict), "checkpoint")
 ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "format 2", "tampered", "rewritten")
 
@@ -348,7 +349,7 @@ ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "format 2", "tampered", "
 
 
 class Watch:
-    """Notes what runs that must not, while `on`."""
+    """Record forbidden events while `on`."""
 
     def __init__(self) -> None:
         self.on, self.seen = False, Counter[str]()
@@ -360,17 +361,17 @@ class Watch:
 
 
 class Failed(AssertionError):
-    """What came of a damaged file is none of what may come."""
+    """The outcome of a damaged file is not an allowed one."""
 
 
 class Fuzzer:
-    """Runs cases in a folder of its own.
+    """Run cases in a private folder.
 
     Args:
-        kinds: of files.   harm: how they are damaged.
+        kinds: of files.   harm: the methods of damage.
     Attributes:
-        outcomes: by kind, how often what came of it.
-        failures: the number of the case, its kind, how it was damaged, and what was wrong.
+        outcomes: counts of each outcome, by kind.
+        failures: case number, kind, damage, and the error.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class Fuzzer:
         self.failures: list[dict[str, Any]] = []
 
     def run(self, number: int) -> None:
-        """The case of this number, which is the same for the same seed."""
+        """Run the case of this number, deterministic in the seed."""
         chance = random.Random(f"{self._seed}/{number}")
         name = chance.choice(self._names)
         self._how, handles = "", len(os.listdir("/proc/self/fd"))
@@ -458,7 +459,7 @@ class Fuzzer:
                 told = str(path.parent) in str(error) or name in ("plan", "timeline")  # texts, which no command reads
                 _expect(told, f"does not name the file: {error}")
                 outcome = "refused"
-            except OSError as error:  # `main` tells these
+            except OSError as error:  # `main` reports these
                 _expect(error.filename is not None, f"does not name the file: {error}")
                 outcome = "refused"
         texts = [str(one.message) for one in caught]
@@ -473,7 +474,7 @@ class Fuzzer:
         return outcome
 
     def _checkpoint(self, chance: random.Random, name: str, work: Path) -> str:
-        """Of one nothing is loaded, or all of it; one of an earlier format is converted or not."""
+        """Require that a checkpoint loads fully or not at all, and that an earlier format is converted or refused."""
         path, new, canary = work / "checkpoint", work / "new", self._folder / "canary"
         old = {"checkpoint": "checkpoint", "rewritten": "checkpoint", "format 1": "format 1"}.get(name, "format 2")
         shutil.copytree(self._folder / old, path)
@@ -511,7 +512,7 @@ class Fuzzer:
         return "refused" if said is not None else "right" if right else "unverified"
 
     def _of_format(self, name: str) -> Held:
-        """The state in the whole checkpoint of an earlier format."""
+        """Return the state in the undamaged checkpoint of an earlier format."""
         new = self._folder / "new"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -541,7 +542,7 @@ def _bounded() -> Iterator[None]:
 
 
 def campaign(seed: int, count: int, **how: Any) -> dict[str, Any]:
-    """Runs `count` cases, with `how` as for `Fuzzer`; their outcomes in plain types, with every failure's number."""
+    """Run `count` cases, with `how` as for `Fuzzer`; return outcomes in plain types, with every failure's number."""
     began, measured = time.monotonic(), cache.profile
     kept = os.environ.get(cache.CACHE)
     limits = resource.getrlimit(resource.RLIMIT_AS)

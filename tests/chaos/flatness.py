@@ -1,4 +1,4 @@
-"""`make flat`: many steps, topologies, plans and checkpoints in one process; what it holds must not grow."""
+"""`make flat`: many steps, topologies, plans and checkpoints in one process, whose memory and handles must not grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from tests.chaos.command import parser_of, write_record
 from tests.chaos.conditions import conditions
@@ -45,12 +45,12 @@ examples:
 
 STEPS, LAYOUTS = 10, ("ep 2", "esp 2", "chunks 2", "blocks 2")
 DONE, PATIENCE_S = "done", 3600.0
-#: What may come in three quarters of the rounds: memory that the allocator has not joined again; what caches fill.
+#: Allowed growth in three quarters of the rounds: allocator fragmentation and cache contents.
 MORE_BYTES, MORE_OBJECTS = 16 * 2**20, 50
 
 
 def live_long(rank: int, world: int, folder: str, rounds: int) -> list[dict[str, Any]]:
-    """The rounds on one rank, and what it held at times; a file in the folder says how many are done."""
+    """Run the rounds on one rank and sample its resources; a file in the folder counts completed rounds."""
     rng, did, found = random.Random(rank), Counter[str](), []
 
     def look() -> None:
@@ -81,7 +81,7 @@ def live_long(rank: int, world: int, folder: str, rounds: int) -> list[dict[str,
 
 
 def _without_names(found: Counter[str]) -> Counter[str]:
-    """Files have the names that they have on this machine."""
+    """Merge file descriptors, whose names depend on the machine."""
     kept = Counter[str]()
     for what, count in found.items():
         kept["descriptor of a file" if re.match("descriptor /(?!dev/)", what) else what] += count
@@ -93,7 +93,7 @@ def resident_bytes() -> int:
 
 
 def growth(looks: list[dict[str, Any]]) -> list[str]:
-    """What one rank has more of at the end than after the first quarter, in words."""
+    """Describe the growth of one rank from the first quarter to the end."""
     _, early, *_, last = looks
     more = Counter(last["held"]) - Counter(early["held"])
     grown = [f"{count} more of {what!r}" for what, count in more.items()]
@@ -105,7 +105,7 @@ def growth(looks: list[dict[str, Any]]) -> list[str]:
 
 
 def lives(rounds: int) -> list[list[dict[str, Any]]]:
-    """What both ranks held at times."""
+    """Return the resource samples of both ranks."""
     cluster = Cluster()
     with tempfile.TemporaryDirectory() as folder, watched(Path(folder, DONE), rounds):
         try:
@@ -119,14 +119,14 @@ def lives(rounds: int) -> list[list[dict[str, Any]]]:
 
 @contextmanager
 def watched(file: Path, rounds: int) -> Iterator[None]:
-    """While it lasts, shows how many rounds that file says are done."""
+    """Show the number of completed rounds from that file, while the context is open."""
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.5):
             bar.show(int(file.exists() and file.read_text() or 0), rounds)
 
-    with WorkBar("rounds") as bar:
+    with ProgressBar("rounds") as bar:
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""What the ranks of a campaign do: small jobs whose results are known from a world of one."""
+"""The ranks' work in a campaign: small jobs whose results are known from a world of one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from fusedmoe.training import (
     sync_gradients,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.survival import Survival
 from tests.chaos.doors import DOORS
 from tests.chaos.doors import train as train_door
 from tests.chaos.lies import LIES, lying
@@ -45,21 +46,21 @@ from tests.graph.models import Steady
 from tests.training.placed import DIM, EXPERTS, Model, optimizer_of
 
 CPU = torch.device("cpu")
-# Links so slow that plans have chunks and buckets.
+# Slow links, which give plans with chunks and buckets.
 SLOW = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, Contention.between_links(0.9))
 PLANS = ("fsmoe", "tutel_improved")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job stands on its ranks.
+    """The layout of a job on its ranks.
 
     Attributes:
         sizes: ep, esp, mp.   shape: of the model, for `placed.Model`.
-        wraps: the model is in DistributedDataParallel.   moves: its experts do (`ShardedExperts`); "heap": by puts.
+        wraps: the model is in DistributedDataParallel.   moves: experts move (`ShardedExperts`); "heap": by puts.
         captured: the model is compiled, and its graphs planned (`GraphBackend`).
         door: another model, a name of `DOORS`.   cold: each job measures anew.
-        hooked: the experts and gates have module hooks, one of which changes what the experts compute.
+        hooked: the experts and gates have module hooks, one of which changes the experts' rows.
     """
 
     world: int
@@ -74,7 +75,7 @@ class Layout:
 
     @property
     def meshes(self) -> bool:
-        """Whether the job makes device meshes, which PyTorch keeps until the process ends."""
+        """Whether the job creates device meshes, which PyTorch keeps until the process ends."""
         return self.door in ("hf", "titan", "megatron")
 
     @property
@@ -125,10 +126,10 @@ class Spec:
 
     Attributes:
         kind: a name of `KINDS`.   layout: of `LAYOUTS`.
-        seed: of the tokens.   counts: of each rank, how many in each step.   skew: all tokens want the same experts.
-        steps, folder: how many, and where checkpoints go.
+        seed: of the tokens.   counts: tokens per rank and step.   skew: all tokens choose the same experts.
+        steps, folder: number of steps, and the checkpoints' folder.
         timeout_s: of the topology.   guarded: the user's code is inside `Topology.guard`.
-        meets: before the second step some rank's input is refused.   catches: by a user who goes on then.
+        meets: one rank's input is refused before the second step.   catches: the user catches that error and continues.
     """
 
     kind: str
@@ -156,12 +157,12 @@ class Spec:
 
 
 def needs_puts(spec: Spec) -> bool:
-    """Whether kernels put bytes into other ranks' memory."""
+    """Whether kernels put bytes into peers' memory."""
     return spec.kind == "one-sided" or LAYOUTS[spec.layout].moves == "heap"
 
 
 def steps_of(kind: str, layout: str) -> int:
-    """Experts change owners after five steps."""
+    """Return the number of steps; experts change owners after five steps."""
     return 7 if LAYOUTS[layout].moves else {"profile": 1, "one-sided": 3, "checkpoint": 3, "survival": 3}.get(kind, 2)
 
 
@@ -169,8 +170,8 @@ class Rank:
     """A job on one rank.
 
     Args:
-        meddle: what is wrong with the input of this rank, a name of `INPUTS`, "" for nothing.
-        strikes: called when that input comes.
+        meddle: a name of `INPUTS`, the defect of this rank's input; "" for none.
+        strikes: called at the defect.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Rank:
         self.experts: ShardedExperts | None = None
 
     def run(self) -> dict[str, Any]:
-        """What came of it, to be compared with `expected`."""
+        """Return the results, to be compared with `expected`."""
         with StopRequest() if self.meddle == "signals" else nullcontext():
             return self._run()
 
@@ -204,7 +205,7 @@ class Rank:
             if self.layout.cold:
                 self.stack.enter_context(patch.dict(os.environ, {CACHE: f"{self.spec.folder}/cache"}))
             found = self.door() if self.layout.door else KINDS[self.spec.kind](self)
-            # Nobody ends while others still need it.
+            # Keep every rank alive until all ranks are done.
             all_reduce(self.topology.world, torch.zeros(1), operation="the end of the job")
             return found
 
@@ -240,7 +241,7 @@ class Rank:
             self.stack.callback(self.experts.close)
 
     def _capture(self) -> None:
-        """Compiles both passes, unwatched: a profile function makes that take a minute."""
+        """Compile both passes without the profile function, which would slow that to a minute."""
         self.whole = torch.compile(self.model, backend=GraphBackend(costs=Steady()))  # type: ignore[assignment]
         watch = sys.getprofile()
         sys.setprofile(None)
@@ -251,34 +252,34 @@ class Rank:
             sys.setprofile(watch)
 
     def _other_copies(self) -> None:
-        """Replicated parameters that differ from rank 0's until they are made equal."""
+        """Make replicated parameters differ from rank 0's, to be equalized later."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if ".experts." not in name:
                     parameter.add_(torch.randn_like(parameter))
 
     def _hook_one(self) -> None:
-        """Module hooks that only observe, on this rank alone."""
+        """Add an observing module hook on this rank only."""
         layer = self.rng.choice([*self.model.layers])
         module = self.rng.choice([layer, layer.gate, layer.experts])
         kind = self.rng.choice(["forward", "forward_pre", "full_backward"])
         getattr(module, f"register_{kind}_hook")(lambda *_: None)
 
     def step(self, step: int) -> None:
-        """One step; the numbers of a step that was refused and caught are not kept."""
+        """Run one step; drop its numbers if it is refused and caught."""
         last = self.spec.steps - 1
         self.optimizer.zero_grad()
         x_SM = self.spec.tokens(self.rank, step)
         if step == min(1, last):
             self._meddle(x_SM)
-        # Whatever the library makes on the host for other ranks has to say where.
+        # The library must name the device of every host tensor it creates.
         with torch.device("meta") if self.meddle == "default device" else nullcontext():
             loss = self._passes(x_SM)
         self.optimizer.step()
         self.losses.append(loss.detach())
 
     def _passes(self, x_SM: Tensor) -> Tensor:
-        """Forward, backward, synchronisation and clipping; the loss."""
+        """Run forward, backward, synchronization and clipping; return the loss."""
         y_SM = self.whole(x_SM)
         loss: Tensor = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
         if self.buckets is not None:
@@ -291,7 +292,7 @@ class Rank:
         return loss
 
     def _meddle(self, x_SM: Tensor) -> None:
-        """Before the step's own forward there may be another one, in which this rank's input is wrong."""
+        """Before the step's own forward pass, optionally run another one with wrong input on this rank."""
         if self.meddle in LIES:
             self.stack.enter_context(lying(self.meddle, self.rng, self.strikes))
         if self.meddle in INPUTS:
@@ -305,20 +306,20 @@ class Rank:
             first = self.model._pipeline[0] if self.model._pipeline else self.model.layers[0]
             wrong_SM = INPUTS[self.meddle](self.rng, x_SM) if self.meddle in INPUTS else x_SM
             if self.meddle == "nan" and first is not self.model.layers[0]:
-                wrong_SM = torch.where(wrong_SM.isfinite(), wrong_SM, torch.nan)  # tanh makes infinity a number
+                wrong_SM = torch.where(wrong_SM.isfinite(), wrong_SM, torch.nan)  # tanh would make infinity finite
             try:
                 first(wrong_SM)
             except Exception:
                 if not self.spec.catches:
                     raise
             else:
-                if self.meddle:  # others may have no experts in common with that rank
+                if self.meddle:  # peers may have no experts in common with that rank
                     raise WrongNumber("wrong input was not refused")
 
     def _average(self) -> None:
-        """This rank uses an utility of PyTorch's that takes all ranks' parameters for copies of each other."""
+        """Call a PyTorch utility that treats all ranks' parameters as replicas."""
         parameters = [*self.model.parameters()]
-        for parameter in parameters:  # averagers leave out those without gradients
+        for parameter in parameters:  # averagers skip parameters without gradients
             parameter.grad = torch.zeros_like(parameter)
         if self.rng.randrange(2):
             PeriodicModelAverager(period=1, warmup_steps=0).average_parameters(parameters)
@@ -329,7 +330,7 @@ class Rank:
         raise WrongNumber("experts of different ranks were averaged")
 
     def _out_of_order(self, x_SM: Tensor) -> None:
-        """This rank calls what the others do not, or leaves out what they call."""
+        """Call an operation that the other ranks do not call, or omit an operation."""
         way, topology = self.rng.randrange(8), self.topology
         if way == 0:
             count = self.rng.choice([1, 3, 1000])
@@ -343,11 +344,11 @@ class Rank:
         elif way == 4:
             save_checkpoint(Path(self.spec.folder, "own"), self.model, self.optimizer, topology)
         elif way == 5:
-            topology.close()  # it thinks that all is done
+            topology.close()  # this rank ends early
         elif way == 6:
             self.passes = 1  # no backward pass
         else:
-            self.model.layers[1](x_SM)  # a layer out of turn
+            self.model.layers[1](x_SM)  # a layer out of order
 
     def train(self) -> dict[str, Any]:
         self.build()
@@ -366,7 +367,7 @@ class Rank:
             return self.model(self.spec.probe())
 
     def checkpoint(self) -> dict[str, Any]:
-        """Two saves, the second over the first; the last step is done again from it, by a model of its own."""
+        """Save twice, the second over the first; then repeat the last step from it with a new model."""
         self.build()
         path = Path(self.spec.folder, "checkpoint")
         if self.meddle == "path":
@@ -402,7 +403,7 @@ class Rank:
         return {"losses": train_door(model, self.topology, batches, spec.probe())[0]}
 
     def survival(self) -> dict[str, Any]:
-        """Steps kept in the memory of two nodes; the last is done again from it, by a model of its own."""
+        """Keep steps in the memory of two nodes; then repeat the last step from it with a new model."""
         place = Path(self.spec.folder, f"node-{self.rank % 2}")
         place.mkdir(exist_ok=True)
         memory = NodeMemory(os.getppid(), place)
@@ -439,7 +440,7 @@ class Rank:
         return self._steps()
 
     def one_sided(self) -> dict[str, Any]:
-        """All-to-alls by puts; rank r sends d to rank p in step s bytes that follow from all three."""
+        """All-to-alls by puts; rank r sends d to rank p in step s bytes that are a function of r, p and s."""
         from fusedmoe.comm.one_sided.heaps import open_heap
         from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
@@ -461,7 +462,7 @@ class Rank:
         return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
 
 
-#: Settings of a gate that the other ranks do not have.
+#: Gate settings that differ from the other ranks' settings.
 OTHER_GATES: list[dict[str, Any]] = [
     {"normalize": False},
     {"noise": 0.5},
@@ -479,7 +480,7 @@ def add_hooks(model: Model) -> None:
 
 
 class WrongNumber(AssertionError):
-    """The job's own comparison fails."""
+    """The job's own comparison failed."""
 
 
 KINDS: dict[str, Callable[[Rank], dict[str, Any]]] = {
@@ -507,7 +508,7 @@ def _other_dtype(rng: random.Random, x_SM: Tensor) -> Tensor:
     return x_SM.to(rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.complex128]))
 
 
-#: What makes a rank's input wrong; "order": it calls something that the others do not.
+#: Defects of a rank's input; "order": a call that the other ranks do not make.
 INPUTS: dict[str, Callable[[random.Random, Tensor], Tensor]] = {
     "nan": _not_finite,
     "shape": _other_shape,
@@ -517,7 +518,7 @@ INPUTS: dict[str, Callable[[random.Random, Tensor], Tensor]] = {
 
 
 def expected(spec: Spec) -> list[dict[str, Any]]:
-    """What each rank should find, from one process that has the whole model and everybody's tokens."""
+    """Compute each rank's expected results in one process with the whole model and every rank's tokens."""
     layout = LAYOUTS[spec.layout]
     if spec.kind in ("profile", "one-sided"):
         return [{} for _ in range(layout.world)]
@@ -550,7 +551,7 @@ def expected(spec: Spec) -> list[dict[str, Any]]:
 
 
 def probe_of_checkpoint(spec: Spec) -> Tensor:
-    """Of the checkpoint that a job has left, in a world of one."""
+    """Probe a job's checkpoint in a world of one."""
     model = Model(Topology(), "ep")
     load_checkpoint(Path(spec.folder, "checkpoint"), model, optimizer_of(model), Topology())
     with torch.no_grad():

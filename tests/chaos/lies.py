@@ -1,7 +1,7 @@
-"""What a rank that errs tells the others of its tokens: codes, sizes, dtypes and bytes that are not what it sends.
+"""False metadata from a faulty rank: expert assignments, sizes, dtypes and bytes that differ from its rows.
 
-A lie contradicts something that the other ranks know. One that does not, a token's expert in exchange for another's,
-say, is a token like any other, and nobody could tell.
+Each lie contradicts another fact the ranks hold. A consistent lie, such as one expert in place of another, is
+undetectable: it is a valid token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fusedmoe.blocks import forward as blocks_forward
 from fusedmoe.comm import exchange
-from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.comm.exchange import Exchange, RowExchange
 from fusedmoe.comm.metadata import RowForm
 from fusedmoe.engine import collectives_dispatcher
 from fusedmoe.kernels import deduplicate
 
-#: Of a message, or of what it is made of: the wrong one in place of the right one, None where there is none to be had.
+#: Map from a right message, or a part of it, to a wrong one; None where none exists.
 Lie = Callable[[random.Random, Any], Any]
 
 
@@ -35,18 +35,18 @@ def _changed(values: Tensor, at: int, value: int) -> Tensor:
 
 def _other_expert(rng: random.Random, code_N: Tensor) -> Tensor:
     at = rng.randrange(len(code_N))
-    wrong = rng.choice([-4, -2, 2, 4, 2**14])  # one that is there, mostly, or none
+    wrong = rng.choice([-4, -2, 2, 4, 2**14])  # mostly an existing index, or one out of range
     return _changed(code_N, at, int(code_N[at]) + wrong)
 
 
 def _other_start(rng: random.Random, code_N: Tensor) -> Tensor:
-    """One token more or less."""
+    """Add or remove a token boundary."""
     at = rng.randrange(len(code_N))
     return _changed(code_N, at, int(code_N[at]) ^ 1)
 
 
 def _late_start(rng: random.Random, code_N: Tensor) -> Tensor | None:
-    """As many tokens, but the first begins with its second pair."""
+    """Keep the token count, but start the first token at its second pair."""
     if len(code_N) < 2 or int(code_N[1]) & 1:
         return None
     return _changed(_changed(code_N, 0, int(code_N[0]) - 1), 1, int(code_N[1]) + 1)
@@ -63,7 +63,7 @@ def _zeros(rng: random.Random, message: Tensor) -> Tensor | None:
 
 
 def _moved_pair(rng: random.Random, counts_E: Tensor) -> Tensor | None:
-    """A pair of another expert than there is."""
+    """Move a pair to another expert's count."""
     from_E = counts_E.nonzero()[:, 0].tolist()
     if not from_E or len(counts_E) < 2:
         return None
@@ -87,7 +87,7 @@ def _fewer_tokens(rng: random.Random, tokens_Wp: Tensor) -> Tensor | None:
 
 
 def _number(rng: random.Random, table: bytes) -> bytes:
-    """A number of the meeting's that cannot be: negative, or of more rows than anybody has."""
+    """Write an impossible number into the metadata exchange: negative, or more rows than any rank has."""
     numbers = np.frombuffer(table, np.int64).copy()
     numbers[rng.randrange(len(numbers))] = rng.choice([-1, -(2**40), 2**40, 2**62, 10**6])
     return numbers.tobytes()
@@ -98,7 +98,7 @@ def _bytes(rng: random.Random, table: bytes) -> bytes:
 
 
 def _one_more(rng: random.Random, table: bytes) -> bytes:
-    """A pair more than are sent, for some expert."""
+    """Announce one more pair than is sent, for some expert."""
     numbers = np.frombuffer(table, np.int64).copy()
     numbers[rng.randrange(len(numbers))] += 1
     return numbers.tobytes()
@@ -137,10 +137,10 @@ LIES: dict[str, tuple[Lie, ...]] = {
 
 @contextmanager
 def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterator[None]:
-    """Has this rank lie once, in one of the first messages of its kind.
+    """Make this rank lie once, in one of the first messages of its kind.
 
     Args:
-        strikes: called when it does.
+        strikes: called at the lie.
     """
     lie, wait, told = rng.choice(LIES[name]), rng.randrange(3), False
 
@@ -156,7 +156,11 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
         strikes()
         return wrong
 
-    exchange_metadata, begin, dispatch = exchange.exchange_metadata, exchange.begin, Part.dispatch
+    exchange_metadata, compare_calls, dispatch = (
+        exchange.exchange_metadata,
+        exchange.compare_calls,
+        RowExchange.dispatch,
+    )
 
     def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
         if name == "wrong codes":
@@ -175,16 +179,16 @@ def lying(name: str, rng: random.Random, strikes: Callable[[], None]) -> Iterato
 
     def begun(group: Any, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
         wrong = name == "wrong table" and group.handle is not None and data and operation == "exchange of counts"
-        return begin(group, operation, details, once(data) if wrong else data)
+        return compare_calls(group, operation, details, once(data) if wrong else data)
 
-    def dispatched(self: Part, rows: Tensor) -> Tensor:
+    def dispatched(self: RowExchange, rows: Tensor) -> Tensor:
         return dispatch(self, once(rows) if name == "wrong rows" else rows)
 
     with ExitStack() as stack:
         for where in (exchange, blocks_forward):
             stack.enter_context(patch.object(where, "pack", pack))
-        stack.enter_context(patch.object(exchange, "begin", begun))
+        stack.enter_context(patch.object(exchange, "compare_calls", begun))
         for where in (exchange, collectives_dispatcher):
             stack.enter_context(patch.object(where, "exchange_metadata", exchanged))
-        stack.enter_context(patch.object(Part, "dispatch", dispatched))
+        stack.enter_context(patch.object(RowExchange, "dispatch", dispatched))
         yield

@@ -1,4 +1,4 @@
-"""`make long-job`: a job that faults interrupt again and again, beside one that nothing interrupts."""
+"""`make long-job`: a job interrupted repeatedly by faults, compared with an uninterrupted job."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ examples:
   a failure again:         python -m tests.chaos.long_jobs --steps 2000 --seed 7 --keep /tmp/long-job
 """
 
-# Every expert takes what it is sent and no loss is of a rank's own tokens, so that another layout gives the same
-# numbers; in float64, so that its other order of sums does not hide a wrong one.
+# Experts drop no tokens and no loss is per rank, so the numbers are independent of the layout. In float64, the
+# different order of sums hides no error.
 MODEL = ["--layers", "2", "--model-dim", "16", "--hidden", "8", "--experts", "4", "--seq-len", "16", "--batch", "2"]
 MODEL += ["--gate", "deepseek_v3", "--capacity-factor", "none", "--dtype", "fp64", "--eval-batches", "2"]
 MODEL += ["--timeline-step", "1000000", "--timeout", "20", "--ranks-per-node", "1"]
@@ -68,7 +68,7 @@ PATIENCE_S = 3600.0
 
 
 class Event(NamedTuple):
-    """A fault on a rank, when so many steps are done."""
+    """A fault on a rank, after this number of steps."""
 
     step: int
     fault: str
@@ -85,7 +85,7 @@ def _pause() -> None:
 
 
 def _fill_disk() -> None:
-    """From now on no file gets longer than a block."""
+    """Limit new files to one block."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 
@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def train_with_faults(rank: int, world: int, arguments: list[str], events: list[Event]) -> tuple[int, str]:
-    """The command on this rank, with the faults that are this rank's; its exit code and what it says."""
+    """Run the command on this rank with its faults; return the exit code and output."""
     said, plain, unlimited = StringIO(), Trainer.step, resource.RLIM_INFINITY
     due = {event.step: event.fault for event in events if event.rank == rank}
 
@@ -124,7 +124,7 @@ def train_with_faults(rank: int, world: int, arguments: list[str], events: list[
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
-        patch.setattr(train, "process_group", lambda *given: nullcontext())  # ranks of a cluster have theirs
+        patch.setattr(train, "process_group", lambda *given: nullcontext())  # cluster ranks already have a group
         patch.setattr(Trainer, "step", faulty)
         try:
             with redirect_stdout(said), redirect_stderr(said):
@@ -134,13 +134,13 @@ def train_with_faults(rank: int, world: int, arguments: list[str], events: list[
 
 
 def metrics(run: Path) -> dict[tuple[int, bool], dict[str, Any]]:
-    """Of each step, the last that was written; True: the held-out loss."""
+    """Return the last record of each step; True: the held-out loss."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {(record["step"], "held_out_loss" in record): record for record in records}
 
 
 def draw_events(rng: random.Random, steps: int, every: int, saves: int) -> list[Event]:
-    """One in every `every` steps, after the first ones, wherever the last checkpoint was."""
+    """Draw a fault every `every` steps, after the first steps, at random offsets to the checkpoints."""
     faults = cycle(FAULTS)
     return [
         Event(step + rng.randrange(saves), next(faults), rng.randrange(RANKS))
@@ -149,10 +149,10 @@ def draw_events(rng: random.Random, steps: int, every: int, saves: int) -> list[
 
 
 class LongJob:
-    """The two jobs in a folder, and what is wrong with the second one.
+    """The two jobs in a folder, and the defects of the second job.
 
     Attributes:
-        problems: in words. found: of each fault, what became of it.
+        problems: in words. found: the outcome of each fault.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, steps: int, every: int, saves: int, seed: int) -> None:
@@ -163,7 +163,7 @@ class LongJob:
         self.found: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """The record of both jobs."""
+        """Run both jobs; return the record."""
         self._write_text()
         whole, parts = self._folder / "whole", self._folder / "parts"
         others = [event for event in self.events if event.fault == "other ranks"]
@@ -203,7 +203,7 @@ class LongJob:
     def _interrupted(self, parts: Path, whole: Path, display: Display) -> None:
         arguments, left = [*self._flags, "--run-dir", str(parts)], list(self.events)
         while True:
-            # A pause ends nothing; what comes after what does is for the job that goes on.
+            # A pause ends no job; faults after a fatal one belong to the resumed job.
             count = next((i + 1 for i, event in enumerate(left) if event.fault != "pause"), len(left))
             now, left = left[:count], left[count:]
             ends = next((event for event in now if event.fault != "pause"), None)
@@ -223,7 +223,7 @@ class LongJob:
             arguments = ["--resume", str(parts)]
 
     def _judge(self, ends: Event | None, outcomes: list[Outcome]) -> None:
-        """Whether the ranks ended as they should."""
+        """Check the exit status of the ranks."""
 
         def wrong(rank: int, why: str) -> None:
             text = outcomes[rank].value if outcomes[rank].error is None else outcomes[rank].error
@@ -245,7 +245,7 @@ class LongJob:
                 wrong(rank, f"does not end with an error that names rank {ends.rank}")
 
     def _on_other_ranks(self, parts: Path, whole: Path, event: Event) -> None:
-        """A copy goes on in another layout, and from there in the first one again."""
+        """Resume a copy in another layout, and then in the first layout again."""
         other = self._folder / f"on {OTHER_RANKS} ranks from {event.step}"
         shutil.copytree(parts, other)
         layouts = [(OTHER_RANKS, "2"), (RANKS, "1")]
@@ -275,7 +275,7 @@ def _same(ours: dict[str, Any] | None, theirs: dict[str, Any]) -> bool:
 
 @contextmanager
 def watched(display: Display, run: Path, before: int) -> Iterator[None]:
-    """While it lasts, tells how far a job in that folder has come."""
+    """Report the progress of the job in that folder, while the context is open."""
     over = threading.Event()
 
     def look() -> None:

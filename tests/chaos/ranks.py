@@ -1,4 +1,4 @@
-"""Processes that do jobs as ranks, one after another, with a fault on one of them, and are looked through after it."""
+"""Processes that run jobs as ranks, one after another, with a fault on one of them, and are checked for leftovers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIRED, ANSWER, CLEAN, PORT, END = "fired", "answer", "clean", "port", "end"
 
 
 def tell(pipe: Connection, thing: Any) -> None:
-    """Without `multiprocessing`'s pickles, which leave tensors in shared memory."""
+    """Send plain pickles: those of `multiprocessing` leave tensors in shared memory."""
     pipe.send_bytes(pickle.dumps(thing))
 
 
@@ -47,9 +47,9 @@ def hear(pipe: Connection) -> Any:
 
 @dataclass(frozen=True)
 class Attack:
-    """What is done to one rank: a fault at the n-th call in a place; of the input, where there is no place.
+    """A fault on one rank: at the n-th call in a place, or of its input if there is no place.
 
-    `stays`: after an error its process lives on, as in a notebook; else it ends, as a program does.
+    `stays`: the process survives an error, as in a notebook; otherwise it exits, as a program does.
     """
 
     fault: str
@@ -62,7 +62,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is asked to do. `attack`: None to count the calls of each place."""
+    """A job request to a rank. `attack`: None to count the calls of each place."""
 
     rank: int
     spec: Spec
@@ -74,7 +74,7 @@ class Order:
 
 @dataclass
 class Answer:
-    """What came of it on a rank: a value, or the type, text and traceback of an error; and when."""
+    """The outcome on a rank: a value, or the type, text and traceback of an error; and the time."""
 
     value: Any = None
     error: tuple[str, str, str] | None = None
@@ -84,7 +84,7 @@ class Answer:
 
 
 def serve(pipe: Connection) -> None:
-    """The life of such a process. Errors of native code, and tracebacks on demand, go to the file it is told first."""
+    """Main loop of a rank process. Native errors and on-demand tracebacks go to the first file it receives."""
     from tests import copied
 
     end_with(copied.PID)
@@ -94,7 +94,7 @@ def serve(pipe: Connection) -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # The first one leaves a pipe for the signals of libuv, once and for all.
+    # The first store leaves a pipe for libuv's signals in the process for good.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     idle: Counter[str] | None = None
     while True:
@@ -102,7 +102,7 @@ def serve(pipe: Connection) -> None:
             order = hear(pipe)
         except (EOFError, KeyboardInterrupt):
             return
-        if order == PORT:  # this rank hosts the store of the next job
+        if order == PORT:  # this rank hosts the next job's store
             host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             tell(pipe, (PORT, host.port))
             continue
@@ -114,7 +114,7 @@ def serve(pipe: Connection) -> None:
             os._exit(1)
         del order, answer
         if ended_well:
-            hear(pipe)  # all are through: a program that ends well does not end before the others
+            hear(pipe)  # all ranks are done: a successful program ends with the last rank
         host = None
         _end_job()
         if idle is None and ended_well:
@@ -144,7 +144,7 @@ def _work(pipe: Connection, order: Order) -> Answer:
                 answer.value = rank.run()
         elif mine and attack is not None and attack.fault in OF_INPUT:
             fault_name, rng = attack.fault.split(",")[0], random.Random(attack.seed)
-            # What is wrong in one step strikes there: a job may have measured the machine for seconds by then.
+            # Defects of a single step strike in that step: a job may have measured the machine for seconds before it.
             rank = Rank(order.rank, spec, fault_name, rng, lambda: tell(pipe, (FIRED, time.monotonic())))
             if fault_name not in INPUTS and fault_name not in LIES and fault_name != "averager":
                 rank.strikes()
@@ -168,7 +168,7 @@ def _work(pipe: Connection, order: Order) -> Answer:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         answer.at_s = time.monotonic()
         answer.error = (type(error).__name__, str(error), traceback.format_exc())
-        sys.excepthook(type(error), error, error.__traceback__)  # as at a program's end
+        sys.excepthook(type(error), error, error.__traceback__)  # as at a program's exit
         traceback.clear_frames(error.__traceback__)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if "rank" in locals():
@@ -177,10 +177,11 @@ def _work(pipe: Connection, order: Order) -> Answer:
 
 
 def _end_job() -> None:
-    """What the end of a process does."""
-    # After an error in a backward pass PyTorch keeps what was still to do, and so the graph, until the next one.
+    """Clean up like the end of a process."""
+    # After an error in a backward pass, PyTorch keeps the pending tasks, and so the graph, until the next backward
+    # pass.
     torch.ones((), requires_grad=True).backward()
-    _TOPOLOGIES.clear()  # Tutel's door has no end but the process's
+    _TOPOLOGIES.clear()  # Tutel's integration releases them only at process exit
     torch._dynamo.reset()  # graphs hold the process groups of their collectives
     gc.collect()
     if dist.is_initialized():
@@ -188,7 +189,7 @@ def _end_job() -> None:
 
 
 def held() -> Counter[str]:
-    """What this process holds: threads and open files by kind, children, shared memory."""
+    """Count resources of this process: threads and open files by kind, children, shared memory."""
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         found[f"thread {_read(task / 'comm')}"] += 1
@@ -196,7 +197,7 @@ def held() -> Counter[str]:
     for file in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(file)
-        except OSError:  # the listing's own
+        except OSError:  # the listing's own descriptor
             continue
         found[f"descriptor {re.sub(r'[0-9]+', 'N', target)}"] += 1
     found["mapping"] = _read(Path("/proc/self/maps")).count("memfd:")
@@ -211,19 +212,19 @@ def _read(path: Path) -> str:
 
 
 def _left(idle: Counter[str], patience_s: float) -> dict[str, int]:
-    """What is held beyond what an idle rank holds. Gloo waits for a connection for ten seconds, or for its time-out."""
+    """Count resources beyond those of an idle rank. Gloo waits up to ten seconds, or its time-out, for a connection."""
     deadline, pause = time.monotonic() + max(patience_s, 6.0) + 5.0, 0.005
     while (more := held() - idle) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
         gc.collect()
-    if "thread python" in more:  # whose they are
+    if "thread python" in more:  # list their names
         more |= Counter(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
     return dict(more)
 
 
 def _interpret_puts() -> None:
-    """Triton's interpreter for the kernels that put and wait; everything else stays as on any CPU."""
+    """Run the put and wait kernels in Triton's interpreter; all other code runs as on any CPU."""
     name = "fusedmoe.comm.one_sided.receive_buffers"
     if name in sys.modules:
         return

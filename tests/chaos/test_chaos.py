@@ -1,4 +1,4 @@
-"""The campaign, a tiny one and a short one; `make chaos` is the long one."""
+"""The campaign, tiny and short; `make chaos` is the long one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FAULTS += ("wrong codes", "wrong pairs", "wrong form")
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fault of these is found by a time-out: a busy machine may take its time."""
+def longer_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these faults is detected by a time-out, so a busy machine gets more time."""
     monkeypatch.setattr(Spec, "timeout_s", 10.0)
     monkeypatch.setattr(campaign, "GRACE_S", 30.0)
 
 
 @pytest.mark.parametrize("cases", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_few_faults(cases: int, patient: None) -> None:
+def test_random_faults_end_in_correct_result_or_error(cases: int, longer_timeouts: None) -> None:
     seed = random.SystemRandom().randrange(10**6)
     results = run(Campaign(seed, faults=FAULTS, scenes=SCENES), cases, 300.0, teams=1)
     bad = [f"{r.outcome}: seed {seed}, {r.case}\n{r.text}" for r in results if r.outcome in FAILURES]
@@ -38,8 +38,8 @@ def test_a_few_faults(cases: int, patient: None) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_tell_what_is_not_so(patient: None) -> None:
-    """Every one is caught, and named: a rank that was told has no right numbers to go on with."""
+def test_falsified_message_error_names_faulty_rank(longer_timeouts: None) -> None:
+    """Each lie is detected and names the rank: a deceived rank has no right numbers to continue with."""
     seed = random.SystemRandom().randrange(10**6)
     results = run(Campaign(seed, faults=tuple(OF_MESSAGES), scenes=SCENES), 15, 100.0, teams=1)
     bad = [
@@ -53,7 +53,7 @@ def test_ranks_that_tell_what_is_not_so(patient: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_minute(tmp_path: Path) -> None:
+def test_one_minute_campaign_command_succeeds(tmp_path: Path) -> None:
     found = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "tests.chaos", "--minutes", "1", "--json", str(found)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)

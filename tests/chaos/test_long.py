@@ -1,4 +1,4 @@
-"""Long runs: a job that faults interrupt again and again comes to the losses of one without, and nothing piles up."""
+"""Long runs: a job with repeated faults reaches the losses of a fault-free job, without resource growth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster import Cluster
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path) -> None:
+def test_interrupted_job_reaches_losses_of_fault_free_job(cluster: Cluster, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
     found = LongJob(cluster, tmp_path / "job", 160, 20, 5, seed).run()
     assert not found["problems"], found
@@ -23,7 +23,7 @@ def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_nothing_piles_up() -> None:
+def test_long_run_has_no_resource_growth() -> None:
     """800 steps, 80 topologies, 40 plans, 20 checkpoints, each loaded again."""
     for looks in lives(80):
         assert not growth(looks), looks

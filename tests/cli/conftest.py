@@ -1,4 +1,4 @@
-"""What tests of the command share."""
+"""Fixtures shared by the command's tests."""
 
 from __future__ import annotations
 

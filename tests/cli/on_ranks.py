@@ -1,4 +1,4 @@
-"""The command on ranks of `tests.cluster`, as a launcher would start it."""
+"""Run the command on ranks of `tests.cluster`, as a launcher would."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fusedmoe.cli.main import main
 
 
 def command(rank: int, world: int, folder: str, *arguments: str) -> tuple[int, str, str]:
-    """The exit code, and what went to stdout and stderr. `folder`: where it is started."""
+    """Return the exit code, stdout and stderr. `folder`: the working directory."""
     out, error = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
-        # The ranks of a cluster have their process group already.
+        # Cluster ranks already have their process group.
         patch.setattr("fusedmoe.cli.job.process_group", lambda *given: nullcontext())
         with redirect_stdout(out), redirect_stderr(error):
             code = main(arguments)

@@ -1,4 +1,4 @@
-"""The command itself: how it is started, and what it says to flags that do not exist."""
+"""The command: its entry points, and its errors for unknown flags."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from fusedmoe import __version__
+from fusedmoe import __version__, names
+from fusedmoe.cli.commands import PROFILE_BUDGET_S
 from fusedmoe.cli.main import main
+from fusedmoe.gates import GATES
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.orders import ORDERS
+from fusedmoe.runtime.profiler import BUDGET_S
 
 COMMANDS = ("train", "profile", "plan", "trace", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_helps_and_refuses_flags_by_its_own_usage(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_prints_own_usage_for_help_and_bad_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0 and f"usage: fusedmoe {command}" in capsys.readouterr().out
@@ -27,10 +30,55 @@ def test_each_command_helps_and_refuses_flags_by_its_own_usage(
         main([command, "--no-such-flag", "3"])
     error = capsys.readouterr().err
     assert end.value.code == 2 and f"usage: fusedmoe {command}" in error
-    assert f"fusedmoe {command} --help lists what there is" in error
+    assert f"fusedmoe {command} --help lists all flags" in error
 
 
-def test_a_flag_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: fusedmoe" in capsys.readouterr().out
+
+
+def test_only_rank_0_prints_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main([]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    """An import of torch takes over a second."""
+    program = (
+        "import atexit, sys; from fusedmoe.cli.main import main; "
+        "atexit.register(lambda: print('imported:', *sorted({'torch', 'scipy', 'rich'} & sys.modules.keys()))); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "imported:", ended.stdout[-300:] + ended.stderr
+
+
+def test_names_of_the_command_are_those_of_the_library() -> None:
+    assert (tuple(ACTIVATIONS), tuple(GATES), tuple(ORDERS)) == (names.ACTIVATIONS, names.GATES, names.ORDERS)
+    assert PROFILE_BUDGET_S == BUDGET_S
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_has_commands_models_and_machines(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", shell])
+    script = capsys.readouterr().out
+    assert end.value.code == 0
+    assert all(word in script for word in (*COMMANDS, "DeepSeek-V3", "gb200-nvl72", "--ranks-per-node", "fsmoe"))
+
+
+def test_completion_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    assert "pip install shtab" in capsys.readouterr().err
+
+
+def test_misspelled_flag_error_suggests_correction(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--layerss=3"])
     assert "unrecognized arguments: --layerss=3; did you mean --layers?" in capsys.readouterr().err
@@ -38,10 +86,10 @@ def test_a_flag_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("buffered", [True, False])
-def test_whoever_reads_the_output_may_stop(
+def test_closed_stdout_pipe_ends_without_traceback(
     buffered: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `fusedmoe doctor --json | head -1` does."""
+    """As in `fusedmoe doctor --json | head -1`."""
     monkeypatch.setattr("fusedmoe.cli.doctor.examine", lambda: {"transports": [{"works": True}]})
     read, write = os.pipe()
     os.close(read)
@@ -51,12 +99,12 @@ def test_whoever_reads_the_output_may_stop(
     assert capsys.readouterr().err == ""
 
 
-def test_python_runs_the_package() -> None:
+def test_python_m_fusedmoe_prints_version() -> None:
     found = subprocess.run([sys.executable, "-m", "fusedmoe", "--version"], capture_output=True, text=True, timeout=200)
     assert (found.returncode, found.stdout) == (0, f"fusedmoe {__version__}\n")
 
 
-def test_convert_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_checkpoint_converts_old_and_rejects_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = Path(__file__).parents[1] / "data" / "checkpoint_format_2", tmp_path / "new"
     assert main(["convert-checkpoint", str(old), str(new)]) == 0
     assert capsys.readouterr().out == f"converted {old} to {new}\n"

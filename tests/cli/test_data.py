@@ -1,4 +1,4 @@
-"""Training data of the command: the split into training and held-out files, and batches for each rank."""
+"""The command's training data: the split into training and held-out files, and batches per rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedmoe.cli.data import Batches, is_held_out, load_corpus, mix
+from fusedmoe.cli.data import Batches, hash_seed, is_held_out, load_corpus
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.transformer import IGNORE
 
@@ -21,7 +21,7 @@ def write_files(root: Path, count: int) -> list[str]:
     return names
 
 
-def test_every_file_is_on_one_side_and_stays_there(tmp_path: Path) -> None:
+def test_each_file_is_in_exactly_one_split(tmp_path: Path) -> None:
     names = write_files(tmp_path, 40)
     (tmp_path / "picture.bin").write_bytes(b"\x89PNG\0\0")
     corpus = load_corpus(tmp_path, "*", 0.3)
@@ -40,17 +40,17 @@ def test_every_file_is_on_one_side_and_stays_there(tmp_path: Path) -> None:
     assert fewer.fingerprint == load_corpus(tmp_path, "*", 0.3).fingerprint
 
 
-def test_a_file_moved_to_the_other_side_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_split_change_changes_fingerprint(tmp_path: Path) -> None:
     write_files(tmp_path, 40)
     assert load_corpus(tmp_path, "*", 0.3).fingerprint != load_corpus(tmp_path, "*", 0.6).fingerprint
 
 
-def test_about_the_share_that_was_asked_for_is_held_out() -> None:
+def test_held_out_share_is_close_to_fraction() -> None:
     share = sum(is_held_out(f"a/{i}.py", 0.05) for i in range(10_000)) / 10_000
     assert 0.04 < share < 0.06
 
 
-def test_the_pattern_chooses(tmp_path: Path) -> None:
+def test_pattern_selects_files(tmp_path: Path) -> None:
     write_files(tmp_path, 6)
     (tmp_path / "notes.md").write_text("A note.")
     (tmp_path / "more.md").write_text("More.")
@@ -58,13 +58,13 @@ def test_the_pattern_chooses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_neither_side_is_ever_empty(tmp_path: Path, fraction: float) -> None:
+def test_both_splits_are_non_empty_for_extreme_fractions(tmp_path: Path, fraction: float) -> None:
     write_files(tmp_path, 3)
     corpus = load_corpus(tmp_path, "*", fraction)
     assert min(corpus.train_files, corpus.held_out_files) == 1
 
 
-def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
+def test_single_file_holds_out_its_end(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(bytes(range(1, 101)))
     for source in (tmp_path, tmp_path / "book.txt"):
         corpus = load_corpus(source, "*", 0.2)
@@ -73,7 +73,7 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_is_the_standard_library_without_tests_and_packages() -> None:
+def test_default_corpus_is_standard_library_without_packages() -> None:
     corpus = load_corpus(None, "*", 0.05)
     text = bytes(corpus.train.numpy()) + bytes(corpus.held_out.numpy())
     assert len(text) > 2_000_000
@@ -82,7 +82,7 @@ def test_the_default_is_the_standard_library_without_tests_and_packages() -> Non
     assert 0.01 < corpus.held_out_files / (corpus.train_files + corpus.held_out_files) < 0.1
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_corpus_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_corpus(tmp_path / "nowhere", "*", 0.1)
     with pytest.raises(ConfigError, match="no text"):
@@ -103,13 +103,13 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**43)
     for source in (tmp_path, tmp_path / "huge"):
-        with pytest.raises(ConfigError, match=f"reading {source} takes 26388 GB of memory, and this machine has"):
+        with pytest.raises(ConfigError, match=f"reading {source} needs 26388 GB of memory, but this machine has"):
             load_corpus(source, "*", 0.1)
     with pytest.raises(ConfigError, match="less than one sequence"):
         Batches(torch.zeros(10, dtype=torch.uint8), 2, 10, mask=None)
 
 
-def test_names_in_no_encoding_are_names(tmp_path: Path) -> None:
+def test_undecodable_file_names_are_read(tmp_path: Path) -> None:
     for name in ("\udcff.txt", "ä.txt", "a.txt"):
         (tmp_path / name).write_text("some text")
     (tmp_path / "circle").symlink_to("circle")
@@ -120,7 +120,7 @@ def test_names_in_no_encoding_are_names(tmp_path: Path) -> None:
     assert corpus.fingerprint == load_corpus(tmp_path, "*.txt", 0.3).fingerprint
 
 
-def test_causal_targets_are_the_next_bytes() -> None:
+def test_causal_targets_are_next_bytes() -> None:
     text = torch.randint(256, (1000,), dtype=torch.uint8)
     batch = Batches(text, 4, 9, mask=None).training(1, 2, 3)
     assert batch.tokens_BL.shape == batch.targets_BL.shape == (4, 9)
@@ -131,7 +131,7 @@ def test_causal_targets_are_the_next_bytes() -> None:
         assert (starts == window).all(1).any()
 
 
-def test_a_batch_depends_on_seed_step_and_replica_alone() -> None:
+def test_batch_depends_only_on_seed_step_and_replica() -> None:
     text = torch.randint(256, (5000,), dtype=torch.uint8)
     batches = Batches(text, 2, 16, mask=None)
     first = batches.training(1, 2, 3)
@@ -141,7 +141,7 @@ def test_a_batch_depends_on_seed_step_and_replica_alone() -> None:
         assert not torch.equal(first.tokens_BL, batches.training(*other).tokens_BL)
 
 
-def test_masked_batches_hide_some_bytes_and_ask_for_them() -> None:
+def test_masked_batches_follow_bert_masking_shares() -> None:
     text = torch.randint(256, (5000,), dtype=torch.uint8)
     batch = Batches(text, 50, 400, mask=256).training(1, 2, 3)
     asked = batch.targets_BL != IGNORE
@@ -153,7 +153,7 @@ def test_masked_batches_hide_some_bytes_and_ask_for_them() -> None:
     assert 0.08 < (kept & asked).sum() / asked.sum() < 0.12
 
 
-def test_held_out_windows_are_fixed_and_cover_the_text() -> None:
+def test_held_out_windows_are_fixed_and_cover_text() -> None:
     text = torch.arange(1000) % 256
     batches = Batches(text.to(torch.uint8), 5, 9, mask=None)
     windows = torch.cat([batches.held_out(i, 4).tokens_BL for i in range(4)])
@@ -164,6 +164,6 @@ def test_held_out_windows_are_fixed_and_cover_the_text() -> None:
     assert len({tuple(window.tolist()) for window in windows}) == 20
 
 
-def test_mix_tells_parts_apart() -> None:
-    assert len({mix("a", 1, 2), mix("a", 12), mix("a", 2, 1), mix("b", 1, 2)}) == 4
-    assert 0 <= mix("a") < 2**63
+def test_hash_seed_differs_for_different_parts() -> None:
+    assert len({hash_seed("a", 1, 2), hash_seed("a", 12), hash_seed("a", 2, 1), hash_seed("b", 1, 2)}) == 4
+    assert 0 <= hash_seed("a") < 2**63

@@ -1,4 +1,4 @@
-"""`fusedmoe doctor`: answers about this machine and made-up machines, as text and as JSON."""
+"""`fusedmoe doctor`: reports on this machine and fake machines, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ NAMES = ["gloo", "nccl", "host", "symm", "nvshmem"]
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of a table is a line."""
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevent tables from wrapping lines."""
     monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
 
-def rows(out: str) -> dict[str, list[str]]:
-    """The tables' rows by their first column."""
+def parse_rows(out: str) -> dict[str, list[str]]:
+    """Parse the tables' rows, keyed by their first column."""
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
     return {first: rest for first, *rest in cells}
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
-    """All work but those named, whose probes say, or do, this."""
+def fake_transports(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
+    """Fake all transports as working, except the named ones, whose probes return this reason or call this function."""
     probes = {name: reasons.get(name, "") for name in NAMES}
     made = tuple(
         doctor.TransportProbe(one.name, one.kind, one.carries, probe if callable(probe) else lambda said=probe: said)
@@ -45,15 +46,17 @@ def fake(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For probes that work: on a busy machine one may take longer than a user would wait."""
+def longer_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extend the limit for working probes, which a busy machine may slow beyond a user's patience."""
     monkeypatch.setattr(doctor, "PROBE_S", 100.0)
-    monkeypatch.setattr(doctor, "bounded", partial(doctor.bounded, limit_s=100.0))
+    monkeypatch.setattr(doctor, "run_probe", partial(doctor.run_probe, limit_s=100.0))
 
 
-def test_this_machine(patient: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_table_lists_versions_and_transports(
+    longer_probe_timeout: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor"]) == 0
-    found = rows(capsys.readouterr().out)
+    found = parse_rows(capsys.readouterr().out)
     assert found["torch"] == [torch.__version__] and found["fusedmoe"] == ["0.1.0"]
     assert not left_in_shared_memory()
     for name in NAMES:
@@ -63,16 +66,18 @@ def test_this_machine(patient: None, capsys: pytest.CaptureFixture[str]) -> None
         assert found[name][1] == "yes"
     if not torch.cuda.is_available():
         assert not any("/dev/shm" in name for name in found)
-        assert found["GPUs"] == ["none"] and found["cuda of torch"] == [torch.version.cuda or "not there"]
+        assert found["GPUs"] == ["none"] and found["cuda of torch"] == [torch.version.cuda or "not installed"]
         for name in ("nccl", "symm", "nvshmem"):
             assert "driver" in found[name][2] or "CUDA" in found[name][2]
 
 
-def test_this_machine_as_json(patient: None, capfd: pytest.CaptureFixture[str]) -> None:
-    """With nothing on stdout but JSON, of native code either."""
+def test_doctor_json_has_every_section_and_transport(
+    longer_probe_timeout: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Stdout contains only JSON, also from native code."""
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert list(found) == ["host", "versions", "gpus", "shared_memory", "transports"]
+    assert list(found) == ["host", "versions", "gpus", "shared_memory", "transports", "warnings"]
     assert found["versions"]["torch"] == torch.__version__
     assert (found["shared_memory"] is None) != torch.cuda.is_available()
     assert [one["name"] for one in found["transports"]] == NAMES
@@ -80,15 +85,15 @@ def test_this_machine_as_json(patient: None, capfd: pytest.CaptureFixture[str]) 
         assert one["works"] == (not one["reason"]) and one["kind"] in ("collectives", "symmetric memory")
 
 
-def test_failures_are_told_and_the_rest_works(
+def test_failed_probe_is_reported_and_others_continue(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> str:
         raise OSError("[out] of luck")
 
-    fake(monkeypatch, gloo="no [interface]; name one", nccl=broken, symm="apart")
+    fake_transports(monkeypatch, gloo="no [interface]; name one", nccl=broken, symm="apart")
     assert main(["doctor"]) == 0
-    found = rows(capsys.readouterr().out)
+    found = parse_rows(capsys.readouterr().out)
     assert found["gloo"][1:] == ["no", "no [interface]; name one"]
     assert found["nccl"][1:] == ["no", "OSError: [out] of luck"]
     assert found["nvshmem"][1:] == ["yes", ""]
@@ -101,87 +106,100 @@ def test_failures_are_told_and_the_rest_works(
     }
 
 
-def test_the_guide_has_the_same_names() -> None:
+def test_one_sided_guide_lists_same_transports() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/one-sided.md").read_text()
     named = re.findall(r"^\| `(\w+)` \|", page.partition("## Transports")[2].partition("##")[0], re.MULTILINE)
     assert named == ["host", "symm", "nvshmem"] and set(named) == set(heaps.BACKENDS) and set(named) < set(NAMES)
 
 
-def test_symmetric_memory_is_what_a_job_can_open() -> None:
-    """A probe of anything else would say that transports work, and end with 0, where none does."""
+def test_symmetric_memory_probes_cover_heap_backends() -> None:
+    """Probing other heaps could report working transports, with exit code 0, to a job that can open none."""
     known = [one.name for one in doctor.TRANSPORTS if one.kind == doctor.SYMMETRIC]
     assert known == list(heaps.BACKENDS)
 
 
-def test_where_nothing_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    fake(monkeypatch, **{name: "broken" for name in NAMES})
+def test_no_working_transport_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_transports(monkeypatch, **{name: "broken" for name in NAMES})
     assert main(["doctor"]) == 1
-    assert "Nothing works here" in capsys.readouterr().out
+    assert "No transport works" in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1
     json.loads(capsys.readouterr().out)
 
 
-def test_a_probe_that_hangs_is_left() -> None:
+@pytest.mark.parametrize("value", ["1", "8", ""])
+def test_doctor_warns_of_one_queue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    fake_transports(monkeypatch)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("Warning: CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue" in out) == (value == "1")
+    assert main(["doctor", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == (value == "1")
+
+
+def test_hanging_probe_times_out() -> None:
     ends = threading.Event()
-    assert doctor.bounded(lambda: str(ends.wait(60)), 0.2) == "the probe did not end within 0.2 s"
+    assert doctor.run_probe(lambda: str(ends.wait(60)), 0.2) == "the probe timed out after 0.2 s"
     ends.set()
 
 
-def test_heaps_answer_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What opening one would say, for the devices that it is for."""
+def test_heap_probes_return_backend_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes report the reason that opening the heap would, on the heap's device types."""
     asked = []
     for name, backend in heaps.BACKENDS.items():
 
-        def why_not(device: torch.device, name: str = name) -> str:
+        def unavailable_reason(device: torch.device, name: str = name) -> str:
             asked.append((name, device.type))
             return f"no {name}"
 
-        monkeypatch.setattr(backend, "why_not", staticmethod(why_not))
-    said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heaps.BACKENDS}
+        monkeypatch.setattr(backend, "unavailable_reason", staticmethod(unavailable_reason))
+    said = {one.name: one.unavailable_reason() for one in doctor.TRANSPORTS if one.name in heaps.BACKENDS}
     assert said == {name: f"no {name}" for name in ("host", "symm", "nvshmem")}
     assert asked == [("host", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
 
 
-def test_shared_memory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_memfd_create_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*arguments: Any) -> int:
         raise OSError("no more files")
 
     assert doctor.why_no_heap("host", "cpu") == ""
     monkeypatch.setattr(os, "memfd_create", refuses)
-    assert "cannot be made or opened through /proc (no more files)" in doctor.why_no_heap("host", "cpu")
+    assert "cannot be created or opened through /proc (no more files)" in doctor.why_no_heap("host", "cpu")
 
 
-def test_what_nccl_shares_is_told_where_it_works(
+def test_shared_memory_size_is_reported_only_with_nccl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    fake(monkeypatch)
+    fake_transports(monkeypatch)
     assert main(["doctor"]) == 0
-    assert "GiB free" in rows(capsys.readouterr().out)["/dev/shm (NCCL)"][0]
-    fake(monkeypatch, nccl="none")
+    assert "GiB free" in parse_rows(capsys.readouterr().out)["/dev/shm (NCCL)"][0]
+    fake_transports(monkeypatch, nccl="none")
     assert main(["doctor"]) == 0
     assert "/dev/shm" not in capsys.readouterr().out
     monkeypatch.setattr(doctor, "SHARED_MEMORY", str(tmp_path / "none"))
     assert doctor.shared_memory() is None
 
 
-def test_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_probe_reports_unresolved_host_and_missing_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.why_not_gloo() == ""
 
     def refuses(*arguments: Any) -> None:
         raise RuntimeError("Unable to resolve hostname")
 
     monkeypatch.setattr(doctor.dist, "ProcessGroupGloo", refuses)
-    assert doctor.why_not_gloo() == "Unable to resolve hostname; GLOO_SOCKET_IFNAME names the network interface to use"
+    assert doctor.why_not_gloo() == "Unable to resolve hostname; set GLOO_SOCKET_IFNAME to the network interface to use"
     monkeypatch.setattr(doctor.dist, "is_gloo_available", lambda: False)
-    assert "without Gloo" in doctor.why_not_gloo()
+    assert "lacks Gloo" in doctor.why_not_gloo()
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, pairs: set[tuple[int, int]], count: int = 3) -> None:
-    """As many GPUs; `pairs` reach each other."""
+    """Fake `count` GPUs; `pairs` reach each other."""
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
     for place, name, value in (
-        (doctor, "no_gpu", lambda: ""),
-        (heaps, "no_gpu", lambda: ""),
+        (doctor, "no_gpu_reason", lambda: ""),
+        (heaps, "no_gpu_reason", lambda: ""),
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: count),
@@ -193,18 +211,18 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, pairs: set[tuple[int, int]], coun
         monkeypatch.setattr(place, name, value)
 
 
-def test_gpus_and_how_they_reach_each_other(
+def test_gpu_properties_and_peer_access_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_gpus(monkeypatch, {(0, 1), (0, 2), (1, 2)})
     assert doctor.why_no_heap("symm", "cuda") == doctor.why_not_nccl() == ""
     with_gpus(monkeypatch, {(0, 1)})
-    assert doctor.why_no_heap("symm", "cuda").startswith("GPUs 0 and 2 do not reach each other's memory")
-    fake(monkeypatch)
+    assert doctor.why_no_heap("symm", "cuda").startswith("GPUs 0 and 2 have no peer access")
+    fake_transports(monkeypatch)
     assert main(["doctor"]) == 0
-    found = rows(capsys.readouterr().out)
-    assert found["GPU 0"] == ["Some GPU, compute capability 9.0, 80 GiB, reaches 1"]
-    assert found["GPU 2"] == ["Some GPU, compute capability 9.0, 80 GiB, reaches no other"]
+    found = parse_rows(capsys.readouterr().out)
+    assert found["GPU 0"] == ["Some GPU, compute capability 9.0, 80 GiB, peer access to 1"]
+    assert found["GPU 2"] == ["Some GPU, compute capability 9.0, 80 GiB, no peer access"]
     assert found["nccl"][1] == "yes" and "GPUs" not in found
     assert doctor.versions()["nccl"] == "2.28.9"
     with_gpus(monkeypatch, set(), 1)
@@ -215,7 +233,7 @@ def test_gpus_and_how_they_reach_each_other(
     assert "without CUDA" in doctor.why_not_nccl()
 
 
-def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_help_lists_transports_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--help"])
     said = capsys.readouterr().out

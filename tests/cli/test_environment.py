@@ -1,4 +1,4 @@
-"""Variables that cannot work, a port in use, an unknown host: one line that names them, from each entry point."""
+"""Invalid variables, a port in use, an unknown host: a one-line error that names them, from each entry point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WRONG = [
 ]
 
 
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+def read_one_line_error(capsys: pytest.CaptureFixture[str]) -> str:
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and text.startswith("fusedmoe: error: "), text
     return text
@@ -45,18 +45,18 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(("name", "value", "text"), WRONG)
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_commands(
+def test_command_error_names_invalid_launch_variable(
     name: str, value: str, text: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     for known, right in (LAUNCH | {name: value}).items():
         monkeypatch.setenv(known, right)
     assert main([command, "--device", "cpu"]) == 2
-    said = one_line(capsys)
+    said = read_one_line_error(capsys)
     assert f"{name}={value!r} in the environment {text}" in said
 
 
-def test_a_launcher_that_says_nothing_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_without_variables_is_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCH:
         monkeypatch.delenv(name, raising=False)
     assert Launch.from_environment() == Launch()
@@ -65,7 +65,7 @@ def test_a_launcher_that_says_nothing_is_a_world_of_one(monkeypatch: pytest.Monk
     assert Launch.from_environment() == Launch(0, 2, 0, 2)
 
 
-def test_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topology_error_names_invalid_launch_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE='0' in the environment must be an integer of at least 1"):
         Topology.from_sizes()
@@ -85,35 +85,37 @@ def port_in_use(monkeypatch: pytest.MonkeyPatch) -> int:
         yield number  # type: ignore[misc]
 
 
-def test_a_port_in_use(port_in_use: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_raises_rank_error_with_address(port_in_use: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as caught:
         init_process_group("gloo", 5.0)
     address = f"127.0.0.1:{port_in_use}"
     text = f"rank 0: cannot host the job's store at {address}: the port is in use. Choose another MASTER_PORT"
     assert text in str(caught.value) and "\n" not in str(caught.value)
     assert main(["train", "--device", "cpu", "--steps", "1"]) == 1
-    assert text in one_line(capsys)
+    assert text in read_one_line_error(capsys)
     assert not dist.is_initialized()
 
 
-def test_a_port_in_use_by_tutel_s_system(port_in_use: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutel_init_with_port_in_use_raises_rank_error(port_in_use: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicate, "TUTEL_GLOBAL_TIMEOUT_SEC", 5.0)
     monkeypatch.setattr(communicate, "TUTEL_GROUPING_CACHE", {})
     with pytest.raises(RankError, match="rank 0: cannot host the job's store"):
         net.create_groups_from_world(1, include_init="gloo")
 
 
-def test_an_unknown_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rendezvous, "_NAME_KNOWN_S", 0.0)
+def test_unresolvable_master_addr_raises_rank_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_DNS_TIMEOUT_S", 0.0)
     for name, value in (LAUNCH | {"MASTER_ADDR": "no such host", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RankError, match="rank 0: the host MASTER_ADDR='no such host' cannot be resolved"):
         init_process_group("gloo", 5.0)
     assert main(["profile", "--device", "cpu"]) == 1
-    assert "MASTER_ADDR='no such host' cannot be resolved" in one_line(capsys)
+    assert "MASTER_ADDR='no such host' cannot be resolved" in read_one_line_error(capsys)
 
 
-def test_addresses_that_are_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_invalid_master_address_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in LAUNCH.items():
@@ -127,14 +129,16 @@ def test_addresses_that_are_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) ->
             init_process_group("gloo", 5.0)
 
 
-def test_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 alone: nothing listens at the address."""
+def test_missing_store_host_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 alone: no process listens at the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     for name, value in (LAUNCH | {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankError, match=f"rank 1: the 2 ranks did not meet at 127.0.0.1:{port} within 2 s") as caught:
+    with pytest.raises(
+        RankError, match=f"rank 1: the 2 ranks did not connect to 127.0.0.1:{port} within 2 s"
+    ) as caught:
         init_process_group("gloo", 2.0)
     assert "\n" not in str(caught.value)
 
@@ -143,19 +147,19 @@ def test_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [("OMPI_COMM_WORLD_SIZE", "x"), ("OMPI_COMM_WORLD_RANK", "3"), ("LOCAL_SIZE", "0"), ("MASTER_PORT", "p")],
 )
-def test_tutel_s_launcher(name: str, value: str) -> None:
+def test_tutel_launcher_rejects_non_integer_variables(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='{value}' in the environment must be an integer"):
         run.command({"MASTER_ADDR": "a", "OMPI_COMM_WORLD_SIZE": "2", name: value}, ["x.py"])
 
 
 @pytest.mark.parametrize("name", ["NUMA_TYPE", "LOCAL_RANK", "TUTEL_CUDA_SANDBOX"])
-def test_tutel_s_affinity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutel_affinity_rejects_non_integer_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "abc")
     with pytest.raises(ConfigError, match=f"{name}='abc' in the environment must be an integer"):
         system.init_affinity_at_program_beginning()
 
 
-def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_variable_is_parsed_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("abc", "nan", "0", "-3", "inf"):
         monkeypatch.setenv("TUTEL_GLOBAL_TIMEOUT_SEC", text)
         with pytest.raises(ConfigError, match=f"TUTEL_GLOBAL_TIMEOUT_SEC='{text}' in the environment must be "):
@@ -176,7 +180,7 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ],
 )
-def test_processes(arguments: list[str]) -> None:
+def test_entry_points_reject_invalid_variables_in_one_line(arguments: list[str]) -> None:
     names = ("TUTEL_GLOBAL_TIMEOUT_SEC", "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK")
     given = os.environ | {"PYTHONPATH": str(ROOT)} | dict.fromkeys(names, "abc")
     ended = subprocess.run([sys.executable, *arguments], env=given, capture_output=True, text=True, timeout=100)

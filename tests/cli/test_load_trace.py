@@ -1,4 +1,4 @@
-"""Load traces, made and read, and what is expected of them next."""
+"""Load traces: recording, reading, and predicting the next loads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from bench.placement.made_loads import make_loads
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import WINDOW, predict
+from fusedmoe.placement.hecate import WINDOW, predict_load
 
 
-def test_a_seed_is_a_trace():
+def test_same_seed_gives_same_trace():
     first, again, other = (make_loads(4, 2, 4, 6, tokens=50, seed=seed) for seed in (3, 3, 4))
     assert first.tokens_ILWE.shape == (4, 2, 4, 6) and (len(first), first.layers, first.ranks, first.experts) == (
         4,
@@ -38,8 +38,8 @@ def test_popularity_follows_zipf():
     np.testing.assert_allclose(flat / flat.sum(), 1 / 16, rtol=0.02)
 
 
-def test_loads_drift():
-    """The longer ago, the less alike; and without drift or jitter they stay."""
+def test_load_distance_grows_with_drift_over_time():
+    """Similarity falls with distance in time; without drift or jitter, loads are constant."""
 
     def distance(trace: LoadTrace, ago: int) -> float:
         share = trace.load_ILE / trace.load_ILE.sum(axis=2, keepdims=True)
@@ -53,14 +53,14 @@ def test_loads_drift():
     assert (np.sort(top[0]) != np.sort(top[-1])).any(axis=1).mean() > 0.5, "others come to the top"
 
 
-def test_json_reads_back():
+def test_trace_json_round_trip():
     trace = LoadTrace(np.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4) * 2**40, "a run")
     again = LoadTrace.from_json(trace.to_json())
     assert np.array_equal(again.tokens_ILWE, trace.tokens_ILWE) and again.source == "a run"
     assert len(trace.to_json().splitlines()) == 4, "a line for each iteration"
 
 
-def test_iterations_are_added_to_a_file(tmp_path):
+def test_append_extends_trace_file_and_rejects_damage(tmp_path):
     path, trace = tmp_path / "loads.json", make_loads(7, 2, 3, 4, tokens=50)
     parts = [LoadTrace(trace.tokens_ILWE[at], "a run") for at in (slice(0, 2), slice(2, 3), slice(3, 7))]
     path.write_text(parts[0].to_json())
@@ -70,12 +70,12 @@ def test_iterations_are_added_to_a_file(tmp_path):
     path.write_text(path.read_text()[:-1])
     for text in (path.read_text()[:-1], "", "{}"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="begin a new one"):
+        with pytest.raises(ConfigError, match="start a new file"):
             parts[0].append_to(path)
         assert path.read_text() == text
 
 
-def test_a_changed_digit_is_found(tmp_path):
+def test_digest_detects_changed_digit(tmp_path):
     path, trace = tmp_path / "loads.json", make_loads(3, 2, 3, 4, tokens=50)
     path.write_text(trace.to_json())
     trace.append_to(path)
@@ -87,7 +87,7 @@ def test_a_changed_digit_is_found(tmp_path):
             LoadTrace.from_json(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
 
 
-def test_a_file_of_before_there_were_digests():
+def test_trace_file_without_digest_is_accepted():
     trace = make_loads(3, 2, 3, 4, tokens=50)
     text = re.sub(r', "digest": "\w+"', "", trace.to_json())
     assert np.array_equal(LoadTrace.from_json(text).tokens_ILWE, trace.tokens_ILWE)
@@ -97,17 +97,17 @@ def test_a_file_of_before_there_were_digests():
     ("change", "says"),
     [
         (lambda data: "{", "not JSON"),
-        (lambda data: [data], "is not one"),
-        (lambda data: data | {"version": 9}, "is not one"),
-        (lambda data: data | {"tokens": [[[[1, 2], [3]]]]}, "differ in length"),
-        (lambda data: data | {"tokens": [[[1]]]}, "not counts"),
-        (lambda data: data | {"tokens": [[[[1.5]]]]}, "not counts"),
-        (lambda data: data | {"tokens": [[[[-1]]]]}, "not counts"),
-        (lambda data: data | {"tokens": []}, "not counts"),
+        (lambda data: [data], "the JSON lacks"),
+        (lambda data: data | {"version": 9}, "the JSON lacks"),
+        (lambda data: data | {"tokens": [[[[1, 2], [3]]]]}, "lists of different lengths"),
+        (lambda data: data | {"tokens": [[[1]]]}, "expected non-negative integer counts"),
+        (lambda data: data | {"tokens": [[[[1.5]]]]}, "expected non-negative integer counts"),
+        (lambda data: data | {"tokens": [[[[-1]]]]}, "expected non-negative integer counts"),
+        (lambda data: data | {"tokens": []}, "expected non-negative integer counts"),
         (lambda data: {name: data[name] for name in ("format", "version", "source")}, "missing"),
     ],
 )
-def test_what_is_no_trace(change, says):
+def test_malformed_trace_raises_config_error(change, says):
     data = json.loads(make_loads(1, 1, 2, 2, tokens=5).to_json())
     del data["digest"]
     data = change(data)
@@ -118,27 +118,27 @@ def test_what_is_no_trace(change, says):
 @pytest.mark.parametrize(
     "change", [{"iterations": 0}, {"experts": 0}, {"tokens": 0}, {"drift": -1.0}, {"jitter": float("nan")}]
 )
-def test_what_is_refused(change):
+def test_make_loads_error_names_invalid_argument(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         make_loads(**{"iterations": 1, "layers": 1, "ranks": 1, "experts": 1, **change})
 
 
-def test_the_mean_of_the_last():
+def test_predict_is_mean_of_last_five_loads():
     rng = np.random.default_rng()
     load_ILE = rng.integers(0, 1000, (9, 3, 4))
     for many in range(1, 10):
         expected = sum(load_ILE[i] for i in range(max(0, many - 5), many)) / min(5, many)
-        np.testing.assert_allclose(predict(load_ILE[:many]), expected, rtol=1e-15)
-        np.testing.assert_allclose(predict(list(load_ILE[:many])), expected, rtol=1e-15)
+        np.testing.assert_allclose(predict_load(load_ILE[:many]), expected, rtol=1e-15)
+        np.testing.assert_allclose(predict_load(list(load_ILE[:many])), expected, rtol=1e-15)
     assert WINDOW == 5
 
 
-def test_large_counts_are_exact():
-    assert predict([[2**52 + 1], [2**52 + 3]]).tolist() == [2**52 + 2]
+def test_predict_is_exact_for_large_counts():
+    assert predict_load([[2**52 + 1], [2**52 + 3]]).tolist() == [2**52 + 2]
 
 
-def test_nothing_to_predict_from():
+def test_predict_rejects_empty_and_ragged_history():
     with pytest.raises(ConfigError, match="at least one earlier load"):
-        predict([])
+        predict_load([])
     with pytest.raises(ConfigError, match="different shapes"):
-        predict([[1, 2], [1, 2, 3]])
+        predict_load([[1, 2], [1, 2, 3]])

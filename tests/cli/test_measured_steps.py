@@ -1,4 +1,4 @@
-"""A trainer measures the steps of its own model, and nothing of that is left but what they cost."""
+"""A trainer measures the steps of its own model; only the costs remain afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import kept_costs
+from fusedmoe.cli.step_plans import with_cached_tasks
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
@@ -20,7 +20,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Sample
 from fusedmoe.schedule.plan_chooser import WINDOW
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.workload import IN_LAYERS
+from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
 from tests.cluster import Cluster
 from tests.marks import slowly
 
@@ -37,15 +37,15 @@ def measured(rank: int, world: int, folder: str, schedule: str, model: ModelConf
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
-        costs = trainer.measured(COSTS)
+        costs = trainer.with_measured_times(COSTS)
         for name, value in trainer.model.state_dict().items():
             assert torch.equal(value, before[name]), name
         assert not trainer.optimizer.state and all(p.grad is None for p in trainer.model.parameters())
-        patch.setattr(Trainer, "recorded_step", None)  # it is known from now on
-        assert trainer.measured(COSTS) == costs == plain.measured(COSTS)
-        assert kept_costs(COSTS, settings, topology, torch.device("cpu")) == costs
+        patch.setattr(Trainer, "recorded_step", None)  # cached from now on
+        assert trainer.with_measured_times(COSTS) == costs == plain.with_measured_times(COSTS)
+        assert with_cached_tasks(COSTS, settings, topology, torch.device("cpu")) == costs
         other = replace(settings, model=replace(model, seq_len=16))
-        assert kept_costs(COSTS, other, topology, torch.device("cpu")) == COSTS
+        assert with_cached_tasks(COSTS, other, topology, torch.device("cpu")) == COSTS
     plan, step = trainer.set_plan(costs)
     assert step.loss_s and step.optimizer_s and makespan(plan, step) > step.loss_s + step.optimizer_s
     losses: list[Any] = []
@@ -59,14 +59,16 @@ def measured(rank: int, world: int, folder: str, schedule: str, model: ModelConf
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "whole"), [("fsmoe", False), *slowly(("auto", True))])
-def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedule: str, whole: bool) -> None:
-    # A gate that looks at whole batches lets nothing be split.
+def test_measured_steps_are_undone_and_leave_costs(
+    cluster: Cluster, tmp_path: Path, schedule: str, whole: bool
+) -> None:
+    # A gate over whole batches prevents splits.
     model = SHAPE if whole else replace(SHAPE, gate="expert_choice")
     (costs, losses), other = cluster.run(2, measured, str(tmp_path), schedule, model)
     assert (costs, losses) == other
-    seen = next(found for name, found in costs.observed.items() if not name.endswith(IN_LAYERS))
-    layers = [found for name, found in costs.observed.items() if name.endswith(IN_LAYERS)]
-    assert len(layers) == whole  # of "auto", whose plans have both forms
+    seen = next(found for name, found in costs.observed.items() if not name.endswith(PER_LAYER_SUFFIX))
+    layers = [found for name, found in costs.observed.items() if name.endswith(PER_LAYER_SUFFIX)]
+    assert len(layers) == whole  # for "auto", whose plans have both forms
     for found in layers:
         assert found.get("expert", "forward").keys() == {1, 4} and found.get("attention", "forward").keys() == {1}
     phases = [(kind, phase) for kind in ("dispatch", "expert", "combine") for phase in ("forward", "backward")]
@@ -76,12 +78,12 @@ def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedul
     assert bool(seen.get("weight-gradient", "backward")) == whole
     assert {Sample("loss", None), Sample("optimizer", None), Sample("other", "forward")} <= seen.seconds.keys()
     of_layers = layers[0] if whole else seen
-    assert of_layers.get("count-exchange", "forward").keys() == {1}  # and is no part of what the gate takes
+    assert of_layers.get("count-exchange", "forward").keys() == {1}  # not part of the gate's cost
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)
 
 
-def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
-    """Made-up seconds drift, so that real steps are measured in the midst of training: the losses are those without."""
+def measure_during_training(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
+    """Invented durations drift, to trigger measurements of real steps during training; losses are unchanged."""
     settings = Settings(model=SHAPE, schedule="auto", ep=2, steps=6)
     topology = Topology.from_sizes(2)
     made = [Trainer(settings, topology, torch.device("cpu"), random_corpus(4096), StopRequest()) for _ in range(2)]
@@ -90,7 +92,7 @@ def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
 
     def measure(again_s: float) -> CostModel:
         asked.append(again_s)
-        return trainer.measured(COSTS, 1.0, again=True)
+        return trainer.with_measured_times(COSTS, 1.0, again=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
@@ -116,6 +118,6 @@ def measured_amid(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_steps_are_measured_again_in_the_midst_of_training(cluster: Cluster, tmp_path: Path) -> None:
-    (asked, names), other = cluster.run(2, measured_amid, str(tmp_path))
+def test_drifting_durations_trigger_remeasurement(cluster: Cluster, tmp_path: Path) -> None:
+    (asked, names), other = cluster.run(2, measure_during_training, str(tmp_path))
     assert (asked, names) == other and asked >= 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusedmoe.cli import step_plans
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
@@ -35,14 +36,16 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     return data
 
 
-def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_for_testbed_reports_layout_and_best_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = planned(capsys, *MODEL, "--testbed", "B", "--png", str(tmp_path / "step.png"))
     assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
     assert data["machine"] == TESTBEDS["B"].costs.machine and data["policy"] == "joint"
     assert data["policies_s"].keys() == POLICIES.keys()
     assert data["step_s"] == min(data["policies_s"].values()) == data["policies_s"]["joint"]
     assert 0 < data["bound_s"] <= data["step_s"] * (1 + 1e-9)
-    assert sum(data["critical_path_s"].values()) == pytest.approx(data["step_s"])
+    after_s = sum(data["gradients_after_step_s"].values())
+    assert 0 < after_s == data["gradients_after_step_s"]["dense_s"]
+    assert sum(data["critical_path_s"].values()) == pytest.approx(data["step_s"] - after_s)
     plan = Plan.parse(data["plan"])
     assert plan.fingerprint == data["fingerprint"]
     passes_s = 0.0
@@ -54,8 +57,15 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             assert found["critical_path_s"][found["bound_by"]] == max(found["critical_path_s"].values())
             passes_s += found["seconds"]
     assert len(data["layers"]) == 3
-    assert passes_s + data["exposed_gradients_s"] == pytest.approx(data["step_s"])
+    assert passes_s + data["exposed_gradients_s"] == pytest.approx(data["step_s"] - after_s)
     assert is_picture(tmp_path / "step.png")
+
+
+def test_plan_builds_the_model_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    built, make = [], step_plans.make_model
+    monkeypatch.setattr(step_plans, "make_model", lambda *arguments: built.append(1) or make(*arguments))
+    planned(capsys, *MODEL, "--testbed", "B")
+    assert len(built) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,33 +75,46 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         *slowly(("gemm", "compute", "tutel"), ("reduce-scatter/esp", "intra", "fsmoe")),
     ],
 )
-def test_what_bounds_a_layer_follows_from_the_costs(
+def test_reported_bottleneck_follows_costs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, bound: str, policy: str
 ) -> None:
     costs = json.loads(TESTBEDS["B"].costs.to_json())
     costs["lines"][line]["beta_s"] *= 100
+    costs["lines"][line]["r2"] = 0.28
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
     data = planned(capsys, *MODEL, *layout, "--schedule", policy)
+    assert data["poor_fits"] == f"{line} (r² 0.28)"
     assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
     for layer in data["layers"]:
         assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
 
 
-def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_poorly_fitted_costs_names_the_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    costs["lines"]["all-reduce/dp"]["r2"] = 0.4
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    flags = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json"), "--schedule", "fsmoe"]
+    assert main(["plan", *MODEL, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "poor fits: all-reduce/dp (r² 0.40). Predictions may be wrong" in out and "profile --again" in out
+
+
+def test_plan_prints_tables_of_layers_and_policies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--testbed", "A", "--schedule", "fsmoe", "--experts", "6"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith("Mixtral-7B with layers=3, experts=6: 3 layers") and "poor fits" not in out
     assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
-    assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
+    assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over bound" in out
     assert all(name in out for name in POLICIES)
-    assert "micro-batches: forward 1; backward 1; gradients in buckets of up to" in out and "in use: " in out
-    assert "0–2" in out  # layers alike are one row
+    assert "micro-batches: forward 1; backward 1; gradients in buckets of up to" in out and "utilization: " in out
+    assert "0–2" in out  # equal layers share a row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
-    """Where computation is slow, links have time for some, which cost nothing; more cost what they take beyond it."""
+def test_free_replicas_fit_in_idle_link_time(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
+    """With slow computation, links send some replicas for free; more replicas cost the excess time."""
     costs = json.loads(TESTBEDS["B"].costs.to_json())
     costs["lines"]["gemm"]["beta_s"] *= 30
     (tmp_path / "costs.json").write_text(json.dumps(costs))
@@ -113,8 +136,8 @@ def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, a
         assert planned(capsys, *flags, "--placement", placement)["copies"] is None
 
 
-def test_copies_over_links_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As lines through measured points may have it."""
+def test_replicas_are_planned_for_zero_slope_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A fitted cost line may have slope zero."""
     costs = json.loads(TESTBEDS["B"].costs.to_json())
     costs["lines"]["all-to-all/ep"]["beta_s"] = 0.0
     (tmp_path / "costs.json").write_text(json.dumps(costs))
@@ -127,7 +150,7 @@ FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]
 
 
 @pytest.mark.slow
-def test_micro_batches_through_whole_layers(
+def test_flowmoe_plan_splits_whole_layers_into_micro_batches(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
@@ -136,25 +159,26 @@ def test_micro_batches_through_whole_layers(
     plan = Plan.parse(data["plan"])
     for phase in ("forward", "backward"):
         (degree,) = {plan.degrees[phase, layer] for layer in range(3)}
-        assert data["micro_batches"][phase] == [degree] * 3 and degree in (2, 4)  # of 4 samples
+        assert data["micro_batches"][phase] == [degree] * 3 and degree in (2, 4)  # 4 samples
         assert sum(task.kind == "attention" and task.phase == phase for task in plan) == 3 * degree
     assert data["bucket_bytes"] == max(task.size or 0 for task in plan if task.kind == "gradient-all-reduce")
-    assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"])
+    after_s = sum(data["gradients_after_step_s"].values())
+    assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"] - after_s)
     assert all(0 < busy <= data["step_s"] for busy in data["busy_s"].values())
     assert data["gap_to_bound"] == pytest.approx(data["step_s"] / data["bound_s"] - 1)
     assert data["policies_s"]["joint"] == min(data["policies_s"].values())
     lancet = planned(capsys, *FLOWMOE, "--schedule", "lancet")
     assert lancet["weight_gradients_apart"] and lancet["step_s"] == data["policies_s"]["lancet"]
 
-    # Where a gate has to see whole batches, and where nothing was found to split.
+    # A gate over whole batches, and a model without a split.
     other = planned(capsys, *FLOWMOE, "--gate", "expert_choice")
-    assert "expert_choice looks at whole batches" in other["not_split"] and "flowmoe" not in other["policies_s"]
+    assert "expert_choice needs the whole batch" in other["not_split"] and "flowmoe" not in other["policies_s"]
     assert other["micro_batches"]["forward"] == [1, 1, 1]
     assert planned(capsys, *FLOWMOE, "--batch", "1", "--schedule", "flowmoe")["micro_batches"]["backward"] == [1, 1, 1]
 
 
 @pytest.mark.slow
-def test_plans_are_searched_once(
+def test_searched_plans_are_cached(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
@@ -167,25 +191,25 @@ def test_plans_are_searched_once(
 
 
 @pytest.mark.slow
-def test_second_choices_that_compete_wait_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_capacity_with_k2_adds_permute_task(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, waits in ((["--k", "2"], True), (["--k", "2", "--capacity-factor", "none"], False)):
         plan = Plan.parse(planned(capsys, *FLOWMOE, *flags, "--schedule", "flowmoe")["plan"])
         assert any(task.kind == "permute" for task in plan) == waits
 
 
-# A model's shape, and whether all of a batch is routed before the first row is sent; None: micro-batches cannot be.
+# A model's shape, and whether all of a batch is routed before the first row is sent; None: no micro-batches.
 SHAPES: list[tuple[dict[str, Any], bool | None]] = [
     ({}, True),  # along positions
     ({"batch": 2}, False),
     ({"objective": "masked"}, False),
     ({"order": "dropless"}, False),
     ({"batch": 2, "k": 2}, True),
-    ({"batch": 2, "k": 2, "gate": "switch"}, False),  # which has one choice whatever k is
+    ({"batch": 2, "k": 2, "gate": "switch"}, False),  # one choice, whatever k is
     ({"gate": "expert_choice"}, None),
 ]
 
 
-def costs_of_training(rank: int, world: int) -> None:
+def compare_plan_and_training_costs(rank: int, world: int) -> None:
     shape: dict[str, Any] = dict(batch=1, k=1, layers=2, model_dim=8, heads=2, hidden=8, seq_len=8, experts=4)
     launch, costs = Launch(rank, world, 0, 1), TESTBEDS["B"].costs
     for changes, waits in SHAPES:
@@ -200,22 +224,22 @@ def costs_of_training(rank: int, world: int) -> None:
         assert all((layer.micro and layer.micro.waits) == waits for layer in trained.layers), changes
 
 
-def test_costs_are_those_by_which_training_plans(cluster: Cluster) -> None:
-    cluster.run(2, costs_of_training)
+def test_plan_uses_costs_of_training(cluster: Cluster) -> None:
+    cluster.run(2, compare_plan_and_training_costs)
 
 
-def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_testbed_with_fewer_ranks_uses_smaller_layout(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, *MODEL, "--testbed", "B", "--ranks", "4")  # one node
     assert data["layout"] == {"ranks": 4, "ranks_per_node": 4, "ep": 1, "esp": 4, "mp": 4, "dp": 1}
-    # One replica, whose ranks all have norms and gates: that is all there is to reduce.
+    # One replica, whose ranks all have norms and gates: only these are reduced.
     reduced = {task.size for task in Plan.parse(data["plan"]) if task.kind == "gradient-all-reduce"}
     model = data["model"]
     assert max(size or 0 for size in reduced) <= 4 * 3 * model["model_dim"] * (2 + model["experts"])
 
 
 @pytest.mark.slow
-def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
-    """Measured under ranks by `profile`, found there by `plan`, and read from a file by one process."""
+def test_plan_uses_profile_measured_on_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """`profile` measures under ranks, `plan` loads the profile there, and a single process reads it from a file."""
     layout = ["--ranks-per-node", "2"]
     ranks = cluster.run(4, command, str(tmp_path), "profile", "--budget", "0.4", *layout, "--json", "costs.json")
     assert [code for code, *_ in ranks] == [0] * 4
@@ -231,7 +255,7 @@ def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
+def test_single_rank_plan_has_no_communication(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(1, command, str(tmp_path), "profile", "--budget", "0.5")
     ((code, out, _),) = cluster.run(1, command, str(tmp_path), "plan", "--json")
     data = json.loads(out)
@@ -242,30 +266,30 @@ def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--ranks", "8"], "what 8 ranks take cannot be measured on 1: start as many under torchrun, or give --costs"),
+        (["--ranks", "8"], "cannot measure costs of 8 ranks on 1: start as many with torchrun, or use --costs"),
         (
             ["--costs", "nowhere.json", "--ranks", "8"],
             "--costs nowhere.json: nowhere.json cannot be read: No such",
         ),
         (["--costs", "text.json"], "--costs needs --ranks"),
         (["--costs", "text.json", "--ranks", "8"], "--costs text.json: cost model: not JSON"),
-        (["--costs", "lines.json", "--ranks", "8"], "nothing is known of 'all-gather/esp'; measure it"),
+        (["--costs", "lines.json", "--ranks", "8"], "'all-gather/esp' was not measured; run fusedmoe profile"),
         (["--testbed", "A", "--ranks", "0"], "--ranks 0 must be at least 1"),
-        (["--testbed", "A", "--schedule", "off"], "--schedule off is no plan"),
+        (["--testbed", "A", "--schedule", "off"], "--schedule off has no plan"),
         (
             ["--testbed", "A", "--schedule", "flowmoe", "--gate", "expert_choice"],
-            "gate expert_choice looks at whole batch",
+            "gate expert_choice needs the whole batch",
         ),
         (
             ["--testbed", "A", "--schedule", "lancet", "--placement", "fssdp"],
-            "with --placement fssdp experts are whole layers'",
+            "--placement fssdp moves experts of whole layers",
         ),
-        (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "no experts"),
+        (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "the model has no MoE layer"),
         (["--testbed", "A", "--costs", "text.json"], "not allowed with"),
-        (["--testbed", "A", "--png", "no/such/step.png"], "there is no folder no/such"),
+        (["--testbed", "A", "--png", "no/such/step.png"], "folder no/such does not exist"),
     ],
 )
-def test_refusals(
+def test_plan_rejects_invalid_flags_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -281,7 +305,7 @@ def test_refusals(
     assert code == 2 and says in " ".join(error.split())
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for command_name, words in (
         ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES)),
         ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
@@ -294,6 +318,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--order", "einsum"], *slowly(["--wire-dtype", "bf16"])])
-def test_blocks_with_products_and_compression_are_planned(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_einsum_order_and_wire_dtype(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
     assert "lancet" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`fusedmoe profile`: which lines are measured with one and several ranks, and how they are printed."""
+"""`fusedmoe profile`: the lines measured with one and with several ranks, and their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 
 
-def test_alone_products_are_measured_and_kept(
+def test_single_rank_profile_measures_gemm_and_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path / "kept"))
@@ -39,7 +39,7 @@ def test_alone_products_are_measured_and_kept(
 
 
 @pytest.mark.slow
-def test_under_ranks_all_lines_are_measured(cluster: Cluster, tmp_path: Path) -> None:
+def test_multi_rank_profile_measures_every_cost_line(cluster: Cluster, tmp_path: Path) -> None:
     flags = ["profile", "--budget", "1", "--again", "--ranks-per-node", "2", "--json", "costs.json", "--plot", "p.png"]
     (code, out, error), *others = cluster.run(4, command, str(tmp_path), *flags)
     assert code == 0, error
@@ -50,7 +50,7 @@ def test_under_ranks_all_lines_are_measured(cluster: Cluster, tmp_path: Path) ->
     assert is_picture(tmp_path / "p.png")
 
 
-def test_numbers_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profile_prints_units(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = {"all-to-all/ep": Line(1.25e-3, 1 / 2.5e9, 0.98765), "all-gather/esp": Line(0.0, 1 / 3.0)}
     lines["gemm"] = Line(4e-5, 1e-12)
     points = {name: ((1.0, 1.0), (2.5e7, 2.0)) for name in lines}
@@ -58,11 +58,11 @@ def test_numbers_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     out = capsys.readouterr().out
     for part in ("1.25 ms", "2.5 GB/s", "0.9877", "0 µs", "3 B/s", "40 µs", "1 TFLOP/s", "25 MB", "25 MFLOP", "62%"):
         assert part in out, part
-    assert "[some] machine" in out and f"; kept in {tmp_path}" in out
+    assert "[some] machine" in out and f"; cached in {tmp_path}" in out
 
 
 @pytest.mark.slow
-def test_a_picture_of_many_lines(tmp_path: Path) -> None:
+def test_plot_of_every_cost_line_is_written(tmp_path: Path) -> None:
     lines = {name: Line(1e-4, 1e-10) for name in LINES}
     points = {name: tuple((1e6 * n, 1e-4 + 1e-4 * n) for n in range(1, 25)) for name in LINES}
     plot(Profile(CostModel(lines, Contention.between_links(0.5), "a machine"), points, 1.0), tmp_path / "p.png")
@@ -74,12 +74,12 @@ def test_a_picture_of_many_lines(tmp_path: Path) -> None:
     [
         (["--budget", "0"], "more than 0 and less than 100"),
         (["--budget", "100"], "more than 0 and less than 100"),
-        (["--plot", "there/is/none.png"], "there is no folder there/is"),
-        (["--plot", "lines.txt"], "none of .png, .svg and .pdf"),
-        (["--ranks-per-node", "3", "--ep", "2"], "cannot fill nodes of 3"),
+        (["--plot", "there/is/none.png"], "folder there/is does not exist"),
+        (["--plot", "lines.txt"], "expected the suffix .png, .svg or .pdf"),
+        (["--ranks-per-node", "3", "--ep", "2"], "cannot be split into nodes of 3"),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
+def test_profile_rejects_invalid_flags(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
     try:
         code = main(["profile", *flags])
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Settings, their flags, and the layout that is chosen from them."""
+"""Settings, their flags, and the layout chosen from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+import fusedmoe
 from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
-from fusedmoe.cli.settings import GROUPS, Settings, changes_of, read_settings
+from fusedmoe.cli.settings import GROUPS, Settings, given_settings, read_settings
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import GATES
 from fusedmoe.models.config import MODELS, ModelConfig, named_model
@@ -22,14 +23,14 @@ def parse(*arguments: str) -> argparse.Namespace:
     return make_parser().parse_args(["train", *arguments])
 
 
-def test_settings_survive_json() -> None:
+def test_settings_json_round_trip() -> None:
     settings = Settings(
         model=ModelConfig(gate="deepseek_v3", gate_options={"groups": 2}, capacity_factor=None), ep=2, data="x"
     )
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
-def test_settings_of_another_version_are_refused() -> None:
+def test_unknown_settings_in_json_are_rejected() -> None:
     data = Settings().to_json()
     data["model"]["flavour"] = data["colour"] = 1
     with pytest.raises(ConfigError, match=r"colour, model\.flavour"):
@@ -44,7 +45,7 @@ def test_settings_of_another_version_are_refused() -> None:
         *(("data", 7), ("model.layers", 2.0), ("model.gate_options", []), ("model", 3), ("recompute", 1)),
     ],
 )
-def test_a_run_folder_with_values_of_another_kind(tmp_path: Path, name: str, value: Any) -> None:
+def test_run_config_with_wrong_value_type_is_rejected(tmp_path: Path, name: str, value: Any) -> None:
     data = Settings().to_json()
     holder = data["model"] if name.startswith("model.") else data
     holder[name.removeprefix("model.")] = value
@@ -59,12 +60,12 @@ def test_a_run_folder_with_values_of_another_kind(tmp_path: Path, name: str, val
     "wrong",
     [{"steps": 0}, {"lr": -1.0}, {"dtype": "fp8"}, {"timeout_s": 0.0}, {"timeout_s": 1e300}, {"clip": float("nan")}],
 )
-def test_values_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_settings_error_names_invalid_value(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Settings(**wrong)
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_learning_rate_warms_up_and_decays() -> None:
     settings = Settings(steps=100, warmup=10, lr=1.0)
     rates = [settings.learning_rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[10] == pytest.approx(1.0)
@@ -73,7 +74,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert Settings(steps=1, warmup=0).learning_rate(0) == Settings().peak_lr
 
 
-def test_every_setting_has_a_flag_with_a_help() -> None:
+def test_every_setting_has_flag_with_help_text() -> None:
     flags = {flag.setting: flag for group in GROUPS.values() for flag in group}
     settings = {f.name for f in fields(Settings)} - {"model"}
     model = {f"model.{f.name}" for f in fields(ModelConfig)} - {"model.name", "model.gate_options"}
@@ -81,7 +82,9 @@ def test_every_setting_has_a_flag_with_a_help() -> None:
     assert all(flag.help for flag in flags.values())
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_help_lists_models_gates_and_examples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])
@@ -94,19 +97,19 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "train" in capsys.readouterr().out
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_printed_on_rank_0_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert capsys.readouterr().out == ""
 
 
-def test_flags_change_the_named_model() -> None:
+def test_flags_override_named_model() -> None:
     arguments = parse(
         *("--model", "mixtral-7b", "--layers", "2", "--capacity-factor", "none", "--gate-option", "noise=1.5"),
         *("--gate-option", 'aux={"z": 1}', "--no-bias", "--ep", "2", "--lr", "0.5", "--data", "/x"),
     )
-    settings = Settings().changed(changes_of(arguments))
+    settings = Settings().changed(given_settings(arguments))
     expected = replace(
         named_model("Mixtral-7B"),
         layers=2,
@@ -117,42 +120,53 @@ def test_flags_change_the_named_model() -> None:
     assert settings == Settings(model=expected, ep=2, lr=0.5, data="/x")
 
 
-def test_flags_that_are_not_given_change_nothing() -> None:
-    assert changes_of(parse()) == {}
+def test_omitted_flags_preserve_settings() -> None:
+    assert given_settings(parse()) == {}
     saved = Settings(model=named_model("LLaMA2-MoE"), steps=7, dtype="bf16")
-    assert saved.changed(changes_of(parse("--steps", "9"))) == replace(saved, steps=9)
+    assert saved.changed(given_settings(parse("--steps", "9"))) == replace(saved, steps=9)
 
 
-def test_a_gate_option_leaves_the_others_and_another_gate_takes_none() -> None:
-    """Without its groups DeepSeek-V3's gate would be another; topk has no groups."""
+def test_gate_option_preserves_others_and_new_gate_drops_all() -> None:
+    """Changing one gate option keeps the gate's other options; topk has no groups."""
     model = named_model("DeepSeek-V3")
     flags = ("--model", "DeepSeek-V3", "--gate-option", "route_scale=1")
-    settings = Settings().changed(changes_of(parse(*flags)))
+    settings = Settings().changed(given_settings(parse(*flags)))
     assert settings.model == replace(model, gate_options={**model.gate_options, "route_scale": 1})
-    assert settings.changed(changes_of(parse("--gate", "deepseek_v3"))) == settings
-    other = settings.changed(changes_of(parse("--gate", "topk")))
+    assert settings.changed(given_settings(parse("--gate", "deepseek_v3"))) == settings
+    other = settings.changed(given_settings(parse("--gate", "topk")))
     assert other.model == replace(model, gate="topk", gate_options={})
-    other = settings.changed(changes_of(parse("--gate", "topk", "--gate-option", "noise=1")))
+    other = settings.changed(given_settings(parse("--gate", "topk", "--gate-option", "noise=1")))
     assert other.model.gate_options == {"noise": 1}
 
 
-def test_a_gate_option_needs_a_value() -> None:
+def test_gate_option_without_value_is_rejected() -> None:
     with pytest.raises(ConfigError, match="NAME=VALUE"):
-        changes_of(parse("--gate-option", "noise"))
+        given_settings(parse("--gate-option", "noise"))
+
+
+def test_gates_of_a_program_can_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program registers a gate and calls the command."""
+    monkeypatch.setitem(fusedmoe.gates.GATES, "mine", fusedmoe.gates.TopK)
+    assert Settings().changed(given_settings(parse("--gate", "mine"))).model.gate == "mine"
+
+
+def test_unknown_model_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--model", "gpt9"])
+    assert end.value.code == 2 and "invalid choice: 'gpt9' (choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--layers", "0"], "layers = 0"),
-        (["--model", "gpt9"], "gpt9"),
         (["--resume", "/nowhere"], "config.json"),
         (["--resume", "a", "--run-dir", "b"], "leave out"),
         (["--stop-at", "0"], "stop-at"),
         (["--mp", "3"], "does not divide"),
     ],
 )
-def test_a_wrong_flag_ends_with_one_line(
+def test_wrong_flag_exits_with_one_line_error(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *arguments]) == 2
@@ -178,12 +192,10 @@ def launch(ranks: int, local: int) -> Launch:
         ({"mp": 1}, launch(4, 2), Sizes(2, 2, 2, 1)),
         ({"model": named_model("GPT2-XL-MoE")}, launch(8, 4), Sizes(4, 2, 4, 1)),  # 25 heads
         ({"model": ModelConfig(hidden=6, moe_every=2)}, launch(4, 4), Sizes(4, 1, 2, 2)),
-        ({"model": named_model("GPT2-Tiny-MoE")}, launch(6, 2), Sizes(2, 3, 2, 2)),  # experts follow the ranks
+        ({"model": named_model("GPT2-Tiny-MoE")}, launch(6, 2), Sizes(2, 3, 2, 2)),  # experts follow world size
     ],
 )
-def test_the_layout_is_the_papers_as_far_as_the_model_allows(
-    changes: dict[str, Any], start: Launch, sizes: Sizes
-) -> None:
+def test_default_layout_follows_paper_within_model_limits(changes: dict[str, Any], start: Launch, sizes: Sizes) -> None:
     settings = Settings(**changes)
     assert choose_sizes(settings, start) == sizes
     experts = settings.model.with_experts(start.ranks, sizes.ep).experts
@@ -194,12 +206,12 @@ def test_the_layout_is_the_papers_as_far_as_the_model_allows(
 @pytest.mark.parametrize(
     ("changes", "message"), [({"ranks_per_node": 3}, "nodes of 3"), ({"ep": 3}, "ep · esp"), ({"mp": 8}, "mp = 8")]
 )
-def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_layout_not_matching_ranks_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_sizes(Settings(**changes), launch(4, 4))
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_follows_local_rank_and_rejects_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     start = Launch(rank=3, ranks=4, local_rank=1, local_ranks=2)

@@ -1,9 +1,10 @@
-"""`fusedmoe train --survive` under torchrun: ranks and nodes are lost, and the losses are those of a job without."""
+"""`fusedmoe train --survive` under torchrun: losing ranks and nodes leaves the losses unchanged."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from bench.cluster.agents import PRELOAD, Agents, kept_files, metrics
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.survive import fitting_sizes
+from fusedmoe.cli.survive import sizes_for_ranks
 from fusedmoe.cli.train import TrainingJob
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
@@ -26,7 +27,7 @@ from fusedmoe.models.config import ModelConfig
 from tests.cli.test_train import COSTS
 from tests.cluster import Cluster
 
-# No loss is of a rank's own tokens and every expert takes what it is sent, so that any layout gives the same numbers.
+# No loss is per rank and experts drop no tokens, so the numbers are independent of the layout.
 MODEL: dict[str, Any] = dict(
     layers=2, model_dim=16, heads=4, hidden=8, experts=4, gate="deepseek_v3", seq_len=16, batch=2, capacity_factor=None
 )
@@ -41,8 +42,8 @@ def settings_of(text: Path, **more: Any) -> Settings:
     return made.changed({"timeline_step": 10**6, "ranks_per_node": 2, **more})
 
 
-def in_shares(rank: int, world: int, settings: Settings, shares: int | None, steps: int) -> list[float]:
-    """Losses of some steps, norms of their gradients, and the loss on held-out text."""
+def train_in_shares(rank: int, world: int, settings: Settings, shares: int | None, steps: int) -> list[float]:
+    """Return the losses of some steps, the norms of their gradients, and the held-out loss."""
     launch = Launch(rank, world, rank % 2, 2)
     topology = make_topology(choose_sizes(settings, launch), 60.0)
     job = TrainingJob(settings, launch, choose_sizes(settings, launch), topology, torch.device("cpu"), StopRequest())
@@ -57,22 +58,22 @@ def in_shares(rank: int, world: int, settings: Settings, shares: int | None, ste
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("off", marks=pytest.mark.slow), "fsmoe"])
-def test_fewer_ranks_take_the_shares_of_all(cluster: Cluster, text: Path, schedule: str) -> None:
+def test_fewer_ranks_compute_same_losses_in_shares(cluster: Cluster, text: Path, schedule: str) -> None:
     settings = settings_of(text, schedule=schedule)
-    whole = cluster.run(4, in_shares, settings, None, 3)[0]  # two replicas
-    assert whole == pytest.approx(cluster.run(2, in_shares, settings, 2, 3)[0], rel=CLOSE)
-    # Three shares on two replicas: what is too many counts nothing.
+    whole = cluster.run(4, train_in_shares, settings, None, 3)[0]  # two replicas
+    assert whole == pytest.approx(cluster.run(2, train_in_shares, settings, 2, 3)[0], rel=CLOSE)
+    # Three shares on two replicas: the surplus share has weight zero.
     three = settings.changed({"ep": 1, "esp": 1, "mp": 1, "ranks_per_node": 1})
-    expected = cluster.run(3, in_shares, three.changed({"ep": 1}), None, 2)[0]
-    assert expected == pytest.approx(cluster.run(2, in_shares, three.changed({"ep": 2}), 3, 2)[0], rel=CLOSE)
+    expected = cluster.run(3, train_in_shares, three.changed({"ep": 1}), None, 2)[0]
+    assert expected == pytest.approx(cluster.run(2, train_in_shares, three.changed({"ep": 2}), 3, 2)[0], rel=CLOSE)
 
 
-def test_sizes_that_do_not_fit_fewer_ranks_are_chosen_anew(text: Path) -> None:
+def test_parallel_sizes_are_refitted_to_fewer_ranks(text: Path) -> None:
     asked = settings_of(text, ep=2, esp=2, mp=2)
-    assert vars(fitting_sizes(asked, Launch(0, 4, 0, 2))) == vars(choose_sizes(asked, Launch(0, 4, 0, 2)))
-    assert vars(fitting_sizes(asked, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
+    assert vars(sizes_for_ranks(asked, Launch(0, 4, 0, 2))) == vars(choose_sizes(asked, Launch(0, 4, 0, 2)))
+    assert vars(sizes_for_ranks(asked, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
     wide = settings_of(text, ep=2, esp=4, mp=4, ranks_per_node=None)
-    assert vars(fitting_sizes(wide, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
+    assert vars(sizes_for_ranks(wide, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_sizes_that_do_not_fit_fewer_ranks_are_chosen_anew(text: Path) -> None:
         ({"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],
 )
-def test_without_torchruns_restarts_it_is_refused(
+def test_survive_without_torchrun_restarts_is_rejected(
     changes: dict[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in changes.items():
@@ -94,7 +95,7 @@ def test_without_torchruns_restarts_it_is_refused(
         Settings(survive=-1)
 
 
-def reference(rank: int, world: int, settings: Settings, run: Path) -> None:
+def train_without_faults(rank: int, world: int, settings: Settings, run: Path) -> None:
     launch = Launch(rank, world, rank % 2, 2)
     sizes = choose_sizes(settings, launch)
     TrainingJob(settings, launch, sizes, make_topology(sizes, 60.0), torch.device("cpu"), StopRequest()).run(
@@ -103,7 +104,7 @@ def reference(rank: int, world: int, settings: Settings, run: Path) -> None:
 
 
 def check_metrics(run: Path, right: Path, steps: int) -> None:
-    """Every step once, with the numbers of a job without faults."""
+    """Require every step once, with the numbers of a fault-free job."""
     found = {(record["step"], "held_out_loss" in record): record for record in metrics(run)}
     expected = {(record["step"], "held_out_loss" in record): record for record in metrics(right)}
     assert len(found) == len(metrics(run)) == steps + 1 and found.keys() == expected.keys()
@@ -119,16 +120,16 @@ def flags(text: Path, run: Path, steps: int, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_rank_costs_no_step(cluster: Cluster, tmp_path: Path, text: Path) -> None:
-    """One node of two ranks, each started as a Python of its own: what is killed was in its node's memory."""
+def test_killed_rank_loses_no_step(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+    """One node of two ranks, each in a new Python process: the killed rank's state is in its node's memory."""
     run, right, steps = tmp_path / "run", tmp_path / "right", 60
     with Agents(tmp_path, 1, 2, *flags(text, run, steps, "--survive", "1"), forked=False) as agents:
         agents.wait_for_step(run, 10, 250)
         os.kill(random.choice(agents.ranks(agents.running[0])), signal.SIGKILL)
-        cluster.run(2, reference, settings_of(text, steps=steps), right)
+        cluster.run(2, train_without_faults, settings_of(text, steps=steps), right)
         assert agents.wait(300) == [0], agents.said()
         said = agents.outputs[0].read_text()
-    assert "2 ranks go on after step " in said and "with the state from memory" in said
+    assert "2 ranks continue after step " in said and "with the state from memory" in said
     check_metrics(run, right, steps)
     assert kept_files() == []
 
@@ -139,13 +140,13 @@ FAULTS = ["a rank is killed", "a rank is frozen", "a node is lost", "a node's to
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: str) -> None:
-    """Each at a random moment, from a state every one to three steps; `bench.cluster.survive` does many."""
+def test_two_node_job_continues_after_fault(cluster: Cluster, tmp_path: Path, text: Path, fault: str) -> None:
+    """Faults at random moments, with a state saved every one to three steps; `bench.cluster.survive` runs many."""
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
-    # A node that comes back must find the others at work, however long its Python takes to start.
+    # A returning node must find the other ranks training, however long its Python takes to start.
     run, right, steps, at = tmp_path / "run", tmp_path / "right", 200 if "back" in fault else 40, rng.randint(3, 20)
-    cluster.run(4, reference, settings_of(text, steps=steps), right)
+    cluster.run(4, train_without_faults, settings_of(text, steps=steps), right)
     more = ("--survive", str(rng.randint(1, 3)), "--timeout", "15")
     with Agents(tmp_path, 2, 2, *flags(text, run, steps, *more)) as agents:
         agents.wait_for_step(run, at, 250)
@@ -162,7 +163,7 @@ def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: st
         codes = agents.wait(300)
         assert set(codes) == {0}, f"seed {seed}: {codes}\n{agents.said()}"
         said = agents.said()
-    ranks = [int(line.split()[1]) for line in said.splitlines() if line.startswith("survival: ") and "go on" in line]
+    ranks = [int(ranks) for ranks in re.findall(r"^survival: (\d+) ranks? continue after", said, re.MULTILINE)]
     assert ranks and ranks[-1] == (2 if "lost" in fault else 4), f"seed {seed}: {said}"
     assert said.count("with the state from memory") == len(ranks), f"seed {seed}: {said}"
     check_metrics(run, right, steps)
@@ -170,8 +171,8 @@ def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: st
 
 
 @pytest.mark.slow
-def test_what_is_imported_before_ranks_are_forked_leaves_gpus_and_threads_alone() -> None:
-    """A fork of a process that has used CUDA has none, and one of a process with threads may hang."""
+def test_preload_before_fork_uses_no_cuda_and_no_threads() -> None:
+    """A process forked after CUDA was used has no CUDA; one forked from a threaded process may hang."""
     imports = PRELOAD.split(";")[0]
     lines = ["import os, torch", "def used(*_): raise SystemExit('CUDA was asked for')"]
     lines += ["torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used", "import numpy"]

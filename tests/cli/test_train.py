@@ -1,4 +1,4 @@
-"""The command as a user runs it: what it leaves behind, stopping, and going on bit for bit."""
+"""The command as a user runs it: outputs, stopping, and bitwise resumption."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.main import main
 from fusedmoe.cli.run_dir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
-from fusedmoe.cli.step_plans import policy_of
-from fusedmoe.cli.train import TrainingJob, _is_drawn, _to_do, count_parameters
+from fusedmoe.cli.step_plans import selected_policy
+from fusedmoe.cli.train import TrainingJob, _is_drawn, _remaining_steps, count_parameters
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -39,7 +39,7 @@ from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
 from tests.marks import slowly
 
-# The gate draws noise, so that going on has to restore its generator.
+# The gate draws noise, so a resume has to restore its generator.
 MODEL: dict[str, Any] = dict(
     layers=2, model_dim=16, heads=4, hidden=8, experts=4, gate="gshard", seq_len=16, batch=2, capacity_factor=1.0
 )
@@ -58,7 +58,7 @@ def losses(run: Path) -> list[tuple[Any, ...]]:
 
 
 def check_losses(run: Path, right: Path) -> None:
-    """They are those of another run, but for the order of sums."""
+    """Require the losses of another run, up to the order of sums."""
     for found, expected in zip(losses(run), losses(right), strict=True):
         for a, b in zip(found, expected, strict=True):
             assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
@@ -66,12 +66,12 @@ def check_losses(run: Path, right: Path) -> None:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the steps."""
-    for drawing in ("fusedmoe.cli.train.draw", "fusedmoe.cli.run_dir.draw_loads"):
+    """Skip pictures, which take longer than the steps."""
+    for drawing in ("fusedmoe.cli.train.draw", "fusedmoe.cli.run_dir.plot_loads"):
         monkeypatch.setattr(drawing, lambda *_, **__: None)
 
 
-def test_one_process_trains_and_leaves_a_run_folder(
+def test_single_process_training_writes_run_folder(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -104,37 +104,37 @@ def test_one_process_trains_and_leaves_a_run_folder(
     assert "--resume" in capsys.readouterr().err
 
 
-def test_a_resumed_job_goes_on_to_the_same_losses(
+def test_resumed_job_has_bitwise_equal_losses(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], no_pictures: None
 ) -> None:
     flags = [*TINY, "--steps", "6", "--data", str(text)]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", *flags, "--run-dir", str(whole)]) == 0
     assert main(["train", *flags, "--run-dir", str(parts), "--stop-at", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"--resume {parts}")
-    with (parts / "metrics.jsonl").open("a") as file:  # as if it had been killed later, in the middle of a line
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"Continue with: fusedmoe train --resume {parts}")
+    with (parts / "metrics.jsonl").open("a") as file:  # as if it had been killed later, within a line
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
-    (parts / "checkpoint").rename(parts / ".checkpoint.previous")  # and while the next checkpoint took its place
+    (parts / "checkpoint").rename(parts / ".checkpoint.previous")  # and during the swap of the next checkpoint
     assert main(["train", "--resume", str(parts)]) == 0
     assert losses(parts) == losses(whole)
     assert "steps 4 to 6" in capsys.readouterr().out
-    assert main(["train", "--resume", str(parts)]) == 0  # of a finished job: the held-out loss again
-    assert "6 of 6 steps are done: none is left" in capsys.readouterr().out
+    assert main(["train", "--resume", str(parts)]) == 0  # for a finished job: evaluates the held-out loss again
+    assert "6 of 6 steps are done: nothing left to do" in capsys.readouterr().out
     assert losses(parts) == losses(whole)
 
 
 @pytest.mark.parametrize("command", ["train", "trace"])
-def test_a_schedule_that_the_gate_does_not_allow_is_refused_at_once(
+def test_schedule_unsupported_by_gate_fails_before_connecting(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before ranks meet: measuring the machine would take half a minute, and a folder would be left."""
+    """The error comes before the ranks connect: measuring would take half a minute and leave a folder."""
     monkeypatch.chdir(tmp_path)
     for name, number in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(number))
     for module in ("train", "job"):
         monkeypatch.setattr(f"fusedmoe.cli.{module}.process_group", lambda *_: pytest.fail("ranks would meet"))
     assert main([command, "--gate", "expert_choice", "--schedule", "flowmoe"]) == 2
-    assert "splits whole layers, but gate expert_choice looks at whole batches" in capsys.readouterr().err
+    assert "splits whole layers, but gate expert_choice needs the whole batch" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
@@ -144,23 +144,23 @@ def test_a_schedule_that_the_gate_does_not_allow_is_refused_at_once(
         (0, 9, 9, "9 steps"),
         (0, 4, 9, "steps 1 to 4 of 9"),
         (5, 9, 9, "steps 6 to 9"),
-        (9, 9, 9, "9 of 9 steps are done: none is left"),
-        (12, 9, 9, "12 of 9 steps are done: none is left"),  # --steps was lowered
-        (5, 4, 9, "5 of 9 steps are done: none is left until step 4"),
+        (9, 9, 9, "9 of 9 steps are done: nothing left to do"),
+        (12, 9, 9, "12 of 9 steps are done: nothing left to do"),  # --steps was lowered
+        (5, 4, 9, "5 of 9 steps are done: nothing left to do until step 4"),
     ],
 )
-def test_what_is_left_is_said(done: int, last: int, steps: int, said: str) -> None:
-    assert _to_do(done, last, steps) == said
+def test_remaining_steps_are_reported(done: int, last: int, steps: int, said: str) -> None:
+    assert _remaining_steps(done, last, steps) == said
 
 
-def test_the_plan_that_is_kept_is_drawn() -> None:
-    """Not the one that the timeline's step happens to try; another one that is kept later is drawn, too."""
+def test_chosen_plan_is_drawn_not_trial_plan() -> None:
+    """The drawn plan is the chosen plan, not the plan on trial at the timeline's step; a later choice is drawn too."""
 
     def drawn(follows: list[tuple[str, bool]], picture: str | None = None) -> list[int]:
         settings = Settings(steps=len(follows), timeline_step=2)
         found = []
         for step, (plan, settled) in enumerate(follows):
-            trainer: Any = SimpleNamespace(followed=plan, settled=settled)
+            trainer: Any = SimpleNamespace(plan_name=plan, is_settled=settled)
             if _is_drawn(settings, step, trainer, picture):
                 picture = plan
                 found.append(step)
@@ -170,16 +170,16 @@ def test_the_plan_that_is_kept_is_drawn() -> None:
     assert drawn([("a", False), ("b", False), ("a", False), ("b", False), ("a", True), ("a", True)]) == [4]
     assert drawn([("a", True)] * 3 + [("b", False), ("b", False), ("b", True), ("b", True)]) == [2, 5]
     assert drawn([("a", True)] * 3 + [("b", False), ("a", True)]) == [2]
-    assert drawn([("a", False)] * 4) == [3]  # the last step, whatever it follows
+    assert drawn([("a", False)] * 4) == [3]  # the last step in any case
     assert drawn([("off", True)] * 2) == [1]
-    assert drawn([("off", True)] * 6, picture="off") == []  # of a resumed job
+    assert drawn([("off", True)] * 6, picture="off") == []  # for a resumed job
 
 
-def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_pictures: None) -> None:
+def test_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_pictures: None) -> None:
     held_out = []
     for dtype in ("fp32", "bf16", "fp64"):
         flags = ["--model", "BERT-Large-MoE", *TINY, "--heads", "4", "--steps", "2", "--data", str(text)]
-        flags += ["--gate", "topk"]  # noise is another in another precision
+        flags += ["--gate", "topk"]  # noise depends on the precision
         run = tmp_path / dtype
         assert main(["train", *flags, "--dtype", dtype, "--recompute", "--run-dir", str(run)]) == 0
         held_out.append(metrics(run)[-1]["held_out_loss"])
@@ -188,7 +188,7 @@ def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no
     assert len(set(held_out)) == 3
 
 
-def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_loss_ends_job_with_rank(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "9", "--lr", "1e30", "--warmup", "0", "--clip", "0", "--data", str(text)]
     assert main(["train", *flags, "--run-dir", str(run)]) != 0
@@ -196,10 +196,10 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, caps
     assert "rank 0" in error and "finite" in error and "Traceback" not in error
 
 
-def test_a_full_disk_is_told_with_the_rank(
+def test_full_disk_error_names_rank(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
-    """A write that fails names no file by itself."""
+    """The failed write itself names no file."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -208,20 +208,20 @@ def test_a_full_disk_is_told_with_the_rank(
     monkeypatch.setattr(RunDir, "note", full)
     assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(run)]) == 1
     error = capsys.readouterr().err
-    assert f"rank 0 failed in writing a file of {run}: No space left on device. Make room" in error
+    assert f"rank 0 failed writing a file of {run}: No space left on device. Free some space" in error
     assert "Traceback" not in error
 
 
-def test_whoever_reads_the_output_of_training_may_stop(
+def test_training_with_closed_stdout_pipe_is_not_file_error(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
-    """As `fusedmoe train | head` does: no file could not be written."""
+    """As in `fusedmoe train | head`: a closed pipe is not a failed file."""
 
     def broken(*_: object) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     monkeypatch.setattr(RunDir, "note", broken)
-    monkeypatch.setattr("fusedmoe.cli.main._is_read", lambda: False)
+    monkeypatch.setattr("fusedmoe.cli.main._has_stdout_reader", lambda: False)
     assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err == ""
 
@@ -235,7 +235,7 @@ def test_whoever_reads_the_output_of_training_may_stop(
     ],
     ids=["papers-layout", "ep4-bf16-wire"],
 )
-def test_four_ranks_stop_and_go_on_to_the_same_losses(
+def test_four_rank_job_resumes_to_same_losses(
     cluster: Cluster, tmp_path: Path, text: Path, changes: dict[str, Any]
 ) -> None:
     settings = Settings(
@@ -254,14 +254,12 @@ def test_four_ranks_stop_and_go_on_to_the_same_losses(
     assert loads == (parts / "loads.json").read_text()
     tokens_ILWE = LoadTrace.from_json(loads).tokens_ILWE
     assert tokens_ILWE.shape == (4, 2, 4, 4)
-    # Two choices for each byte of a batch, which the ranks that split attention share.
+    # Two choices per byte of a batch, shared by the ranks that split attention.
     assert (tokens_ILWE.sum(axis=3) == 2 * 2 * 16 // changes.get("mp", 2)).all()
 
 
 @pytest.mark.parametrize("stops", [False, *slowly(True)])
-def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(
-    cluster: Cluster, tmp_path: Path, text: Path, stops: bool
-) -> None:
+def test_schedule_preserves_losses_and_resumes(cluster: Cluster, tmp_path: Path, text: Path, stops: bool) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=4, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 1, "dtype": "fp64"})
     off, whole, parts = (tmp_path / name for name in ("off", "whole", "parts"))
@@ -280,7 +278,7 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(
         return
 
     cluster.run(4, train_by_costs, settings, parts, None, 2, COSTS)
-    other = replace(COSTS, lines={name: Line(1.0, 1.0) for name in COSTS.lines})  # by which nothing is in chunks
+    other = replace(COSTS, lines={name: Line(1.0, 1.0) for name in COSTS.lines})  # costs under which nothing is chunked
     cluster.run(4, train_by_costs, settings, None, parts, None, other)
     assert losses(parts) == losses(whole)
     assert (parts / "plan.txt").read_text() == plan
@@ -288,9 +286,7 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flowmoe", "lancet", "auto"])
-def test_a_schedule_of_whole_models_changes_no_loss(
-    cluster: Cluster, tmp_path: Path, text: Path, schedule: str
-) -> None:
+def test_step_schedule_preserves_losses(cluster: Cluster, tmp_path: Path, text: Path, schedule: str) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=12, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 2, "timeline_step": 1, "dtype": "fp64"})
     off, whole = tmp_path / "off", tmp_path / "whole"
@@ -304,9 +300,7 @@ def test_a_schedule_of_whole_models_changes_no_loss(
 
 
 @pytest.mark.slow
-def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
-    cluster: Cluster, tmp_path: Path, text: Path
-) -> None:
+def test_measured_schedule_preserves_losses_and_resumes(cluster: Cluster, tmp_path: Path, text: Path) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=60, data=str(text), eval_batches=2, checkpoint_every=0)
     settings = settings.changed({"ranks_per_node": 1, "timeline_step": 5, "dtype": "fp64"})
     off, whole, parts = (tmp_path / name for name in ("off", "whole", "parts"))
@@ -317,9 +311,9 @@ def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
     choice = json.loads((whole / "schedule.json").read_text())
     assert choice["line"].startswith("schedule: ") and len(choice["table"]) > 3
     assert (whole / "plan.txt").read_text().splitlines() == choice["plans"][0]["plan"]
-    head = (whole / "parts.txt").read_text().splitlines()[0]  # of the plan that was chosen, not of one that was tried
+    head = (whole / "parts.txt").read_text().splitlines()[0]  # of the chosen plan, not of a plan on trial
     assert head.endswith(", " + choice["line"].split(":")[0] + choice["line"].split(":")[1]) and "tried" not in head
-    # Chosen before the stop: the plan is the same from then on, and so is every bit.
+    # The plan was chosen before the stop, so it stays the same, and every bit with it.
     cluster.run(2, train_by_costs, settings, parts, None, 55, COSTS)
     assert (parts / "schedule.json").exists()
     cluster.run(2, train_by_costs, settings, None, parts, None, COSTS)
@@ -327,11 +321,11 @@ def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
     assert (parts / "plan.txt").read_text() == (whole / "plan.txt").read_text()
 
 
-def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
+def test_step_schedule_rejects_gate_needing_whole_batch() -> None:
     settings = Settings().changed({"schedule": "flowmoe", "model.gate": "expert_choice"})
-    with pytest.raises(ConfigError, match="looks at whole batches"):
-        policy_of(settings)
-    assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
+    with pytest.raises(ConfigError, match="needs the whole batch"):
+        selected_policy(settings)
+    assert selected_policy(settings.changed({"schedule": "auto"})) == "joint"
 
 
 @pytest.mark.slow
@@ -342,7 +336,7 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
         *slowly(("fssdp", True, "predicted"), ("algorithm1", False, "predicted"), ("fssdp", True, "exact")),
     ],
 )
-def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
+def test_placement_preserves_losses_and_resumes(
     cluster: Cluster, tmp_path: Path, text: Path, placement: str, stops: bool, balance: str
 ) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=6, data=str(text), eval_batches=2, checkpoint_every=0)
@@ -357,42 +351,42 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
     assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
     assert (whole / "loads.json").read_text() == (even / "loads.json").read_text()
     if stops:
-        # In the midst of changed owners, and without having been told of them.
+        # Resume while owners are changed, without an argument for that.
         cluster.run(4, train, settings, parts, None, 4)
         cluster.run(4, train, settings, None, parts, None)
         assert losses(parts) == losses(whole)
 
 
-def counted(rank: int, world: int, placement: str) -> tuple[int, int]:
+def total_parameters(rank: int, world: int, placement: str) -> tuple[int, int]:
     settings = Settings(model=ModelConfig(**{**MODEL, "experts": 3})).changed({"placement": placement})
     topology = Topology.from_sizes(ep=world) if world > 1 else Topology()
     return count_parameters(SimpleNamespace(model=make_model(settings, settings.model, topology, torch.device("cpu"))))
 
 
-def test_parameters_are_counted_wherever_experts_are(cluster: Cluster) -> None:
-    assert cluster.run(2, counted, "fssdp") == 2 * cluster.run(1, counted, "ep")
+def test_parameter_count_is_independent_of_placement(cluster: Cluster) -> None:
+    assert cluster.run(2, total_parameters, "fssdp") == 2 * cluster.run(1, total_parameters, "ep")
 
 
-def test_experts_that_move_are_whole_and_everywhere() -> None:
+def test_placement_requires_unsplit_experts_on_all_ranks() -> None:
     settings = Settings().changed({"placement": "fssdp", "ranks_per_node": 2})
     sizes = choose_sizes(settings, Launch(0, 4, 0, 4))
     assert (sizes.ep, sizes.esp) == (4, 1)
     with pytest.raises(ConfigError, match="placement"):
         settings.changed({"placement": "anywhere"})
     with pytest.raises(ConfigError, match="placement fssdp"):
-        policy_of(settings.changed({"schedule": "flowmoe"}))
+        selected_policy(settings.changed({"schedule": "flowmoe"}))
 
 
-# By which experts and links take about as long, and starting little.
+# Balanced costs: experts and links take about equally long, and launch overhead is small.
 COSTS = CostModel(
     {name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, Contention.between_links(0.8), "made up"
 )
 
 
-def test_ranks_that_read_different_text_are_told(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+def test_different_text_on_ranks_is_reported(cluster: Cluster, tmp_path: Path, text: Path) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=1, data=str(text), pattern="*.txt")
     for message in cluster.run(2, train_on_different_text, settings, tmp_path / "run"):
-        assert "rank 1 reads another text" in message
+        assert "on rank 1 differs from rank 0" in message
 
 
 def train(rank: int, world: int, settings: Settings, run: Path | None, resume: Path | None, stop: int | None) -> str:
@@ -401,15 +395,14 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
     topology = make_topology(sizes, 60.0)
     job = TrainingJob(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
     # Pictures take longer than the steps.
-    with mock.patch("fusedmoe.cli.train.draw"), mock.patch("fusedmoe.cli.run_dir.draw_loads"):
+    with mock.patch("fusedmoe.cli.train.draw"), mock.patch("fusedmoe.cli.run_dir.plot_loads"):
         return job.run(run, resume, stop).last_line
 
 
 def train_by_costs(
     rank: int, world: int, settings: Settings, run: Path | None, resume: Path | None, stop: int | None, costs: CostModel
 ) -> str:
-    """As on a machine of which these costs are measured, nothing of the model's own steps, and on which steps take what
-    they should."""
+    """Train as if measurements gave these costs; model steps are not measured and take the predicted time."""
 
     def note(tuning: PlanChooser, seconds: float) -> None:
         noted(tuning, tuning.now.predicted_s)
@@ -418,7 +411,7 @@ def train_by_costs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, str(folder and folder / "cache"))
         patch.setattr("fusedmoe.cli.train.cached_profile", lambda *_, **__: (Profile(costs), Path()))
-        patch.setattr(Trainer, "measured", lambda self, costs: costs)
+        patch.setattr(Trainer, "with_measured_times", lambda self, costs: costs)
         patch.setattr(PlanChooser, "note", note)
         return train(rank, world, settings, run, resume, stop)
 
@@ -431,7 +424,7 @@ def train_on_different_text(rank: int, world: int, settings: Settings, run: Path
     return ""
 
 
-def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
+def start_process(*command: str, cwd: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
         [sys.executable, "-m", *command],
@@ -452,7 +445,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below `pid`, from /proc."""
+    """Return the processes below `pid`, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -469,15 +462,15 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-# Ctrl-C on ranks, below, is always tried.
+# The test of Ctrl-C on ranks, below, is not slow.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["sigint", "sigterm"]
 )
-def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+def test_signal_saves_checkpoint_and_exits_130(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
-    process = start("fusedmoe", "train", *flags, cwd=tmp_path)
+    process = start_process("fusedmoe", "train", *flags, cwd=tmp_path)
     try:
         wait_for_steps(process, run)
         process.send_signal(number)
@@ -485,7 +478,7 @@ def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, num
     finally:
         process.kill()
     assert process.returncode == 130, out
-    assert out.splitlines()[-1].endswith(f"saved. Start again the same way with: --resume {run}")
+    assert out.splitlines()[-1].endswith(f"checkpoint saved. Continue with: fusedmoe train --resume {run}")
     steps = metrics(run)[-1]["step"]
     assert main(["train", "--resume", str(run), "--stop-at", str(steps + 1)]) == 0
     assert [record["step"] for record in metrics(run)] == list(range(1, steps + 2))
@@ -493,11 +486,11 @@ def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, num
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
-def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
+def test_sigint_under_torchrun_saves_and_ends_all_processes(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
-    process = start(*launcher, "-m", "fusedmoe", "train", *flags, cwd=tmp_path)
+    process = start_process(*launcher, "-m", "fusedmoe", "train", *flags, cwd=tmp_path)
     below: set[int] = set()
     try:
         wait_for_steps(process, run)
@@ -507,6 +500,7 @@ def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text:
         out, _ = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert "saved. Start again the same way" in out, out
+    command = f"torchrun --nproc-per-node 2 --standalone -m fusedmoe train --resume {run}"
+    assert f"checkpoint saved. Continue with: {command}" in out, out
     assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
     assert (run / "checkpoint").is_dir()

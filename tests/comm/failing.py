@@ -1,4 +1,4 @@
-"""Layers whose ranks fail, and the check that all other ranks end soon with an error that names the culprit."""
+"""Layers with failing ranks, and a check that all other ranks end soon with an error that names the culprit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 
 M = 8
-# An error takes seconds, on a busy machine ten times as many; what waits for a time-out of Gloo's takes a minute.
+# An error takes seconds, or ten times that on a busy machine; waiting for Gloo's time-out takes a minute.
 SOON_S = 40.0
 
 
@@ -27,7 +27,7 @@ def nothing(rank: int, world: int) -> None:
 
 
 def check(cluster: Cluster, culprit: int, match: str, function: Callable[..., None], *args: Any) -> list[str]:
-    """Of 4 ranks all but the culprit must end soon, with a RankError of this text that names it; returns the texts."""
+    """Require that 3 of 4 ranks soon raise a RankError with this text that names the culprit; return the texts."""
     cluster.run(4, nothing)  # starting ranks takes a while
     start = time.monotonic()
     outcomes = cluster.outcomes(4, function, culprit, *args)

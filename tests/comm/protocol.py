@@ -1,11 +1,11 @@
-"""A model of the signal protocol of kernels/triton/one_sided/remote.py, and a search through all that can happen in it.
+"""A model of the signal protocol of kernels/triton/one_sided/remote.py, and an exhaustive search of its states.
 
-Two ranks put tiles into each other's slots, exchange after exchange. A rank's producer and its reader go on by
-themselves (streams of their own); the network delivers each tile in two steps, its rows and its signal, tiles in any
-order among each other. A reader looks at a tile's signal, reads the rows later, and gives credit at the end. What is
-searched are all interleavings of these steps. Kernels and model change together: a step here is a line there.
+Two ranks put tiles into each other's slots, exchange after exchange. A rank's producer and its reader run independently
+(on separate streams). The network delivers each tile in two steps, rows and signal; tiles arrive in any order. A reader
+sees a tile's signal, reads the rows later, and gives credit at the end. The search covers all interleavings of these
+steps. Kernels and model change together: each step here is a line there.
 
-`Model` has a switch for every rule; the tests switch each off and see what it was there for.
+`Model` has a switch for every rule; the tests disable each rule to show the fault it prevents.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple, TypeVar
 
 _State = TypeVar("_State")
 
-# The number of an exchange before the error: any, greater than the new ones.
+# The number of an exchange before the error: any number greater than the new ones.
 _LONG_AGO = 99
 
 
 def explore(first: _State, look: Callable[[_State], str | Iterable[_State]], most: int = 2_000_000) -> tuple[str, int]:
-    """Looks at all states that come of the first: the first fault, "" for none, and how many states there are.
+    """Search all states reachable from the first; return the first fault ("" for none) and the number of states.
 
-    `look`: a fault in words, or the states that may follow.
+    `look`: returns a fault in words, or the successor states.
     """
     seen, queue = {first}, [first]
     while queue:
@@ -39,9 +39,12 @@ def explore(first: _State, look: Callable[[_State], str | Iterable[_State]], mos
 
 
 class Rank(NamedTuple):
-    """`send`: (exchange, tile) that the producer is at. `read`: (exchange, tile, whether its signal has been seen).
-    `rows`, `signals`: by slot and tile. `credit`: by slot, the number of the last exchange of this rank's that the peer
-    has read. `ended`: "", "dead", or "told" of the peer's death."""
+    """One rank: its producer, its reader, and its received tiles.
+
+    `send`: the producer's (exchange, tile). `read`: the reader's (exchange, tile, whether its signal has been seen).
+    `rows`, `signals`: by slot and tile. `credit`: by slot, this rank's last exchange that the peer has read.
+    `ended`: "", "dead", or "told" of the peer's death.
+    """
 
     send: tuple[int, int]
     read: tuple[int, int, bool]
@@ -52,8 +55,11 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """`tiles`: under way, (to, place, exchange, its number, rows written). `credits`: under way, (to, slot, number).
-    `staged`: of each rank, by slot and tile, the exchange whose rows lie in staging."""
+    """Both ranks and the messages in flight.
+
+    `tiles`: in flight, (to, place, exchange, its number, rows written). `credits`: in flight, (to, slot, number).
+    `staged`: per rank, by slot and tile, the exchange whose rows are in staging.
+    """
 
     ranks: tuple[Rank, Rank]
     tiles: tuple[tuple[int, int, int, int, bool], ...]
@@ -63,17 +69,19 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """`exchanges`: that are made. `uses`: the slots that they use, over and over, as a graph's replays do; a slot's
-    exchanges are numbered from 1. `empty`: a rank that has no rows, and only signals its first tile.
+    """The protocol between two ranks, with a switch for each rule.
 
-    Rules: `credit`: a producer waits for it. `release`: signals come after their rows. `counted`: numbers are those
-    that the device has counted, not those of the first round. `in_order`: a rank gives credit, which counts, behind
-    what it has put itself, and begins the slot's next exchange behind that. `signal_empty`: the first tile is always
-    signalled. `fresh`: nothing from before an error is still under way. `dies`: rank 1 may, at any time. `bounded`:
-    who waits for a dead peer learns of it.
+    `exchanges`: their number. `uses`: the slots they use, cyclically, as a graph's replays do; a slot's exchanges are
+    numbered from 1. `empty`: a rank without rows, which signals only its first tile.
 
-    Over a network: `staging`, slots out of which rows are read when they are delivered, as many as there are; 0 where
-    they are stored at once. Credits need not come in order: a slot's next one is given when its last one has come.
+    Rules: `credit`: a producer waits for it. `release`: signals follow their rows. `counted`: the device counts the
+    numbers, instead of reusing the first round's. `in_order`: a rank gives credit, which counts, after its own puts,
+    and starts the slot's next exchange after that. `signal_empty`: the first tile is always signalled. `fresh`: nothing
+    from before an error is in flight. `dies`: rank 1 may die, at any time. `bounded`: a rank that waits for a dead peer
+    gets an error.
+
+    Over a network: `staging`, the number of staging slots, from which rows are read on delivery; 0 for direct stores.
+    Credits may arrive out of order: a slot's next credit is given when its last one has arrived.
     """
 
     exchanges: int = 3
@@ -91,7 +99,7 @@ class Model:
     staging: int = 0
 
     def search(self, most: int = 2_000_000) -> tuple[str, int]:
-        """What can go wrong, "" for nothing, and how many states there are."""
+        """Return the first fault ("" for none), and the number of states."""
         slots = len({*self.uses})
         places = slots * self.tiles
         rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, (0,) * slots, "")
@@ -115,7 +123,7 @@ class Model:
         return bool(rank.ended) or (rank.send[0] > self.exchanges and rank.read[0] > self.exchanges)
 
     def _tiles_of(self, r: int) -> int:
-        """Tiles that rank r signals in an exchange."""
+        """Number of tiles that rank r signals in an exchange."""
         if r == self.empty:
             return 1 if self.signal_empty else 0
         return self.tiles
@@ -130,8 +138,7 @@ class Model:
         return self._slot(exchange) % self.staging * self.tiles + tile
 
     def _number(self, exchange: int, read: int) -> int:
-        """The number that launches of an exchange take for its own, once this rank has given credit for those before
-        exchange `read`."""
+        """The number launches use for an exchange, once this rank has credited the exchanges before `read`."""
         first = 1 if self.counted else exchange - (exchange - 1) % len(self.uses)
         last = read if self.counted else exchange
         return 1 + sum(self._slot(other) == self._slot(exchange) for other in range(first, last))
@@ -193,7 +200,7 @@ class Model:
         for i, (to, place, exchange, number, written) in enumerate(state.tiles):
             rank, rest = state.ranks[to], state.tiles[:i] + state.tiles[i + 1 :]
             if any(other[:2] == (to, place) and other[2] < exchange for other in rest):
-                continue  # puts to one place keep their order
+                continue  # puts to one place are ordered
             content = state.staged[1 - to][self._staged(exchange, place % self.tiles)] if self.staging else exchange
             rows, signals = _set(rank.rows, place, content), _set(rank.signals, place, number)
             if written:
@@ -218,10 +225,10 @@ def _set(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The last of several programs signals for all (`signal_peers`): each writes its part, then counts itself in.
+    """Several programs of a tile: each writes its part and counts, and the last one signals (`signal_peers`).
 
-    `release`: a program counts itself in after its part is written for all to see. `beyond`: parts of rows for which
-    there is no room, which nobody writes and the last one waits for nevertheless.
+    `release`: a program increments the count after its part is visible. `beyond`: parts of rows without room, which no
+    program writes but the last program still waits for.
     """
 
     programs: int = 3
@@ -258,10 +265,10 @@ def _put(programs: _Programs, i: int, program: tuple[bool, bool, bool]) -> _Prog
 
 @dataclass(frozen=True)
 class Network:
-    """Several programs store rows of a tile, the last one puts it, a launch behind theirs signals, a reader asks.
+    """A tile over a network: programs store rows, the last one puts, a later launch signals, a reader queries.
 
-    Rules: `counted`: only the program that is the last to have stored puts. `behind`: the signal is launched once all
-    puts are issued. `fence`: it comes after what was issued before. `asks`: the reader does, before it reads.
+    Rules: `counted`: only the last program to store puts. `behind`: the signal is launched after all puts are issued.
+    `fence`: the signal follows earlier puts. `asks`: the reader queries before it reads.
     """
 
     tiles: int = 2
@@ -273,15 +280,15 @@ class Network:
 
     def search(self) -> tuple[str, int]:
         """As `Model.search`."""
-        # Of each tile: programs that have stored, what was put (-1 nothing, else how many had stored then), and where
-        # that is: "", under way, "come", or "seen" by the reader's GPU. Then the signal: "", under way, "come"; and
-        # what the reader has done: "", "looked", "asked".
+        # Of each tile: programs that have stored, the number that had stored at the put (-1 before it), and its state:
+        # "", in flight, "come", or "seen" by the reader's GPU. Then the signal: "", in flight, "come"; and the
+        # reader's progress: "", "looked", "asked".
         return explore((((0, -1, ""),) * self.tiles, "", ""), self._look)
 
     def _look(self, state: tuple[_Tiles, str, str]) -> str | list[tuple[_Tiles, str, str]]:
         tiles, signal, reader = state
         if reader == ("asked" if self.asks else "looked"):
-            # It reads. What has come is seen sooner or later, but need not be yet.
+            # The reader reads. An arrived tile becomes visible eventually, but possibly not yet.
             fresh = all(rows == self.programs and where == "seen" for _, rows, where in tiles)
             return [] if fresh else "a row is stale when it is read"
         return [*self._steps(tiles, signal, reader)] or "waits for ever"

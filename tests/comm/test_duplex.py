@@ -22,8 +22,8 @@ from tests.comm.failing import check
 from tests.marks import slowly
 
 
-def draw(rank: int, world: int, seed: int) -> tuple[list[list[int]], torch.Tensor]:
-    """counts[s][d] rows from rank s to rank d, the same on every rank, often none; and this rank's rows."""
+def draw_rows(rank: int, world: int, seed: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Draw counts[s][d] rows from rank s to rank d, equal on every rank and often zero; and this rank's rows."""
     source = random.Random(seed)
     counts = [[source.choice((0, 0, 1, 5, 700)) for _ in range(world)] for _ in range(world)]
     if source.random() < 0.3:
@@ -32,12 +32,12 @@ def draw(rank: int, world: int, seed: int) -> tuple[list[list[int]], torch.Tenso
     return counts, torch.randn(sum(counts[rank]), 3)
 
 
-def same_rows(rank: int, world: int, seeds: list[int]) -> None:
+def compare_with_one_group(rank: int, world: int, seeds: list[int]) -> None:
     plain = Topology.from_sizes(ep=world).ep
     group = Topology.from_sizes(ep=world, duplex=True).ep
     assert plain.downward is None and group.downward is not None
     for seed in seeds:
-        counts, rows = draw(rank, world, seed)
+        counts, rows = draw_rows(rank, world, seed)
         recv = [counts[s][rank] for s in range(world)]
         for some in (rows, rows.to(torch.float8_e4m3fn), rows[:, 0]):
             right = all_to_all_rows(plain, some, counts[rank], recv)
@@ -53,12 +53,12 @@ def same_rows(rank: int, world: int, seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("world", [4, *slowly(2, 3)])
-def test_the_same_rows(cluster: Cluster, world: int) -> None:
-    cluster.run(world, same_rows, [random.randrange(10**6) for _ in range(8)])
+def test_duplex_all_to_all_equals_single_group(cluster: Cluster, world: int) -> None:
+    cluster.run(world, compare_with_one_group, [random.randrange(10**6) for _ in range(8)])
 
 
-def layers(rank: int, world: int, dispatch: str) -> None:
-    """A layer whose rows go both ways at once gives the same bits, on both axes."""
+def compare_layers(rank: int, world: int, dispatch: str) -> None:
+    """A layer with full-duplex exchanges is bitwise equal, on both axes."""
     found = []
     for duplex in (False, True):
         topology = Topology.from_sizes(
@@ -79,11 +79,11 @@ def layers(rank: int, world: int, dispatch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["2dh", *slowly("direct")])
-def test_layers(cluster: Cluster, dispatch: str) -> None:
-    cluster.run(4, layers, dispatch)
+def test_duplex_layer_is_bitwise_equal(cluster: Cluster, dispatch: str) -> None:
+    cluster.run(4, compare_layers, dispatch)
 
 
-def killed(rank: int, world: int, culprit: int, after_s: float) -> None:
+def all_to_all_with_killed_rank(rank: int, world: int, culprit: int, after_s: float) -> None:
     group = Topology.from_sizes(ep=world, duplex=True).ep
     rows = torch.randn(4 * 20_000, 8)
     if rank == culprit:
@@ -92,14 +92,14 @@ def killed(rank: int, world: int, culprit: int, after_s: float) -> None:
         all_to_all_rows(group, rows, [20_000] * 4, [20_000] * 4)
 
 
-def test_a_killed_rank_ends_the_others(cluster: Cluster) -> None:
-    check(cluster, random.randrange(4), r"its process ended", killed, random.uniform(0.0, 0.3))
+def test_killed_rank_ends_duplex_exchange_on_others(cluster: Cluster) -> None:
+    check(cluster, random.randrange(4), r"its process ended", all_to_all_with_killed_rank, random.uniform(0.0, 0.3))
 
 
-def never_comes(rank: int, world: int, told: Path) -> str:
+def all_to_all_without_rank_1(rank: int, world: int, told: Path) -> str:
     group = Topology.from_sizes(ep=world, duplex=True, timeout_s=4.0).ep
     if rank == 1:
-        while not told.exists():  # it is there, but elsewhere
+        while not told.exists():  # it is alive, but elsewhere
             time.sleep(0.05)
         return ""
     with pytest.raises(RankError) as raised:
@@ -109,16 +109,16 @@ def never_comes(rank: int, world: int, told: Path) -> str:
 
 
 @pytest.mark.slow
-def test_waits_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
-    text, _ = cluster.run(2, never_comes, tmp_path / "told")
-    assert "not all ranks came within 4 s" in text and "rank 1" in text
+def test_duplex_exchange_times_out_for_missing_rank(cluster: Cluster, tmp_path: Path) -> None:
+    text, _ = cluster.run(2, all_to_all_without_rank_1, tmp_path / "told")
+    assert "not all ranks joined within 4 s" in text and "rank 1" in text
 
 
-def refused(rank: int, world: int) -> str:
+def create_with_unequal_duplex(rank: int, world: int) -> str:
     with pytest.raises(RankError) as raised:
         Topology.from_sizes(ep=2, duplex=rank == 0, timeout_s=60.0)
     return str(raised.value)
 
 
-def test_all_ranks_agree(cluster: Cluster) -> None:
-    assert all("duplex=True" in text and "duplex=False" in text for text in cluster.run(2, refused))
+def test_unequal_duplex_flag_raises_on_all_ranks(cluster: Cluster) -> None:
+    assert all("duplex=True" in text and "duplex=False" in text for text in cluster.run(2, create_with_unequal_duplex))

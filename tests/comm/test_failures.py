@@ -1,4 +1,4 @@
-"""When a rank raises, is killed, is stopped or never comes, all others end soon with an error that names it."""
+"""If a rank raises, is killed, is stopped or never starts, all others end soon with an error that names it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.comm.failing import SOON_S, M, check, linear, make, nothing, train
 from tests.marks import slowly
 
 
-def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
-    """Killed before the wrapper compares copies, or before it makes its buckets anew in its second forward pass."""
+def die_in_ddp_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
+    """Kill a rank before the wrapper compares replicas, or before it rebuilds buckets in its second forward."""
     layer = make(topology := Topology.from_sizes(4))
     for call in range(3):
         if rank == culprit and call == calls:
@@ -38,15 +38,15 @@ def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
 
 @pytest.mark.parametrize(
     ("calls", "match"),
-    # Whichever rank asks first names the operation for all: one may have been past the buckets.
+    # The first rank to query names the operation for all ranks: one rank may be past the buckets.
     [(0, "comparing distributed_data_parallel"), *slowly((1, "agreeing on gradient buckets|exchange of counts"))],
 )
-def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls: int, match: str) -> None:
-    check(cluster, random.randrange(4), match, in_wrapper, calls)
+def test_rank_killed_before_ddp_wrapper_is_named(cluster: Cluster, calls: int, match: str) -> None:
+    check(cluster, random.randrange(4), match, die_in_ddp_wrapper, calls)
 
 
-def stops_before_the_wrapper(rank: int, world: int, culprit: int) -> None:
-    """PyTorch's own wait, in which nobody looks at the board."""
+def stop_before_ddp_wrapper(rank: int, world: int, culprit: int) -> None:
+    """A wait inside PyTorch, during which the board is not read."""
     layer = make(topology := Topology.from_sizes(4, timeout_s=4.0))
     pids = all_gather_object(topology.world, os.getpid())
     try:
@@ -59,15 +59,15 @@ def stops_before_the_wrapper(rank: int, world: int, culprit: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_before_the_wrapper_of_pytorch(cluster: Cluster) -> None:
+def test_rank_stopped_before_ddp_wrapper_is_named(cluster: Cluster) -> None:
     texts = check(
-        cluster, culprit := random.randrange(4), "comparing distributed_data_parallel", stops_before_the_wrapper
+        cluster, culprit := random.randrange(4), "comparing distributed_data_parallel", stop_before_ddp_wrapper
     )
     assert all("give Topology a larger timeout_s" in text for rank, text in enumerate(texts) if rank != culprit), texts
 
 
-def in_reducer(rank: int, world: int, culprit: int, way: str) -> None:
-    """In the backward pass of a model whose gradients PyTorch's wrapper alone reduces."""
+def fail_in_ddp_reducer(rank: int, world: int, culprit: int, way: str) -> None:
+    """Fail in the backward pass of a model whose gradients only PyTorch's wrapper reduces."""
     topology = Topology.from_sizes(1, timeout_s=60.0)
     wrapped = distributed_data_parallel(nn.Sequential(*(nn.Linear(M, M) for _ in range(4))), topology)
 
@@ -85,12 +85,12 @@ def in_reducer(rank: int, world: int, culprit: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["raises", *slowly("killed")])
-def test_a_rank_that_ends_before_the_reducer_of_pytorch(cluster: Cluster, way: str) -> None:
+def test_rank_failing_before_ddp_reducer_is_named(cluster: Cluster, way: str) -> None:
     said = {"killed": "its process ended", "raises": "ValueError: this model cannot go back"}
-    check(cluster, random.randrange(4), f"backward pass of .*{said[way]}", in_reducer, way)
+    check(cluster, random.randrange(4), f"backward pass of .*{said[way]}", fail_in_ddp_reducer, way)
 
 
-class Fails(torch.autograd.Function):
+class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -100,8 +100,8 @@ class Fails(torch.autograd.Function):
         raise ValueError("this expert cannot go back")
 
 
-class Broken(nn.Module):
-    """An expert that fails the third time, in forward or in backward."""
+class BrokenExpert(nn.Module):
+    """An expert that fails in its third forward or backward pass."""
 
     def __init__(self, backward: bool) -> None:
         super().__init__()
@@ -113,30 +113,30 @@ class Broken(nn.Module):
         if self.calls == 3:
             if not self.backward:
                 raise ValueError("this expert does not feel well")
-            x = Fails.apply(x)
+            x = FailsInBackward.apply(x)
         return x * self.weight
 
 
-def in_forward(rank: int, world: int, culprit: int) -> None:
+def fail_in_forward(rank: int, world: int, culprit: int) -> None:
     train(_broken(Topology.from_sizes(4), False, rank == culprit))
 
 
 def _broken(topology: Topology, backward: bool, is_culprit: bool) -> nn.Module:
-    """A layer whose experts fail on one rank. Ranks may not construct other experts, so these are replaced."""
+    """A layer whose experts fail on one rank. Ranks may not construct different experts, so these are replaced."""
     layer = make(topology, linear)
     if is_culprit:
-        layer.experts.experts.update({name: Broken(backward) for name in layer.experts.experts})
+        layer.experts.experts.update({name: BrokenExpert(backward) for name in layer.experts.experts})
     return layer
 
 
-def in_backward(rank: int, world: int, culprit: int) -> None:
+def fail_in_backward(rank: int, world: int, culprit: int) -> None:
     topology = Topology.from_sizes(2)
     layer = _broken(topology, True, rank == culprit)
     with topology.guard("the training step"):
         train(layer)
 
 
-def in_guarded_code(rank: int, world: int, culprit: int) -> None:
+def fail_in_guarded_code(rank: int, world: int, culprit: int) -> None:
     topology = Topology.from_sizes(2)
     layer = make(topology)
     with topology.guard("loading data"):
@@ -147,23 +147,23 @@ def in_guarded_code(rank: int, world: int, culprit: int) -> None:
 
 
 @pytest.mark.slow
-def test_experts_that_raise(cluster: Cluster) -> None:
-    texts = check(cluster, 1, "failed in MoELayer.forward: ValueError: this expert does not feel well", in_forward)
+def test_expert_error_in_forward_ends_all_ranks(cluster: Cluster) -> None:
+    texts = check(cluster, 1, "failed in MoELayer.forward: ValueError: this expert does not feel well", fail_in_forward)
     assert texts[1] == "this expert does not feel well"
 
 
-def test_experts_that_raise_in_backward(cluster: Cluster) -> None:
-    """No rank is left with a graph, whose process groups its peers would wait for at their end."""
-    texts = check(cluster, 2, "failed in the training step: ValueError: this expert cannot go back", in_backward)
+def test_expert_error_in_backward_ends_all_ranks(cluster: Cluster) -> None:
+    """No rank keeps a graph, whose process groups its peers would wait for at exit."""
+    texts = check(cluster, 2, "failed in the training step: ValueError: this expert cannot go back", fail_in_backward)
     assert texts[2] == "this expert cannot go back"
 
 
 @pytest.mark.slow
-def test_guarded_code_that_raises(cluster: Cluster) -> None:
-    check(cluster, 3, "rank 3 failed in loading data: FileNotFoundError: no such shard: 17", in_guarded_code)
+def test_error_in_guarded_code_ends_all_ranks(cluster: Cluster) -> None:
+    check(cluster, 3, "rank 3 failed in loading data: FileNotFoundError: no such shard: 17", fail_in_guarded_code)
 
 
-def killed(rank: int, world: int, culprit: int, ep: int, after_s: float) -> None:
+def train_with_killed_rank(rank: int, world: int, culprit: int, ep: int, after_s: float) -> None:
     layer = make(Topology.from_sizes(ep))
     train(layer, 3)
     if rank == culprit:
@@ -172,14 +172,21 @@ def killed(rank: int, world: int, culprit: int, ep: int, after_s: float) -> None
 
 
 @pytest.mark.parametrize("ep", [2, *slowly(4)])
-def test_killed_in_the_middle_of_an_exchange(cluster: Cluster, ep: int) -> None:
+def test_rank_killed_during_exchange_ends_all_ranks(cluster: Cluster, ep: int) -> None:
     after_s = random.uniform(0.0, 0.3)
     culprit = random.randrange(4)
-    check(cluster, culprit, r"its process ended \(an error, killed, or out of memory\)", killed, ep, after_s)
+    check(
+        cluster,
+        culprit,
+        r"its process ended \(an error, killed, or out of memory\)",
+        train_with_killed_rank,
+        ep,
+        after_s,
+    )
 
 
-def never_comes(rank: int, world: int, culprit: int) -> None:
-    # Rank 0 gives up first. It waits for rank 1, which waits for rank 3.
+def train_with_missing_rank(rank: int, world: int, culprit: int) -> None:
+    # Rank 0 times out first. It waits for rank 1, which waits for rank 3.
     topology = Topology.from_sizes(2, 2, timeout_s=60.0 if rank else 4.0)
     layer = make(topology, lambda dim, shard, shards: linear(dim))
     train(layer, 2)
@@ -190,17 +197,17 @@ def never_comes(rank: int, world: int, culprit: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes(cluster: Cluster) -> None:
+def test_missing_rank_times_out_and_is_named(cluster: Cluster) -> None:
     cluster.run(4, nothing)
-    *outcomes, last = cluster.outcomes(4, never_comes, 3)
+    *outcomes, last = cluster.outcomes(4, train_with_missing_rank, 3)
     assert last.error is None
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None and outcome.error[0] == "RankError", outcome.error
-        match = rf"rank {rank}: exchange of counts .* because rank 3 failed .* within 4 s: rank 3 is not there"
+        match = rf"rank {rank}: exchange of counts .* because rank 3 failed .* within 4 s: rank 3 is not waiting"
         assert re.search(match, outcome.error[1]), outcome.error
 
 
-def in_a_circle(rank: int, world: int) -> None:
+def wait_in_a_cycle(rank: int, world: int) -> None:
     """Rank 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0."""
     topology = Topology.from_sizes(2, 2, timeout_s=4.0)
     if rank in (0, 3):
@@ -210,95 +217,95 @@ def in_a_circle(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
+def test_cyclic_wait_times_out_on_every_rank(cluster: Cluster) -> None:
     cluster.run(4, nothing)
     start = time.monotonic()
-    outcomes = cluster.outcomes(4, in_a_circle)
+    outcomes = cluster.outcomes(4, wait_in_a_cycle)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None and outcome.error[0] == "RankError"
-        match = rf"rank {rank}: (gathering|adding) .* not all ranks came within 4 s: rank \d waits for"
+        match = rf"rank {rank}: (gathering|adding) .* not all ranks joined within 4 s: rank \d waits for"
         assert re.search(match, outcome.error[1]), outcome.error
-    assert time.monotonic() - start < SOON_S  # what they began does not keep them either
+    assert time.monotonic() - start < SOON_S  # pending operations do not delay it either
 
 
-def add_on(topology: Topology) -> None:
-    """A single sum may not need a rank any more that has sent its share."""
+def all_reduce_forever(topology: Topology) -> None:
+    """All-reduce in a loop: a single sum may complete without a rank that has sent its share."""
     while True:
         all_reduce(topology.world, torch.ones(1), operation="adding")
 
 
-def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
-    """The others wait for it in what it waited for itself, or in something else."""
+def stop_while_waiting(rank: int, world: int, culprit: int) -> None:
+    """The other ranks wait for it in its own operation, or in a different one."""
     topology = Topology.from_sizes(2, timeout_s=6.0)
     pids = all_gather_object(topology.world, os.getpid())
     board, last = topology.world.board, (culprit + 1) % world
     if rank == last:
-        while not board.waiting([culprit])[culprit].operation:
+        while not board.wait_notes([culprit])[culprit].operation:
             time.sleep(0.01)
         os.kill(pids[culprit], signal.SIGSTOP)
     try:
         if rank == culprit ^ 1:
             all_reduce(topology.ep, torch.ones(1), operation="adding pairs")
-        add_on(topology)
+        all_reduce_forever(topology)
     finally:
         if rank == last:
             os.kill(pids[culprit], signal.SIGCONT)
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_while_it_waits(cluster: Cluster) -> None:
+def test_rank_stopped_while_waiting_is_named(cluster: Cluster) -> None:
     culprit = random.randrange(4)
-    text = rf"not all ranks came within 6 s: .*rank {culprit} was stopped while it waited for adding over the world"
-    check(cluster, culprit, text, stops_while_it_waits)
+    text = rf"not all ranks joined within 6 s: .*rank {culprit} was stopped while it waited for adding over the world"
+    check(cluster, culprit, text, stop_while_waiting)
 
 
-def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
-    """Nobody there can be asked for processes; who waits on has been heard of since."""
+def kill_on_another_host(rank: int, world: int, culprit: int) -> None:
+    """Processes on another host cannot be checked; living ranks are recognized by renewed notes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host {rank}")
         topology = Topology.from_sizes(4)
         topology.world.board.exit_s = 2 * RENEWED_S
         pids = all_gather_object(topology.world, os.getpid())
         if rank == (culprit + 1) % world:
-            while not topology.world.board.waiting([culprit])[culprit].operation:
+            while not topology.world.board.wait_notes([culprit])[culprit].operation:
                 time.sleep(0.01)
             os.kill(pids[culprit], signal.SIGKILL)
-        add_on(topology)
+        all_reduce_forever(topology)
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_on_another_host_while_it_waits(cluster: Cluster) -> None:
-    check(cluster, random.randrange(4), "failed in adding: its connection to rank . broke", killed_on_another_host)
+def test_rank_killed_on_another_host_ends_all_ranks(cluster: Cluster) -> None:
+    check(cluster, random.randrange(4), "failed in adding: its connection to rank . broke", kill_on_another_host)
 
 
-def different_sizes(rank: int, world: int, culprit: int) -> None:
+def create_different_sizes(rank: int, world: int, culprit: int) -> None:
     Topology.from_sizes(ep=4 if rank == culprit else 2)
 
 
-def does_not_fit(rank: int, world: int) -> None:
+def create_indivisible_sizes(rank: int, world: int) -> None:
     Topology.from_sizes(ep=3)
 
 
-def missing_at_the_start(rank: int, world: int, culprit: int) -> None:
-    """Rank 0 begins when all others wait, so that whoever else is late is not missing."""
+def miss_topology_creation(rank: int, world: int, culprit: int) -> None:
+    """Rank 0 starts after all others wait, so only the culprit is missing."""
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     if rank == culprit:
         assert board.read(wait_s=60.0) is not None
         raise ValueError("overslept")
     if rank == 0:
         for other in range(1, world):
-            while other != culprit and not board.waiting([other])[other].operation:
+            while other != culprit and not board.wait_notes([other])[other].operation:
                 time.sleep(0.01)
     Topology.from_sizes(ep=2, timeout_s=60.0 if rank else 1.0)
 
 
-def test_topologies(cluster: Cluster) -> None:
-    for outcome in cluster.outcomes(4, does_not_fit):
+def test_topology_creation_errors_name_rank_and_sizes(cluster: Cluster) -> None:
+    for outcome in cluster.outcomes(4, create_indivisible_sizes):
         assert outcome.error is not None and outcome.error[0] == "ConfigError"
         assert outcome.error[1].startswith("ep·esp = 3 does not divide the world of 4 ranks")
-    for rank, outcome in enumerate(cluster.outcomes(4, different_sizes, 2)):
+    for rank, outcome in enumerate(cluster.outcomes(4, create_different_sizes, 2)):
         assert outcome.error is not None and outcome.error[0] == "RankError"
         other = 0 if rank == 2 else 2
         match = rf"rank {rank} has ep=., .* rank {other} has ep=.*Pass the same on every rank"
         assert re.search(match, outcome.error[1]), outcome.error
-    check(cluster, 3, "making the topology ended because .* did not come within 1 s", missing_at_the_start)
+    check(cluster, 3, "making the topology ended because .* did not join within 1 s", miss_topology_creation)

@@ -1,4 +1,4 @@
-"""Symmetric heaps: every rank reaches every copy, and nothing is left of them."""
+"""Symmetric heaps: every rank reaches every rank's memory, and closing releases all of it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.cluster import Cluster
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def mapped() -> int:
-    """The heap's files that this process maps; none has a name in /dev/shm, where a killed rank would leave it."""
+def count_mappings() -> int:
+    """Count the heap's mappings in this process; a name in /dev/shm would outlive a killed rank."""
     gc.collect()
     files = [line for line in Path("/proc/self/maps").read_text().splitlines() if "fusedmoe" in line]
     assert not any("/dev/shm/" in line for line in files)
@@ -36,41 +36,41 @@ def write_to_all(rank: int, world: int) -> tuple[list[int], list[int], int, int]
     with open_heap(topology.ep, CPU) as opened:
         first, second = opened.allocate((world, 5), torch.int32), opened.allocate((), torch.float64)
         assert first.own.shape == (world, 5) and not first.own.any() and second.own.item() == 0
-        topology.agree({}, "test")  # all have looked before anybody writes
+        topology.require_equal_facts({}, "test")  # all ranks have read before any rank writes
         mine = torch.full((5,), 10 + rank, dtype=torch.int32)
         for address in first.table.tolist():
             ctypes.memmove(address + rank * mine.nbytes, mine.data_ptr(), mine.nbytes)
-        topology.agree({}, "test")
-        found, inside = first.own[:, 0].tolist(), mapped()
+        topology.require_equal_facts({}, "test")
+        found, inside = first.own[:, 0].tolist(), count_mappings()
         assert first.own.data_ptr() == int(first.table[rank]) and first.own.data_ptr() % 256 == 0
     del first, second
-    return found, [10 + r for r in range(world)], inside, mapped()
+    return found, [10 + r for r in range(world)], inside, count_mappings()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shared_memory(cluster: Cluster, world: int) -> None:
+def test_every_rank_writes_to_shared_heap_and_close_unmaps(cluster: Cluster, world: int) -> None:
     for found, wanted, inside, after in cluster.run(world, write_to_all):
         assert found == wanted and inside == 2 * world and after == 0
 
 
-def after_an_error(rank: int, world: int) -> str:
+def allocate_after_error(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     opened = open_heap(topology.ep, CPU)
     with pytest.raises(ZeroDivisionError), opened:
         opened.allocate((3,), torch.uint8)
-        raise ZeroDivisionError  # on all ranks alike: nobody waits for anybody
-    with pytest.raises(RankError, match="left after an error; open a new one"):
+        raise ZeroDivisionError  # on all ranks alike: no rank waits
+    with pytest.raises(RankError, match="abandoned after an error; open a new one"):
         opened.allocate((3,), torch.uint8)
     with open_heap(topology.ep, CPU) as fresh:
         return str(fresh.allocate((3,), torch.uint8).own.tolist())
 
 
-def test_an_abandoned_heap_is_not_used_again(cluster: Cluster) -> None:
-    assert cluster.run(2, after_an_error) == ["[0, 0, 0]"] * 2
+def test_abandoned_heap_rejects_allocations(cluster: Cluster) -> None:
+    assert cluster.run(2, allocate_after_error) == ["[0, 0, 0]"] * 2
 
 
-def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
-    """Rank 1 has no memory for what rank 0 has made; rank 0 comes to rank 1's when that is closed, or another's."""
+def fail_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
+    """Rank 1 cannot map rank 0's memory; rank 0 maps rank 1's memory after it, or another heap, was closed."""
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     real = heaps._view
 
@@ -88,15 +88,15 @@ def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
             heaps._view = view
             opened.allocate((3,), torch.uint8)
     except (RankError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}", mapped()
+        return f"{type(error).__name__}: {error}", count_mappings()
     finally:
         heaps._view = real
-    return "no error", mapped()
+    return "no error", count_mappings()
 
 
 @pytest.mark.parametrize("number", [0, errno.ENOMEM])
-def test_a_rank_without_memory_for_a_heap(cluster: Cluster, number: int) -> None:
-    (other, left), (own, kept) = cluster.run(2, fails_to_map, number)
+def test_heap_mapping_failure_is_raised_on_every_rank(cluster: Cluster, number: int) -> None:
+    (other, left), (own, kept) = cluster.run(2, fail_to_map, number)
     if number:
         assert "rank 1: allocation on the host heap over the ep group [0, 1]: no memory to map" in own
     else:
@@ -107,34 +107,34 @@ def test_a_rank_without_memory_for_a_heap(cluster: Cluster, number: int) -> None
     assert ("Raise its limits" if number else "MemoryError: no room") in other and left == kept == 0
 
 
-def test_another_file_of_that_number_is_not_opened() -> None:
+def test_replaced_heap_file_is_rejected() -> None:
     file = heaps._new_file(100)
     try:
-        with pytest.raises(FileNotFoundError, match="it is another file by now"):
+        with pytest.raises(FileNotFoundError, match="the file was replaced"):
             heaps._view(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
     finally:
         os.close(file)
 
 
-def test_virtual_ranks() -> None:
+def test_local_heaps_share_address_table() -> None:
     heaps = local_heaps(3, CPU)
     copies = [one.allocate((2, 2), torch.int64) for one in heaps]
     assert all(torch.equal(copy.table, copies[0].table) for copy in copies)
     assert [copy.own.data_ptr() for copy in copies] == copies[0].table.tolist()
 
 
-def test_what_does_not_work_says_why() -> None:
+def test_unavailable_backend_error_has_reason() -> None:
     topology = Topology()
     with pytest.raises(ConfigError, match="unknown heap backend 'smoke'; choose one of host, symm, nvshmem"):
         open_heap(topology.ep, CPU, "smoke")
     for name in ("symm", "nvshmem"):
-        with pytest.raises(ConfigError, match=f"on cpu: {name}: rank 0: it is memory of CUDA GPUs; CPUs take host"):
+        with pytest.raises(ConfigError, match=f"on cpu: {name}: rank 0: it uses memory of CUDA GPUs; use host on CPUs"):
             open_heap(topology.ep, CPU, name)
-    with pytest.raises(ConfigError, match="on cuda: host: rank 0: it is memory of the host; GPUs take symm or nvshmem"):
+    with pytest.raises(ConfigError, match="on cuda: host: rank 0: it uses host memory; use symm or nvshmem on GPUs"):
         open_heap(topology.ep, GPU, "host")
 
 
-# Of both ranks: their hosts, why there is no symm and no nvshmem; then what is chosen, and what is said.
+# For both ranks: hosts, reasons against symm and nvshmem; then the choice, and the error.
 CHOICES = {
     "one node": (["a", "a"], ["", ""], ["not built", "not built"], "symm", ""),
     "two nodes": (["a", "b"], ["", ""], ["", ""], "nvshmem", ""),
@@ -144,7 +144,7 @@ CHOICES = {
         ["", ""],
         ["", "not built"],
         "",
-        "symm: it joins ranks of one host, but rank 0 is on a, rank 1 on b. nvshmem: rank 1: not built",
+        "symm: all ranks must be on one host, but rank 0 is on a, rank 1 on b. nvshmem: rank 1: not built",
     ),
     "no GPU at rank 0": (
         ["a", "a"],
@@ -156,9 +156,9 @@ CHOICES = {
 }
 
 
-def stand_in(backend: type[Heap], name: str, reason: str) -> type[Heap]:
-    """A backend that does not work for `reason`; to open it returns its name."""
-    opens = {"__new__": lambda cls, group, device: name, "why_not": staticmethod(lambda device: reason)}
+def fake_backend(backend: type[Heap], name: str, reason: str) -> type[Heap]:
+    """A fake backend, unavailable for `reason`; opening it returns its name."""
+    opens = {"__new__": lambda cls, group, device: name, "unavailable_reason": staticmethod(lambda device: reason)}
     return type("StandIn", (backend,), opens)
 
 
@@ -168,7 +168,7 @@ def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
         for hosts, symm, nvshmem, _, _ in CHOICES.values():
             patch.setattr(heaps, "_host", lambda name=hosts[rank]: (name, ""))
             for name, reasons in (("symm", symm), ("nvshmem", nvshmem)):
-                patch.setitem(heaps.BACKENDS, name, stand_in(heaps.BACKENDS[name], name, reasons[rank]))
+                patch.setitem(heaps.BACKENDS, name, fake_backend(heaps.BACKENDS[name], name, reasons[rank]))
             try:
                 said = str(open_heap(ep, GPU))
             except ConfigError as error:
@@ -177,7 +177,7 @@ def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_ranks_choose_alike(cluster: Cluster) -> None:
+def test_ranks_choose_same_heap_backend(cluster: Cluster) -> None:
     here, there = cluster.run(2, choose_on_ranks)
     assert here == there
     for (name, reason, said), (*_, chosen, words) in zip(here, CHOICES.values(), strict=True):
@@ -194,7 +194,7 @@ def host_of_ranks(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_shared_memory_needs_one_host(cluster: Cluster) -> None:
-    """Also where hosts have the same name."""
+def test_host_heap_rejects_ranks_on_two_hosts(cluster: Cluster) -> None:
+    """Hosts with equal names are distinguished."""
     for said in cluster.run(2, host_of_ranks):
-        assert said.endswith("on cpu: host: it joins ranks of one host, but rank 0 is on a, rank 1 on a")
+        assert said.endswith("on cpu: host: all ranks must be on one host, but rank 0 is on a, rank 1 on a")

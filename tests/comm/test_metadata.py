@@ -1,4 +1,4 @@
-"""The metadata exchange: the columns of its message, which message is refused, and what all ranks have afterwards."""
+"""The metadata exchange: message columns, refused messages, and the results on all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.collectives import ROOM
-from fusedmoe.comm.exchange import _foreign_sender, _message, exchange_metadata
+from fusedmoe.comm.collectives import MAX_DATA_BYTES
+from fusedmoe.comm.exchange import _foreign_sender, _metadata_message, exchange_metadata
 from fusedmoe.comm.metadata import ExpertCalls, Metadata, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
@@ -20,20 +20,22 @@ FORM = RowForm(torch.float32, 16, 2, torch.bfloat16)
 COUNTS_PE, TOKENS_Pp = torch.tensor([[1, 2], [0, 4]]), torch.tensor([[2], [3]])
 
 
-def test_the_message_has_the_documented_columns() -> None:
+def test_metadata_message_has_documented_columns() -> None:
     own = Metadata(*FORM.columns(), rank=5, expert_calls=ExpertCalls.CHUNKS, weights_require_grad=False)
-    message_PC = _message(COUNTS_PE, TOKENS_Pp, own, NonFinite(torch.tensor(3, dtype=torch.int32), "a text"))
+    message_PC = _metadata_message(COUNTS_PE, TOKENS_Pp, own, NonFinite(torch.tensor(3, dtype=torch.int32), "a text"))
     assert message_PC.dtype == torch.int64
     for row, pairs, tokens in zip(message_PC.tolist(), COUNTS_PE.tolist(), TOKENS_Pp.tolist(), strict=True):
         assert row[:2] == pairs and row[2:3] == tokens and 2 * row[3] == sum(row)
         assert Metadata(*row[4:]) == own._replace(num_tokens=5, num_pairs=7, num_nonfinite=3)
 
 
-def refused(rank: int, world: int) -> list[str]:
-    """What passes though a number of a message was changed: the column, and by how much."""
+def undetected_changes(rank: int, world: int) -> list[str]:
+    """Return the single changes that pass unnoticed: the column and the difference."""
     topology, passed = Topology.from_sizes(world), []
     own = Metadata(*FORM.columns(), rank=0)
-    table_QPC = _message(COUNTS_PE[:1].repeat(world, 1), TOKENS_Pp[:1].repeat(world, 1), own, None)[None].numpy()
+    table_QPC = _metadata_message(COUNTS_PE[:1].repeat(world, 1), TOKENS_Pp[:1].repeat(world, 1), own, None)[
+        None
+    ].numpy()
     fields = len(Metadata._fields)
     rank_column = table_QPC.shape[-1] - fields + Metadata._fields.index("rank")
     table_QPC[..., rank_column] += np.arange(world)
@@ -50,8 +52,7 @@ def refused(rank: int, world: int) -> list[str]:
             changed[0, 1, column] += change
             if sender(changed) != 1:
                 passed.append(f"column {column}, {change}")
-    # Messages of another operation whose checksum is right: all zeros, which are a message of rank 0 without pairs, and
-    # a dtype that does not exist.
+    # Messages of another operation with a right checksum: all zeros (rank 0 without pairs); and an unknown dtype.
     zeros, dtype = table_QPC.copy(), table_QPC.copy()
     zeros[0, 0] = 0
     for offset in (fields, fields + 1):
@@ -61,11 +62,11 @@ def refused(rank: int, world: int) -> list[str]:
     return passed
 
 
-def test_a_message_with_any_number_changed_is_refused(cluster: Cluster) -> None:
-    assert cluster.run(2, refused) == [[], []]
+def test_message_with_any_changed_number_is_rejected(cluster: Cluster) -> None:
+    assert cluster.run(2, undetected_changes) == [[], []]
 
 
-def exchanged(rank: int, world: int, experts: int) -> dict[str, Any]:
+def run_metadata_exchange(rank: int, world: int, experts: int) -> dict[str, Any]:
     """Rank r sends r + 1 pairs for each expert, two for each of its tokens."""
     topology = Topology.from_sizes(world)
     counts_E = torch.full((experts,), 2 * (rank + 1))
@@ -80,22 +81,29 @@ def exchanged(rank: int, world: int, experts: int) -> dict[str, Any]:
     )
     with pytest.raises(TypeError, match="is_known"):
         exchange_metadata(make_all_to_all("direct", topology), topology.esp, counts_E, FORM, is_known=True)
-    agreed = ("form", "most_pairs", "share", "as_module", "tokens_require_grad", "weights_require_grad")
+    agreed = (
+        "form",
+        "max_pairs",
+        "tokens_per_pair",
+        "needs_module_calls",
+        "tokens_require_grad",
+        "weights_require_grad",
+    )
     sizes = {"pairs": exchange.counts_RE.tolist(), "sent": exchange.sent, "received": exchange.received}
     return {name: getattr(exchange, name) for name in agreed} | sizes
 
 
 @pytest.mark.parametrize("experts", [4, 400])
-def test_what_the_ranks_have_afterwards(cluster: Cluster, experts: int) -> None:
-    """Few numbers are carried by the envelopes that ranks compare, many by an all-to-all."""
+def test_metadata_exchange_returns_counts_of_all_ranks(cluster: Cluster, experts: int) -> None:
+    """The compared envelopes carry short messages; an all-to-all carries long ones."""
     local = experts // 2
-    assert (8 * (experts + 16) > ROOM) == (experts == 400)
-    for rank, found in enumerate(cluster.run(2, exchanged, experts)):
+    assert (8 * (experts + 16) > MAX_DATA_BYTES) == (experts == 400)
+    for rank, found in enumerate(cluster.run(2, run_metadata_exchange, experts)):
         assert found == {
             "form": FORM,
-            "most_pairs": 4 * experts,
-            "share": 0.5,
-            "as_module": False,
+            "max_pairs": 4 * experts,
+            "tokens_per_pair": 0.5,
+            "needs_module_calls": False,
             "tokens_require_grad": True,
             "weights_require_grad": False,
             "pairs": [[2] * local, [4] * local],
@@ -104,20 +112,20 @@ def test_what_the_ranks_have_afterwards(cluster: Cluster, experts: int) -> None:
         }
 
 
-def other_abilities(rank: int, world: int) -> tuple[bool, str]:
+def exchange_different_expert_calls(rank: int, world: int) -> tuple[bool, str]:
     topology = Topology.from_sizes(world)
     given = make_all_to_all("direct", topology), topology.esp, torch.ones(4, dtype=torch.long), FORM
     calls = ExpertCalls.MODULE if rank else ExpertCalls.EITHER
-    as_module = exchange_metadata(*given, expert_calls=calls).as_module
+    needs_module_calls = exchange_metadata(*given, expert_calls=calls).needs_module_calls
     with pytest.raises(RankError) as caught:
         exchange_metadata(*given, expert_calls=ExpertCalls.MODULE if rank else ExpertCalls.CHUNKS)
-    return as_module, str(caught.value)
+    return needs_module_calls, str(caught.value)
 
 
-def test_abilities_to_call_experts(cluster: Cluster) -> None:
-    for rank, (as_module, text) in enumerate(cluster.run(2, other_abilities)):
-        assert as_module
+def test_unequal_expert_call_abilities_are_reported(cluster: Cluster) -> None:
+    for rank, (needs_module_calls, text) in enumerate(cluster.run(2, exchange_different_expert_calls)):
+        assert needs_module_calls
         assert text.startswith(
             f"rank {rank}: the check of the layer's input: rank 1 calls its experts as a module, and"
         )
-        assert "rank 0 chunk by chunk" in text
+        assert "rank 0 in chunks" in text

@@ -1,4 +1,4 @@
-"""A process that ends, by an exception that nobody catches or by a signal, is named by the others."""
+"""A process that ends, by an uncaught exception or a signal, is named by the other ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import torch
 
 from fusedmoe.comm.failure import blame
 from fusedmoe.comm.failure import board as board_module
-from fusedmoe.comm.failure.board import Board, tell_others_of_uncaught
+from fusedmoe.comm.failure.board import Board, post_uncaught_exceptions
 from tests.comm.failing import SOON_S
 
 
-def lost_store(*_: object) -> None:
+def raise_lost_store(*_: object) -> None:
     raise torch.distributed.DistError("the store went down")
 
 
-def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncaught_exception_is_posted_to_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atexit, "register", lambda _: None)
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
     boards = [Board(torch.distributed.HashStore(), rank) for rank in (3, 4)]
     for board in boards:
-        tell_others_of_uncaught(board)
+        post_uncaught_exceptions(board)
     hook, error = sys.excepthook, ValueError("lost")
-    monkeypatch.setattr(boards[0], "post", lost_store)
+    monkeypatch.setattr(boards[0], "post", raise_lost_store)
     hook(ValueError, error, None)
     assert seen == [error], "the traceback is printed as before, once"
     assert boards[0].read() is None
@@ -44,49 +44,49 @@ def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [error, error]
 
 
-def test_the_store_stays_until_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds no store, and has not looked at the board, would name its host instead of the rank at fault."""
+def test_store_host_waits_until_other_ranks_read_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that loses the store before reading the board would name the store's host instead of the faulty rank."""
     store = torch.distributed.HashStore()
     host, culprit, other = (Board(store, rank) for rank in range(3))
     with ThreadPoolExecutor(3) as pool:  # the ranks
         for ranks in (host, culprit, other):
-            pool.submit(ranks.meet, range(3), None, 10.0)
+            pool.submit(ranks.all_gather_json, range(3), None, 10.0)
     start = time.monotonic()
-    host.linger(start + 100.0)
+    host.wait_until_verdict_is_read(start + 100.0)
     assert time.monotonic() - start < 50, "nothing has happened"
     culprit.post(culprit.rank, "the program", "it failed")
     assert host.read() is not None
     start = time.monotonic()
-    host.linger(start + 0.2)
+    host.wait_until_verdict_is_read(start + 0.2)
     assert time.monotonic() - start >= 0.2, "one of them does not know yet"
     with ThreadPoolExecutor(1) as pool:
-        lingers = pool.submit(host.linger, time.monotonic() + 100.0)
+        lingers = pool.submit(host.wait_until_verdict_is_read, time.monotonic() + 100.0)
         assert not lingers.done() and other.read() is not None
         lingers.result(50)
-    for board in (culprit, other):  # nobody else hosts it
-        board.linger(time.monotonic() + 100.0)
+    for board in (culprit, other):  # neither of them hosts it
+        board.wait_until_verdict_is_read(time.monotonic() + 100.0)
     assert time.monotonic() - start < 50
 
 
-def test_who_comes_at_the_last_moment_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last look and the one for those who are missing, which finds nobody to blame."""
+def test_rank_joining_at_timeout_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank arrives between the last read and the check for missing ranks, which then finds no culprit."""
     store = torch.distributed.HashStore()
     board, other = Board(store, 0), Board(store, 1)
     get, comes = board._get, iter([True])
 
     def look(key: str) -> bytes | None:
         if next(comes, False):
-            assert other.meet((0, 1), "late", 20.0) == ["early", "late"]
+            assert other.all_gather_json((0, 1), "late", 20.0) == ["early", "late"]
         return get(key)
 
     monkeypatch.setattr(board, "_get", look)
     passes = SimpleNamespace(monotonic=count(step=15).__next__, monotonic_ns=time.monotonic_ns, sleep=lambda _: None)
     monkeypatch.setattr(board_module, "time", passes)
-    assert board.meet((0, 1), "early", 20.0) == ["early", "late"]
+    assert board.all_gather_json((0, 1), "early", 20.0) == ["early", "late"]
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -98,8 +98,8 @@ class Clock:
         self.now_s += seconds
 
 
-class Lonely:
-    """A board whose store went when `until_s` had come; no process has ended."""
+class LostStoreBoard:
+    """A board whose store is lost at `until_s`; no process has ended."""
 
     exit_s = 10.0
     rank = 1
@@ -108,30 +108,30 @@ class Lonely:
         self._clock, self._until_s = clock, until_s
 
     @property
-    def cut_off(self) -> bool:
+    def is_disconnected(self) -> bool:
         return self._clock.now_s >= self._until_s
 
     def blame(self, rank: int, operation: str, message: str) -> str:
-        return "rank 0 failed in hosting the job's store" if self.cut_off else f"rank {rank} failed"
+        return "rank 0 failed in hosting the job's store" if self.is_disconnected else f"rank {rank} failed"
 
-    def explain(self) -> None: ...
+    def final_verdict(self) -> None: ...
 
-    def gone(self, ranks: tuple[int, ...]) -> list[int]:
+    def ended_ranks(self, ranks: tuple[int, ...]) -> list[int]:
         return []
 
-    def waits(self, what: str, ranks: Any) -> None: ...
+    def record_wait(self, what: str, ranks: Any) -> None: ...
 
-    def waiting(self, ranks: Any) -> dict[int, Any]:
+    def wait_notes(self, ranks: Any) -> dict[int, Any]:
         return {}
 
 
-def test_nobody_is_waited_for_whose_word_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever hosted the store has left the job, but its process goes on."""
+def test_wait_for_verdict_ends_when_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's host has left the job, but its process is alive."""
     for until_s, seconds in ((0.0, 1.0), (2.0, 3.0), (1000.0, 10.0)):
         clock = Clock()
         monkeypatch.setattr(blame, "time", clock)
-        board: Any = Lonely(clock, until_s)
-        text = str(blame.lost(board, (0, 1), "adding", "the world group", "connection closed"))
+        board: Any = LostStoreBoard(clock, until_s)
+        text = str(blame.connection_lost_error(board, (0, 1), "adding", "the world group", "connection closed"))
         assert ("hosting the job's store" in text) == (until_s < 1000)
         assert abs(clock.now_s - seconds) < 0.1
 
@@ -163,10 +163,10 @@ train(layer)
     "culprit, way",
     [(1, "stays"), (0, "stays"), (1, "raises"), (0, "raises"), (0, "killed"), (0, "stopped"), (1, "stopped")],
 )
-def test_processes_that_end(culprit: int, way: str) -> None:
-    """Processes of their own, as a launcher starts them; rank 0 hosts the store, which goes down, or stops, with it.
+def test_ended_process_is_named_by_other_ranks(culprit: int, way: str) -> None:
+    """Separate processes, as a launcher starts them; rank 0 hosts the store, which dies or stops with it.
 
-    They end although Gloo would have them wait for a rank that lives and owes them data.
+    They end although Gloo would wait for a living rank that owes them data.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -199,9 +199,9 @@ def test_processes_that_end(culprit: int, way: str) -> None:
             assert f"RankError: rank {rank}: " in last and f"rank {culprit} failed in" in last, text
             gone = "its process ended (an error, killed, or out of memory); see its log" in last
             told = "failed in the program: ValueError: outside of any guard" in last
-            missed = "no answer for" in last if culprit == 0 else "not all ranks came within 4 s" in last
+            missed = "no answer for" in last if culprit == 0 else "not all ranks joined within 4 s" in last
             good = {"stays": told, "raises": told or gone, "killed": gone, "stopped": missed}
             assert good[way], text
-    # PyTorch names what it shares by process.
+    # PyTorch names shared memory by process.
     left = [name for name in os.listdir("/dev/shm") if any(f"_{process.pid}_" in name for process in ranks)]
     assert not left

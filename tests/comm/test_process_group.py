@@ -1,4 +1,4 @@
-"""The process groups that topologies share: few, agreed on whatever a rank has dropped, and freed when closed."""
+"""Process groups shared by topologies: few, equal on all ranks whatever a rank has released, and freed on close."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm import group
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.failure.board import Board, attempt
+from fusedmoe.comm.failure.board import Board, restart_count
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.scheduled_exchange import shared_topology
@@ -25,65 +25,65 @@ from tests.cluster import Cluster, open_sockets
 from tests.marks import slowly
 
 
-def held() -> dict[str, int]:
-    """Threads and sockets of this process, and process groups."""
+def count_resources() -> dict[str, int]:
+    """Count this process's threads and sockets, and process groups."""
     groups = len(dist.distributed_c10d._world.pg_map)
     return {"threads": len(os.listdir("/proc/self/task")), "sockets": open_sockets(), "groups": groups}
 
 
-def settle(before: dict[str, int]) -> None:
-    """Waits until no more is held than before; less, where Gloo has only now closed what an earlier run left."""
+def wait_until_released(before: dict[str, int]) -> None:
+    """Wait until counts are at most the previous ones; lower if Gloo has closed leftovers of an earlier run."""
     deadline = time.monotonic() + 20.0
-    while any((after := held())[what] > before[what] for what in before):
+    while any((after := count_resources())[what] > before[what] for what in before):
         assert time.monotonic() < deadline, (after, before)
         time.sleep(0.01)
 
 
-def sums(topology: Topology, rank: int) -> list[float]:
+def all_reduce_over_axes(topology: Topology, rank: int) -> list[float]:
     return [
         all_reduce(getattr(topology, name), torch.tensor(10.0**rank)).item() for name in ("world", "ep", "esp", "mp")
     ]
 
 
-def made_and_dropped(rank: int, world: int, count: int) -> None:
-    right = sums(Topology.from_sizes(2, 2, 2), rank)
-    before, kept = held(), []
+def create_and_drop(rank: int, world: int, count: int) -> None:
+    right = all_reduce_over_axes(Topology.from_sizes(2, 2, 2), rank)
+    before, kept = count_resources(), []
     for number in range(count):
         topology = Topology.from_sizes(2, 2, 2)
-        assert sums(topology, rank) == right
+        assert all_reduce_over_axes(topology, rank) == right
         if number % 4 == 0:
             kept.append(topology)
-    settle(before)
+    wait_until_released(before)
     assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
 @pytest.mark.slow
-def test_many_topologies(cluster: Cluster) -> None:
-    cluster.run(4, made_and_dropped, 200)
+def test_dropped_topologies_reuse_process_groups(cluster: Cluster) -> None:
+    cluster.run(4, create_and_drop, 200)
 
 
-def closed(rank: int, world: int) -> None:
+def create_and_close(rank: int, world: int) -> None:
     dist.barrier()
-    Topology.from_sizes(2).close()  # the job's line to the store stays, for its whole life
-    gc.collect()  # what an earlier run left
-    before = held()
+    Topology.from_sizes(2).close()  # opens the job's connection to the store, which stays open
+    gc.collect()  # leftovers of an earlier run
+    before = count_resources()
     for _ in range(6):
         with Topology.from_sizes(2, 1, 2, duplex=True) as topology:
             group = topology.subgroup("both", (0, 1))
-            all_reduce(topology.beside(topology.ep, "a test"), torch.ones(1))
+            all_reduce(topology.duplicate_group(topology.ep, "a test"), torch.ones(1))
             assert topology.dense_mesh is not None
     del topology
     gc.collect()
-    settle(before)
+    wait_until_released(before)
     with pytest.raises(ConfigError, match="this topology was closed"):
         all_reduce(group, torch.ones(1))
 
 
-def test_closing_frees_everything(cluster: Cluster) -> None:
-    cluster.run(2, closed)
+def test_close_releases_threads_sockets_and_groups(cluster: Cluster) -> None:
+    cluster.run(2, create_and_close)
 
 
-def closed_beside_another(rank: int, world: int) -> None:
+def close_one_of_two(rank: int, world: int) -> None:
     first, second = Topology.from_sizes(2), Topology.from_sizes(2)
     assert first.ep.handle is second.ep.handle and first.dp.handle is second.dp.handle
     assert first.ep.handle is not first.dp.handle, "rows and gradients travel at the same time"
@@ -94,12 +94,12 @@ def closed_beside_another(rank: int, world: int) -> None:
     assert all_reduce(Topology.from_sizes(2).ep, torch.ones(1)).item() == 2.0
 
 
-def test_what_another_topology_uses_stays(cluster: Cluster) -> None:
-    cluster.run(2, closed_beside_another)
+def test_close_preserves_groups_of_other_topology(cluster: Cluster) -> None:
+    cluster.run(2, close_one_of_two)
 
 
-def kept_on_one_rank(rank: int, world: int) -> None:
-    """What one rank still holds must not decide whether a group is the old one: all would wait for each other."""
+def hold_on_one_rank(rank: int, world: int) -> None:
+    """A reference held on one rank must not decide whether a group is reused: all ranks would hang."""
     first = Topology.from_sizes(2, timeout_s=20)
     keeps = first if rank == 0 else None
     first.close()
@@ -110,26 +110,26 @@ def kept_on_one_rank(rank: int, world: int) -> None:
     del keeps
 
 
-def test_ranks_that_hold_different_ones(cluster: Cluster) -> None:
-    cluster.run(2, kept_on_one_rank)
+def test_group_reuse_ignores_references_of_single_rank(cluster: Cluster) -> None:
+    cluster.run(2, hold_on_one_rank)
 
 
-def only_one_closes(rank: int, world: int) -> None:
+def close_on_one_rank(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, timeout_s=4.0)
     if rank == 0:
         topology.close()
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_close(cluster: Cluster) -> None:
-    first, second = cluster.outcomes(2, only_one_closes)
+def test_close_times_out_if_peer_does_not_close(cluster: Cluster) -> None:
+    first, second = cluster.outcomes(2, close_on_one_rank)
     assert first.error is not None and first.error[0] == RankError.__name__
     assert "closing the topology" in first.error[1] and "rank 1" in first.error[1]
     assert second.error is None
 
 
-def beside_a_stopped_store(rank: int, world: int) -> str:
-    """Rank 1 hosts a store, and is stopped when rank 0 makes a group over it."""
+def create_group_with_stopped_store(rank: int, world: int) -> str:
+    """Rank 1 hosts a store, and is stopped while rank 0 creates a group over it."""
     every, text = [(0, 0), (0, 0)], ""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank else None
     dist.all_gather_object(every, (os.getpid(), store.port if store is not None else 0))
@@ -140,12 +140,12 @@ def beside_a_stopped_store(rank: int, world: int) -> str:
             board = Board(client, rank)
             assert board.read() is None
             patch.setattr(group, "default_store", lambda: client)
-            patch.setattr(group, "_patience", lambda job: timedelta(seconds=job.timeout_s + 0.2))
+            patch.setattr(group, "_backend_timeout", lambda job: timedelta(seconds=job.timeout_s + 0.2))
             os.kill(pid, signal.SIGSTOP)
             try:
                 began = time.monotonic()
                 with pytest.raises(RankError) as caught:
-                    group._make(group.Job(rank, 0.3, board), (0, 1), "a test")
+                    group._make_process_group(group.Job(rank, 0.3, board), (0, 1), "a test")
                 assert time.monotonic() - began < 40.0
             finally:
                 os.kill(pid, signal.SIGCONT)
@@ -155,20 +155,20 @@ def beside_a_stopped_store(rank: int, world: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_stopped_store(cluster: Cluster) -> None:
-    """The wait of the store's client, which has none of its own, ends with the job's."""
-    text = cluster.run(2, beside_a_stopped_store)[0]
+def test_group_creation_with_stopped_store_times_out(cluster: Cluster) -> None:
+    """The store client's wait, which has no time-out, ends with the job's time-out."""
+    text = cluster.run(2, create_group_with_stopped_store)[0]
     assert "rank 0: making a process group over ranks [0, 1] ended because rank 0 failed in hosting the job's " in text
-    assert "store: no answer for" in text and "start the job again" in text
+    assert "store: no answer for" in text and "restart the job" in text
 
 
-def made_too_late(rank: int, world: int) -> None:
-    """Of these ranks one group has the time-outs of the job; they then wait for another one no longer."""
+def create_group_too_late(rank: int, world: int) -> None:
+    """The world group has the job's time-out; creating another group ends at a reported failure."""
     topology, c10d, slow = Topology.from_sizes(2, timeout_s=20.0), dist.distributed_c10d, threading.Event()
     handle, make = topology.world.handle, c10d._new_process_group_helper
     assert handle is not None
     assert handle._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=22)
-    before = held()
+    before = count_resources()
 
     def make_slowly(*arguments: Any, **options: Any) -> Any:
         slow.wait()
@@ -178,26 +178,26 @@ def made_too_late(rank: int, world: int) -> None:
         patch.setattr(c10d, "_new_process_group_helper", make_slowly)
         topology.fail("a test", "it failed")
         with pytest.raises(RankError, match="failed in a test: it failed"):
-            group._make(topology.job, (0, 1), "too late")
+            group._make_process_group(topology.job, (0, 1), "too late")
     slow.set()
-    settle(before)
+    wait_until_released(before)
 
 
-def test_a_group_that_is_made_too_late_is_freed(cluster: Cluster) -> None:
-    cluster.run(2, made_too_late)
+def test_group_created_after_timeout_is_freed(cluster: Cluster) -> None:
+    cluster.run(2, create_group_too_late)
 
 
-def test_who_makes_a_group_does_not_wait_long_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo's thread, which nothing can end, waits for each five times as long."""
+def test_connect_timeout_is_shortened_for_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's thread, which cannot be stopped, waits five times as long for each connection."""
     seconds = {}
     for backend in ("gloo", "nccl"):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        seconds[backend] = [group._to_connect(timedelta(seconds=of)).total_seconds() for of in (1, 4, 300)]
+        seconds[backend] = [group._connect_timeout(timedelta(seconds=of)).total_seconds() for of in (1, 4, 300)]
     assert seconds == {"gloo": [1, 2, 60], "nccl": [1, 4, 300]}
 
 
-def pausing(rank: int, world: int, pauses: int, pause_s: float) -> None:
-    """Rank 1 pauses once before it makes one of the topology's groups, longer than a fifth of the time-out."""
+def create_with_pause(rank: int, world: int, pauses: int, pause_s: float) -> None:
+    """Rank 1 pauses once before it creates one of the topology's groups, longer than a fifth of the time-out."""
     c10d, made = dist.distributed_c10d, 0
     make = c10d._new_process_group_helper
 
@@ -220,12 +220,12 @@ def pausing(rank: int, world: int, pauses: int, pause_s: float) -> None:
 
 
 @pytest.mark.parametrize(("pauses", "pause_s"), [(2, 3.0), *slowly((1, 7.0), (3, 7.0))])
-def test_a_pause_while_groups_are_made(cluster: Cluster, pauses: int, pause_s: float) -> None:
-    cluster.run(2, pausing, pauses, pause_s)
+def test_pause_during_group_creation_is_tolerated(cluster: Cluster, pauses: int, pause_s: float) -> None:
+    cluster.run(2, create_with_pause, pauses, pause_s)
 
 
-def groups_of_models(rank: int, world: int) -> None:
-    """Each model has a process group of its own, which its owner destroys."""
+def create_groups_of_models(rank: int, world: int) -> None:
+    """Each model has its own process group, which its owner destroys."""
     every, before = list(range(world)), None
     for number in range(5):
         handle = dist.new_group(every)
@@ -237,16 +237,16 @@ def groups_of_models(rank: int, world: int) -> None:
         dist.destroy_process_group(handle)
         del handle
         if number == 0:
-            before = held()
+            before = count_resources()
     assert before is not None
-    settle(before)
+    wait_until_released(before)
 
 
-def test_groups_that_their_owner_destroys_are_freed(cluster: Cluster) -> None:
-    cluster.run(2, groups_of_models)
+def test_groups_destroyed_by_owner_are_freed(cluster: Cluster) -> None:
+    cluster.run(2, create_groups_of_models)
 
 
-def without_threads(rank: int, world: int) -> str:
+def create_without_threads(rank: int, world: int) -> str:
     def no_thread(*arguments: object, **options: object) -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
@@ -258,62 +258,62 @@ def without_threads(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_has_no_room_for_threads(cluster: Cluster) -> None:
-    for text in cluster.run(2, without_threads):
-        assert "rank 1 failed in making a process group: Resource temporarily unavailable. Raise its limits" in text
+def test_group_creation_without_threads_names_rank(cluster: Cluster) -> None:
+    for text in cluster.run(2, create_without_threads):
+        assert "rank 1 failed in making a process group: Resource temporarily unavailable. Raise the limits" in text
 
 
-def until_it_waits(topology: Topology, rank: int) -> None:
-    while not topology.world.board.waiting([rank])[rank].operation:
+def wait_until_waiting(topology: Topology, rank: int) -> None:
+    while not topology.world.board.wait_notes([rank])[rank].operation:
         time.sleep(0.01)
 
 
-def one_is_late(rank: int, world: int) -> str:
-    """Ranks 1 and 2 make a group when rank 2 does not come, so that rank 0 waits in vain for rank 1."""
+def create_with_missing_rank(rank: int, world: int) -> str:
+    """Ranks 1 and 2 create a group, rank 2 is missing, and rank 0 times out waiting for rank 1."""
     topology = Topology.from_sizes(3, timeout_s=20.0)
     if rank == 2:
         assert topology.world.board.read(wait_s=20.0) is not None
         return ""
     others = [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]
     if rank == 0:
-        until_it_waits(topology, 1)
+        wait_until_waiting(topology, 1)
     with pytest.raises(RankError) as caught, pytest.MonkeyPatch.context() as patch:
-        # Of Gloo's thread, too, which waits five times as long and which nothing can end.
-        patch.setattr(group, "_patience", lambda job: timedelta(seconds=1.0))
-        patch.setattr(group, "_to_connect", lambda patience: timedelta(seconds=0.3))
+        # Including Gloo's thread, which waits five times as long and cannot be stopped.
+        patch.setattr(group, "_backend_timeout", lambda job: timedelta(seconds=1.0))
+        patch.setattr(group, "_connect_timeout", lambda timeout: timedelta(seconds=0.3))
         for ranks in others:
-            group._make(topology.job, ranks, f"a test of {ranks}")
+            group._make_process_group(topology.job, ranks, f"a test of {ranks}")
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_who_has_not_come_is_named(cluster: Cluster) -> None:
-    for text in cluster.run(3, one_is_late)[:2]:
-        assert "because rank 2 failed in making a process group: it did not come" in text
+def test_rank_missing_from_group_creation_is_named(cluster: Cluster) -> None:
+    for text in cluster.run(3, create_with_missing_rank)[:2]:
+        assert "because rank 2 failed in making a process group: it did not join" in text
 
 
-def one_meets_late(rank: int, world: int) -> str:
+def meet_with_missing_rank(rank: int, world: int) -> str:
     """Rank 1 waits for rank 2, and rank 0 for rank 1."""
     topology = Topology.from_sizes(3, timeout_s=20.0)
     if rank == 2:
         assert topology.world.board.read(wait_s=20.0) is not None
         return ""
     if rank == 0:
-        until_it_waits(topology, 1)
+        wait_until_waiting(topology, 1)
     with pytest.raises(RankError) as caught:
         for ranks in [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]:
-            topology.job.board.meet(ranks, None, 1.0 if rank == 0 else 60.0, operation=f"meeting as {ranks}")
+            topology.job.board.all_gather_json(ranks, None, 1.0 if rank == 0 else 60.0, operation=f"meeting as {ranks}")
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_who_has_not_met_is_named(cluster: Cluster) -> None:
-    for text in cluster.run(3, one_meets_late)[:2]:
-        assert "because rank 2 failed in meeting as (0, 1): did not come within 1 s" in text
+def test_rank_missing_from_subgroup_exchange_is_named(cluster: Cluster) -> None:
+    for text in cluster.run(3, meet_with_missing_rank)[:2]:
+        assert "because rank 2 failed in meeting as (0, 1): did not join within 1 s" in text
 
 
-def next_attempt(rank: int, world: int) -> None:
-    """A store that has kept what the ranks of an earlier attempt have written, as torchrun's does."""
+def join_next_attempt(rank: int, world: int) -> None:
+    """A store that still holds keys from the ranks of an earlier attempt, as torchrun's does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -323,8 +323,8 @@ def next_attempt(rank: int, world: int) -> None:
         if rank == 1:
             topology.world.board.post(topology.world.board.rank, "the program", "a fault of the first attempt")
         assert topology.world.board.read(wait_s=20.0) is not None
-        # Its end: the process groups of the pool, and what this process knows of it.
-        group._OF_JOB.clear()
+        # The attempt's end: clear the process groups of the pool, and this process's state.
+        group._POOLS.clear()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         again = Topology.from_sizes(2, timeout_s=20.0)
         assert again.world.board.read() is None
@@ -332,17 +332,17 @@ def next_attempt(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_attempt_reads_nothing_of_the_one_before(cluster: Cluster) -> None:
-    cluster.run(2, next_attempt)
+def test_restart_ignores_store_keys_of_previous_attempt(cluster: Cluster) -> None:
+    cluster.run(2, join_next_attempt)
 
 
-def test_a_node_that_comes_back_is_in_the_attempt_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its torchrun has counted no restarts, theirs have; where rank 0 hosts the store it is a new one each time."""
+def test_rejoining_node_uses_attempt_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A returning node's torchrun has counted no restarts; a store hosted by rank 0 is new in each attempt."""
     places = set()
     for restarts in ("0", "3"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(False))
-        places.add(attempt())
+        places.add(restart_count())
     assert len(places) == 1
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
-    assert attempt() not in places
+    assert restart_count() not in places

@@ -1,4 +1,4 @@
-"""No interleaving of the protocol's steps reads a wrong row or waits for ever, and every rule is needed for that."""
+"""No interleaving of the protocol's steps reads a wrong row or hangs, and every rule is necessary."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.marks import slowly
         *(pytest.param(3, 2, empty, marks=pytest.mark.slow) for empty in (None, 0, 1)),
     ],
 )
-def test_safe(exchanges: int, tiles: int, empty: int | None) -> None:
+def test_model_checker_finds_no_fault(exchanges: int, tiles: int, empty: int | None) -> None:
     fault, states = Model(exchanges, tiles, empty=empty).search()
     assert not fault and states > 1000
 
 
 @pytest.mark.slow
-def test_safe_for_longer() -> None:
+def test_model_checker_finds_no_fault_in_longer_runs() -> None:
     fault, states = Model(5, 2).search(most=20_000_000)
     assert not fault and states > 10_000
 
 
-def test_a_rank_that_dies_is_told_of() -> None:
+def test_dead_rank_needs_bounded_waits() -> None:
     assert Model(3, 1, dies=True).search()[0] == ""
     assert Model(3, 1, dies=True, bounded=False).search()[0] == "waits for ever"
 
@@ -44,29 +44,29 @@ def test_a_rank_that_dies_is_told_of() -> None:
         ("fresh", False, "a row is"),
     ],
 )
-def test_every_rule_is_needed(rule: str, value: bool, fault: str) -> None:
+def test_removing_any_rule_causes_fault(rule: str, value: bool, fault: str) -> None:
     assert fault in replace(Model(4, 1), **{rule: value}).search()[0]
 
 
-def test_one_slot_is_safe_with_credit_and_only_with_it() -> None:
+def test_single_slot_is_safe_only_with_credit() -> None:
     assert Model(4, 1, uses=(0,)).search()[0] == ""
     assert "overwritten" in Model(4, 1, uses=(0,), credit=False, in_order=False).search()[0]
 
 
-def test_without_rows_the_first_tile_is_signalled() -> None:
-    """Or a rank would give credit for what its peer has not begun, and a later credit might come first."""
+def test_empty_exchange_signals_first_tile() -> None:
+    """Otherwise a rank would credit an exchange its peer has not begun, and a later credit might arrive first."""
     assert Model(4, 1, uses=(0,), empty=0).search()[0] == ""
     assert Model(4, 1, uses=(0,), empty=0, signal_empty=False).search()[0] == "waits for ever"
 
 
-def test_the_last_program_signals_for_all() -> None:
+def test_last_program_signals_for_all_tiles() -> None:
     assert Tiles(4).search()[0] == ""
     assert "stale" in Tiles(4, release=False).search()[0]
     assert Tiles(3, beyond=1).search()[0] == "waits for ever", "what has no room is not wanted"
 
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_staging_is_safe_where_each_slot_has_its_own(slots: int) -> None:
+def test_staging_is_safe_only_per_slot(slots: int) -> None:
     uses = tuple(range(slots))
     assert Model(3, 1, uses, staging=slots).search()[0] == ""
     assert Model(2, 2, uses, staging=slots).search()[0] == ""
@@ -74,18 +74,18 @@ def test_staging_is_safe_where_each_slot_has_its_own(slots: int) -> None:
 
 
 @pytest.mark.parametrize("uses", [(0, 1, 0), (0, 1, 1, 0, 1)], ids=str)
-def test_replays_go_on_where_the_device_has_counted(uses: tuple[int, ...]) -> None:
-    """A graph's launches use the same slots each time, the last and the first one perhaps the same."""
+def test_graph_replays_need_device_counters(uses: tuple[int, ...]) -> None:
+    """A graph's launches use the same slots in each replay, where the last and first slot may be equal."""
     assert Model(len(uses) + 2, 1, uses).search()[0] == ""
-    # The numbers of the capture are old ones in the second replay.
+    # The captured numbers are stale in the second replay.
     assert Model(len(uses) + 2, 1, uses, counted=False).search()[0] == "a row is stale when it is read"
     assert Model(len(uses) + 2, 1, uses, in_order=False).search()[0] != ""
 
 
-def test_through_the_network() -> None:
+def test_network_model_has_no_fault() -> None:
     assert Network().search()[0] == "" and Network(3, 3).search()[0] == ""
 
 
 @pytest.mark.parametrize("rule", ["counted", "behind", "fence", "asks"])
-def test_every_rule_of_the_network_is_needed(rule: str) -> None:
+def test_removing_any_network_rule_causes_stale_rows(rule: str) -> None:
     assert "stale" in replace(Network(), **{rule: False}).search()[0]

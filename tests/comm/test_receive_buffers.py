@@ -1,4 +1,4 @@
-"""Addresses in receive buffers, near and far, as kernels are told."""
+"""Addresses in receive buffers passed to kernels, near and far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = BufferSizes(tokens=6, k=2, experts=8, width=16, dtype=torch.float32, deg
 
 
 class HalfHeap(LocalHeap):
-    """Of which the first half of the ranks is near, and the others are far."""
+    """The first half of the ranks is near, the second half far."""
 
     def __init__(self, index: int, size: int, everything: list[Tensor]) -> None:
         super().__init__(index, size, CPU, everything, Job(index, 10.0))
@@ -30,11 +30,11 @@ class HalfHeap(LocalHeap):
 
 @pytest.fixture
 def buffers() -> ReceiveBuffers:
-    """Of rank 0 of 4, who reaches rank 1."""
+    """Buffers of rank 0 of 4, which reaches rank 1."""
     return ReceiveBuffers(HalfHeap(0, 4, []), SIZES)
 
 
-def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
+def test_results_for_far_peers_are_staged(buffers: ReceiveBuffers) -> None:
     peer_R = torch.tensor([1, 1, 2, 2, 3], dtype=torch.int32)
     place_R = torch.tensor([4, 5, 0, 1, 7])
     for rows, size in (
@@ -42,18 +42,18 @@ def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
         (buffers.returned_values, 4),
     ):
         addresses, own, table = define_addresses(peer_R, place_R, rows, 1, 9), rows.own, rows.table
-        behind = 12 * size  # in the second slot, of 6 tokens' 2 results
+        behind = 12 * size  # in the second slot, after 6 tokens' 2 results
         store, target = addresses.store_N.tolist(), addresses.target_N
         assert store[:2] == [int(table[1]) + behind + size * at for at in (4, 5)]
-        # Here they follow one another, in rows of staging that begin with the ninth.
+        # Here they are contiguous, in staging rows from the ninth on.
         assert [store[3] - store[2], store[4] - store[3]] == [size, size]
         there = [own.data_ptr() + behind + size * at for at in (0, 1, 7)]
         assert target is not None and target.tolist() == [0, 0, *there]
         assert addresses.network is buffers.network and torch.equal(addresses.peer_N, peer_R)
 
 
-def test_staging_has_room_for_all_chunks(buffers: ReceiveBuffers) -> None:
-    """As many rows as a rank can be sent, in chunks whose sizes are bounds (`Route._most_rows`), rounded up."""
+def test_staging_fits_rows_of_all_chunks(buffers: ReceiveBuffers) -> None:
+    """As many rows as a rank can receive, in chunks bounded by `Route._max_rows`, rounded up."""
     for degree in (1, 2, 3):
         chunk = (-(-SIZES.tokens * SIZES.k // degree) + buffers.experts) * 4
         chunk = -(-chunk // 4) * 4
@@ -66,19 +66,19 @@ def test_staging_has_room_for_all_chunks(buffers: ReceiveBuffers) -> None:
             assert staged.data_ptr() <= int(last) <= staged.data_ptr() + staged.numel() * staged.itemsize - size
 
 
-def test_far_peers_are_signalled_apart(buffers: ReceiveBuffers) -> None:
+def test_far_peers_use_dummy_signal_address(buffers: ReceiveBuffers) -> None:
     mark = buffers.result_mark(2, 0)
-    assert mark.signals is buffers.results.signals and mark.place == (0 * 4 + 0) * 3 + 2
-    own, near, *far = buffers.result_signals(mark).tolist()
-    assert [own, near] == [int(address) + 8 * mark.place for address in mark.table[:2]]
-    assert buffers.network is not None and far == [buffers.network.spare.data_ptr()] * 2
+    assert mark.signals is buffers.results.signals and mark.signal_index == (0 * 4 + 0) * 3 + 2
+    own, near, *far = buffers.result_signal_addresses(mark).tolist()
+    assert [own, near] == [int(address) + 8 * mark.signal_index for address in mark.table[:2]]
+    assert buffers.network is not None and far == [buffers.network.dummy_signal.data_ptr()] * 2
 
 
-def test_results_wait_for_credit_of_what_is_staged(buffers: ReceiveBuffers) -> None:
-    assert buffers.results.slots == 1 and [buffers.begin(buffers.results) for _ in range(3)] == [0, 0, 0]
+def test_result_slots_depend_on_network(buffers: ReceiveBuffers) -> None:
+    assert buffers.results.slots == 1 and [buffers.next_slot(buffers.results) for _ in range(3)] == [0, 0, 0]
     plain = ReceiveBuffers(LocalHeap(0, 4, CPU, [], Job()), SIZES)
-    assert plain.network is None and [plain.begin(plain.results) for _ in range(3)] == [0, 1, 0]
-    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_mark(2, 1).place == (1 * 4 + 0) * 3 + 2
+    assert plain.network is None and [plain.next_slot(plain.results) for _ in range(3)] == [0, 1, 0]
+    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_mark(2, 1).signal_index == (1 * 4 + 0) * 3 + 2
     assert plain.tokens.staging is None and plain.metadata.staging is None
     peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
     sent = define_addresses(peer_R, place_R, plain.returned, 0, 0)
@@ -86,7 +86,7 @@ def test_results_wait_for_credit_of_what_is_staged(buffers: ReceiveBuffers) -> N
     assert sent.store_N.tolist() == [int(plain.results.row_table[2]) + 3 * 64]
 
 
-def test_tokens_and_metadata_have_staging_of_their_own(buffers: ReceiveBuffers) -> None:
+def test_tokens_and_metadata_have_separate_staging(buffers: ReceiveBuffers) -> None:
     for place in (buffers.tokens, buffers.metadata):
         assert place.staging is not None and place.staging.shape == place.rows.shape
         assert place.staging.data_ptr() != place.rows.data_ptr() and place.network is buffers.network

@@ -1,4 +1,4 @@
-"""Ranks whose rows have different forms: every rank raises before rows are sent, on every path to an exchange."""
+"""Ranks with different row forms: every rank raises before rows are sent, on every path to an exchange."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe import autograd
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.metadata import Metadata, RowForm, describe_difference
@@ -27,11 +28,11 @@ from tests.marks import slowly
 
 E, M, K = 12, 6, 2
 DIFFERENCES = {"width": "widths", "dtype": "dtypes", "weights": "dtypes of router weights", "k": r"\(K\)"}
-PATHS = ["operators", "exchange", "plan", "graph", "graph with a plan", "rows"]
+PATHS = ["operators", "exchange", "plan", "graph", "graph_with_plan", "rows"]
 
 
 class Weighted(nn.Module):
-    """Experts that take rows of any width: the sum of a row's weights, times the row."""
+    """Experts for rows of any width: a row times the sum of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,15 +50,15 @@ class Weighted(nn.Module):
 
 
 def batch(different: str) -> tuple[Tensor, Tensor, Layout]:
-    """Tokens, weights and layout."""
+    """Draw tokens, weights and layout."""
     width, k = M + (different == "width"), K + (different == "k")
     x_SM = torch.randn(9, width, dtype=torch.float32 if different == "dtype" else torch.float64)
     weight_SK, expert_SK = torch.rand(9, E, dtype=torch.float64).topk(k)
     return x_SM, weight_SK.float() if different == "weights" else weight_SK, autograd.order(expert_SK, E)
 
 
-def crossing(topology: Topology, path: str) -> Any:
-    """A function of a batch that sends it."""
+def make_exchange(topology: Topology, path: str) -> Any:
+    """Return a function that sends a batch."""
     all_to_all = make_all_to_all("direct", topology)
     if path in ("operators", "rows"):
         dispatcher = Collectives(topology, all_to_all)
@@ -65,11 +66,11 @@ def crossing(topology: Topology, path: str) -> Any:
 
         def send(x_SM: Tensor, weight_SK: Tensor, layout: Layout) -> Tensor:
             if path == "operators":
-                return dispatcher.by_operators(Routed(x_SM, layout, weight_SK), experts)
+                return dispatcher.run_by_operators(Routed(x_SM, layout, weight_SK), experts)
             form = RowForm.of(x_SM, layout, weight_SK)
             exchange = exchange_metadata(all_to_all, topology.esp, layout.counts_E, form)
             assert exchange.form == form
-            rows, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
+            rows, weight_N = autograd.permute(x_SM, layout), take_pairs(weight_SK, layout)
             return autograd.unpermute(autograd.through_experts(rows, weight_N, exchange, experts), layout)
 
         return send
@@ -84,10 +85,10 @@ def crossing(topology: Topology, path: str) -> Any:
     return in_graph
 
 
-def unequal(rank: int, world: int, ep: int, culprit: int, path: str, differences: list[str]) -> list[str]:
-    """Texts of the errors. Later batches that are alike go on."""
+def send_unequal_rows(rank: int, world: int, ep: int, culprit: int, path: str, differences: list[str]) -> list[str]:
+    """Return the error texts. Later, equal batches work."""
     topology = Topology.from_sizes(ep, world // ep, timeout_s=20)
-    send, texts = crossing(topology, path), []
+    send, texts = make_exchange(topology, path), []
     for different in differences:
         torch.manual_seed(rank)
         with pytest.raises(RankError) as caught:
@@ -98,12 +99,14 @@ def unequal(rank: int, world: int, ep: int, culprit: int, path: str, differences
     return texts
 
 
-def refused(cluster: Cluster, world: int, ep: int, path: str) -> None:
+def require_rejection(cluster: Cluster, world: int, ep: int, path: str) -> None:
     culprit = random.randrange(world)
-    for rank, texts in enumerate(cluster.run(world, unequal, ep, culprit, path, list(DIFFERENCES), timeout_s=60.0)):
+    for rank, texts in enumerate(
+        cluster.run(world, send_unequal_rows, ep, culprit, path, list(DIFFERENCES), timeout_s=60.0)
+    ):
         for text, name in zip(texts, DIFFERENCES.values(), strict=True):
-            found = rf"rows of different .*{name} cannot travel together: "
-            if world == 2:  # nobody can know which of the two is right
+            found = rf"rows of different .*{name} cannot be exchanged: "
+            if world == 2:  # with two ranks the culprit is undetermined
                 found = f"^rank {rank}: the check of the layer's input: {found}.* on rank 0, .* on rank 1"
             elif rank == culprit:
                 found = f"^rank {rank}: the check of the layer's input: {found}"
@@ -113,23 +116,23 @@ def refused(cluster: Cluster, world: int, ep: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [PATHS[0], PATHS[4], *slowly(*PATHS[1:4], PATHS[5])])
-def test_two_ranks(cluster: Cluster, path: str) -> None:
-    refused(cluster, 2, 2, path)
+def test_unequal_row_forms_raise_on_two_ranks(cluster: Cluster, path: str) -> None:
+    require_rejection(cluster, 2, 2, path)
 
 
 @pytest.mark.parametrize("path", [PATHS[2], *slowly(*(path for path in PATHS if path != PATHS[2]))])
-def test_three_ranks_name_the_odd_one(cluster: Cluster, path: str) -> None:
-    refused(cluster, 3, 3, path)
+def test_unequal_row_form_error_names_differing_rank(cluster: Cluster, path: str) -> None:
+    require_rejection(cluster, 3, 3, path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ep", [1, 2])
-def test_shards(cluster: Cluster, path: str, ep: int) -> None:
-    refused(cluster, 4, ep, path)
+def test_unequal_row_forms_raise_on_expert_shards(cluster: Cluster, path: str, ep: int) -> None:
+    require_rejection(cluster, 4, ep, path)
 
 
-def test_columns_of_forms() -> None:
+def test_row_form_columns_round_trip_and_refusals() -> None:
     forms = [
         RowForm(torch.float64, 0, 0, None),
         RowForm(torch.bfloat16, 2**40, 2**16, torch.bfloat16),
@@ -143,7 +146,7 @@ def test_columns_of_forms() -> None:
     assert "torch.int8" in RowForm(torch.float32, 1, 1, torch.int8).refusal()
 
 
-def test_who_differs() -> None:
+def test_describe_difference_names_minority_rank() -> None:
     one, other, third = (RowForm(torch.float32, width, 2, None) for width in (8, 9, 10))
     assert describe_difference({0: one, 1: other})[1] is None
     assert describe_difference({0: one, 1: one, 2: other, 3: other})[1] is None

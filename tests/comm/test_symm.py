@@ -1,4 +1,4 @@
-"""The heap over PyTorch's symmetric memory: what it calls is there, and it does with it what it should (no GPU)."""
+"""The heap over PyTorch's symmetric memory: its interface exists and is used correctly (no GPU)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heaps import SymmHeap
 from fusedmoe.errors import ConfigError, RankError
 
-#: What `SymmHeap` calls, with the arguments given here, and reads of `torch._C._distributed_c10d._SymmetricMemory`.
-#: Torch 2.11 and 2.13 agree in it.
+#: Members of `torch._C._distributed_c10d._SymmetricMemory` that `SymmHeap` uses, with arguments. Torch 2.11 and 2.13
+#: agree.
 INTERFACE: dict[str, tuple[str, ...] | None] = {
     "empty_strided_p2p": ("size", "stride", "dtype", "device"),
     "rendezvous": ("tensor", "group_name"),
@@ -27,11 +27,11 @@ INTERFACE: dict[str, tuple[str, ...] | None] = {
 
 
 @pytest.mark.parametrize("name", INTERFACE)
-def test_the_installed_torch_has_what_is_used(name: str) -> None:
-    """By the types that it brings, which say more than its compiled functions do."""
+def test_installed_torch_has_symmetric_memory_interface(name: str) -> None:
+    """By torch's type stubs, which are more precise than its compiled functions."""
     assert hasattr(c10d._SymmetricMemory, name)
     types = Path(str(torch.__path__[0]), "_C", "_distributed_c10d.pyi")
-    found = of_class(ast.parse(types.read_text()), "_SymmetricMemory")[name]
+    found = methods_of_class(ast.parse(types.read_text()), "_SymmetricMemory")[name]
     kinds, arguments = [ast.unparse(one) for one in found.decorator_list], INTERFACE[name]
     if arguments is None:
         assert kinds == ["property"]
@@ -39,10 +39,10 @@ def test_the_installed_torch_has_what_is_used(name: str) -> None:
     assert kinds == ["staticmethod"]
     names = tuple(one.arg for one in found.args.args)
     assert names[: len(arguments)] == arguments
-    assert len(names) - len(found.args.defaults) <= len(arguments)  # nothing else must be given
+    assert len(names) - len(found.args.defaults) <= len(arguments)  # no further argument is required
 
 
-def of_class(types: ast.Module, name: str) -> dict[str, ast.FunctionDef]:
+def methods_of_class(types: ast.Module, name: str) -> dict[str, ast.FunctionDef]:
     (found,) = (one for one in types.body if isinstance(one, ast.ClassDef) and one.name == name)
     return {one.name: one for one in found.body if isinstance(one, ast.FunctionDef)}
 
@@ -52,8 +52,8 @@ class Handle:
         self.buffer_ptrs, self.rank = addresses, rank
 
 
-class Symmetric:
-    """A made-up `_SymmetricMemory` of two ranks, of which this one is the second."""
+class FakeSymmetricMemory:
+    """A fake `_SymmetricMemory` of two ranks; this process is the second."""
 
     made: ClassVar[list[Tensor]] = []
     peer: ClassVar[int] = 4096
@@ -77,11 +77,11 @@ class PairGroup:
 
 def heap_of_two(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **state: int) -> SymmHeap:
     monkeypatch.setattr(
-        "fusedmoe.comm.one_sided.heaps.SymmetricMemory", type("Fake", (Symmetric,), {"made": [], **state})
+        "fusedmoe.comm.one_sided.heaps.SymmetricMemory", type("Fake", (FakeSymmetricMemory,), {"made": [], **state})
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(SymmHeap, "_gather", lambda self, thing: [thing, thing])
+    monkeypatch.setattr(SymmHeap, "_all_gather", lambda self, thing: [thing, thing])
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **more: tensor(*args, **more))
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
@@ -89,7 +89,7 @@ def heap_of_two(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **state: 
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_addresses_of_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_heap_table_has_addresses_of_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     heap = heap_of_two(monkeypatch, device)
     assert heap.device == torch.device("cuda", 3)
     first, second = heap.allocate((5, 3), torch.float32), heap.allocate((300,), torch.uint8)
@@ -98,13 +98,13 @@ def test_addresses_of_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) ->
         assert one.table.tolist() == [4096, one.own.data_ptr()]
     assert first.own.data_ptr() != second.own.data_ptr()
     heap.close()
-    with pytest.raises(RankError, match="left after an error"):
+    with pytest.raises(RankError, match="abandoned after an error"):
         heap.allocate((1,), torch.uint8)
 
 
 @pytest.mark.parametrize("state", [{"peer": 0}, {"moved": 512}])
-def test_memory_that_kernels_cannot_address_is_refused(monkeypatch: pytest.MonkeyPatch, state: dict[str, int]) -> None:
-    """Of a backend that only its own functions reach, or a tensor that lies elsewhere than its table says."""
+def test_memory_without_peer_addresses_is_rejected(monkeypatch: pytest.MonkeyPatch, state: dict[str, int]) -> None:
+    """A backend reachable only by its own functions, or a tensor that is not at its table's address."""
     heap = heap_of_two(monkeypatch, **state)
     with pytest.raises(ConfigError, match=r"rank 0: .*no addresses of all peers on ranks \[0, 1\].*TORCH_SYMMMEM"):
         heap.allocate((5,), torch.float32)

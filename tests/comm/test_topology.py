@@ -1,4 +1,4 @@
-"""Topologies: grids of ranks, groups that are shared and closed, ragged rows, and refused sizes."""
+"""Topologies: rank grids, shared and closed groups, ragged rows, and refused sizes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.cluster import Cluster
 from tests.marks import slowly
 
 
-def axes(topology: Topology) -> dict[str, tuple[int, ...]]:
+def axis_ranks(topology: Topology) -> dict[str, tuple[int, ...]]:
     return {name: getattr(topology, name).ranks for name in ("ep", "esp", "mp", "dp", "edp", "world")}
 
 
 def from_sizes(rank: int, world: int, ep: int, esp: int, mp: int) -> dict[str, tuple[int, ...]]:
-    return axes(Topology.from_sizes(ep=ep, esp=esp, mp=mp))
+    return axis_ranks(Topology.from_sizes(ep=ep, esp=esp, mp=mp))
 
 
 def from_mesh(rank: int, world: int) -> dict[str, tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
-    return axes(Topology.from_mesh(mesh, ep="node", esp="gpu", mp="gpu"))
+    return axis_ranks(Topology.from_mesh(mesh, ep="node", esp="gpu", mp="gpu"))
 
 
 def test_world_of_one_needs_no_process_group() -> None:
@@ -43,7 +43,7 @@ def test_world_of_one_needs_no_process_group() -> None:
     assert Topology.from_sizes().size == 1
 
 
-def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
+def test_indivisible_sizes_raise_without_process_group() -> None:
     with pytest.raises(ConfigError, match="ep·esp = 2 does not divide the world of 1"):
         Topology.from_sizes(ep=2)
     with pytest.raises(ConfigError, match="mp = 3"):
@@ -60,21 +60,21 @@ def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
         ({"timeout_s": float("nan")}, "timeout_s = nan"),
     ],
 )
-def test_numbers_that_are_not_positive_are_refused(arguments: dict[str, Any], what: str) -> None:
+def test_non_positive_sizes_raise(arguments: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Topology.from_sizes(**arguments)
 
 
-def test_launched_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_ranks_without_process_group_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    # In silence each rank would be a world of its own.
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 has no process group yet.*init_process_group first"):
+    # Without an error each rank would silently be a world of one.
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 has no process group.*init_process_group first"):
         Topology.from_sizes()
     assert Topology().size == 1
 
 
-def test_grids(cluster: Cluster) -> None:
+def test_rank_grids_equal_definition_and_mesh(cluster: Cluster) -> None:
     rows = cluster.run(4, from_sizes, 2, 2, 2)
     assert rows[0]["ep"] == (0, 2) and rows[3]["ep"] == (1, 3)
     assert rows[0]["esp"] == (0, 1) and rows[2]["esp"] == (2, 3)
@@ -84,7 +84,7 @@ def test_grids(cluster: Cluster) -> None:
     assert rows[0]["ep"] == (0, 1) and rows[0]["edp"] == (0, 2) and rows[0]["mp"] == (0, 1, 2, 3)
 
 
-def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
+def exchange_ragged_rows(rank: int, world: int, dtype: torch.dtype) -> None:
     group = Topology.from_sizes(ep=world).ep
     # Rank s sends (s + 2d) mod 4 rows to rank d, each row marked with its source, destination and number.
     counts = [[(s + 2 * d) % 4 if s != 1 else 0 for d in range(world)] for s in range(world)]
@@ -109,7 +109,7 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
     ]
     assert all_reduce(group, torch.tensor([rank + 1.0])).item() == world * (world + 1) / 2
     assert all_reduce(group, torch.tensor([rank]), "max").item() == world - 1
-    # More than an envelope holds: in memory with gaps on rank 0, by columns on rank 1, by rows on the others.
+    # More than an envelope holds: strided on rank 0, column-major on rank 1, row-major elsewhere.
     values = torch.arange(800.0).view(20, 40)
     stores = (torch.zeros(20, 80)[:, ::2], torch.zeros(40, 20).t(), torch.zeros(20, 40))
     summed = stores[min(rank, 2)].copy_(values)
@@ -126,15 +126,15 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
-    cluster.run(world, ragged, dtype)
+def test_collectives_exchange_ragged_and_empty_rows(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
+    cluster.run(world, exchange_ragged_rows, dtype)
 
 
-def sizes_that_do_not_fit(rank: int, world: int, name: str) -> str:
+def call_with_wrong_row_count(rank: int, world: int, name: str) -> str:
     with pytest.raises(ConfigError, match=r"as \[EP, ESP\]"):
         Topology.from_group(dist.group.WORLD, torch.arange(world))
     group = Topology.from_sizes(ep=world, timeout_s=20).ep
-    rows = torch.ones(3 + (rank == 0), 2)  # rank 0 has one more than it says
+    rows = torch.ones(3 + (rank == 0), 2)  # rank 0 has one more row than it announces
     try:
         if name == "all-to-all":
             all_to_all_rows(group, rows, [1, 2], [1 + rank, 1 + rank])
@@ -148,50 +148,50 @@ def sizes_that_do_not_fit(rank: int, world: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["all-to-all", *slowly("all-gather", "reduce-scatter")])
-def test_numbers_of_rows_that_do_not_fit_are_refused_by_name(cluster: Cluster, name: str) -> None:
-    for error in cluster.run(2, sizes_that_do_not_fit, name):
+def test_wrong_row_count_error_names_operation(cluster: Cluster, name: str) -> None:
+    for error in cluster.run(2, call_with_wrong_row_count, name):
         assert f"{name} over the ep group [0, 1]" in error and "4 rows" in error, error
 
 
-def test_reductions_that_are_not_known_are_refused() -> None:
+def test_unknown_reduction_raises() -> None:
     with pytest.raises(ConfigError, match="'mean' is not one of sum, max, min"):
         all_reduce(Topology().world, torch.ones(2), "mean")
 
 
-def apart_and_together(rank: int, world: int) -> list[float]:
-    """Ranks 0 and 1 have made more groups than the others, in PyTorch's way and in ours."""
+def create_groups_in_different_order(rank: int, world: int) -> list[float]:
+    """Ranks 0 and 1 have created more groups than the others, by PyTorch and by topologies."""
     dist.new_group([0, 1])
     if rank < 2:
         pair = dist.new_group([0, 1], use_local_synchronization=True)
         Topology.from_group(pair, timeout_s=15)
     topology = Topology.from_sizes(ep=2, esp=2, timeout_s=15)
     groups = [
-        topology.beside(topology.ep, "one"),
-        topology.beside(topology.ep, "two"),
+        topology.duplicate_group(topology.ep, "one"),
+        topology.duplicate_group(topology.ep, "two"),
         topology.subgroup("all", (0, 1, 2, 3)),
     ]
     return [all_reduce(group, torch.tensor(10.0**rank)).item() for group in groups]
 
 
-def test_groups_of_ranks_that_have_made_others_before(cluster: Cluster) -> None:
-    found = cluster.run(4, apart_and_together, timeout_s=60)
+def test_groups_work_after_unequal_group_creation(cluster: Cluster) -> None:
+    found = cluster.run(4, create_groups_in_different_order, timeout_s=60)
     assert [of[0] for of in found] == [101.0, 1010.0] * 2
     assert all(of[1] == of[0] and of[2] == 1111.0 for of in found)
 
 
-def in_its_order(rank: int, world: int) -> tuple[tuple[int, ...], list[float]]:
-    """Experts on ranks in another order than that of their numbers."""
+def gather_in_group_order(rank: int, world: int) -> tuple[tuple[int, ...], list[float]]:
+    """Experts on ranks in an order other than rank order."""
     experts = torch.tensor([[2], [0], [1]])
     ep = Topology.from_group(dist.group.WORLD, experts, timeout_s=15).ep
     return ep.ranks, all_gather_rows(ep, torch.tensor([[float(rank)]]), [1] * world)[:, 0].tolist()
 
 
-def test_a_group_keeps_its_order(cluster: Cluster) -> None:
-    assert cluster.run(3, in_its_order) == [((2, 0, 1), [2.0, 0.0, 1.0])] * 3
+def test_group_preserves_given_rank_order(cluster: Cluster) -> None:
+    assert cluster.run(3, gather_in_group_order) == [((2, 0, 1), [2.0, 0.0, 1.0])] * 3
 
 
-def bound(rank: int, world: int) -> list[str]:
-    """What groups of some ranks are split from, where the default group is bound to a device."""
+def list_split_groups(rank: int, world: int) -> list[str]:
+    """Return the groups from which subgroups are split, with a default group bound to a device."""
     default, asked = dist.group.WORLD, []
     default.bound_device_id = torch.device("cpu", 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -202,19 +202,19 @@ def bound(rank: int, world: int) -> list[str]:
     return asked
 
 
-def test_some_ranks_split_nothing(cluster: Cluster) -> None:
-    """NCCL would wait for all ranks."""
-    assert cluster.run(2, bound) == [[], []]
+def test_subgroup_creation_never_splits_default_group(cluster: Cluster) -> None:
+    """An NCCL split would wait for all ranks."""
+    assert cluster.run(2, list_split_groups) == [[], []]
 
 
-def test_nccl_is_told_to_launch_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_launch_order_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for backend, wanted in (("gloo", None), ("nccl", "1")):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        monkeypatch.setattr(dist, "get_rank", lambda: 1 / 0)  # goes no further than that
+        monkeypatch.setattr(dist, "get_rank", lambda: 1 / 0)  # stops here
         with pytest.raises(ZeroDivisionError):
             Topology.from_sizes()
         assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == wanted
@@ -224,7 +224,7 @@ def test_nccl_is_told_to_launch_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
 
 
-def sent_from_memory_that_shrinks(rank: int, world: int) -> None:
+def send_and_resize(rank: int, world: int) -> None:
     topology = Topology.from_sizes()
     for call in (
         lambda rows: all_gather_rows(topology.world, rows, [3] * world),
@@ -235,6 +235,6 @@ def sent_from_memory_that_shrinks(rank: int, world: int) -> None:
         rows.untyped_storage().resize_(0)
 
 
-def test_collectives_leave_memory_resizable(cluster: Cluster) -> None:
-    """FSDP2 frees a parameter that it has gathered so."""
-    cluster.run(2, sent_from_memory_that_shrinks)
+def test_collectives_leave_storage_resizable(cluster: Cluster) -> None:
+    """FSDP2 frees a parameter gathered this way."""
+    cluster.run(2, send_and_resize)

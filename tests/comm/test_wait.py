@@ -1,4 +1,4 @@
-"""Waiting for an operation that ends just when the wait for it times out."""
+"""Waiting for an operation that completes just as the wait times out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedmoe.tutel.impls.communicate import start_swap
 
 
 class Late:
-    """A work that a timed wait misses by a hair; the wait after that tells how it ended."""
+    """A work that completes just after a timed wait; the next wait returns its result."""
 
     def __init__(self, error: str | None) -> None:
         self.error = error
@@ -37,7 +37,7 @@ class Late:
 
 
 class Board:
-    """Of a job in which nobody failed."""
+    """The board of a job without failures."""
 
     standing = None
     exit_s = 10.0
@@ -50,12 +50,12 @@ class Board:
     def read(self) -> None:
         return None
 
-    explain = read
+    final_verdict = read
 
-    def waits(self, what: str, ranks: object = ()) -> None:
+    def record_wait(self, what: str, ranks: object = ()) -> None:
         pass
 
-    def gone(self, ranks: object) -> list[int]:
+    def ended_ranks(self, ranks: object) -> list[int]:
         return [1]
 
     def post(self, *verdict: Any) -> str:
@@ -67,13 +67,13 @@ def group(board: Board) -> Group:
     return Group("ep", (0, 1), job=Job(board=board))  # type: ignore[arg-type]
 
 
-def test_what_ended_well_is_no_failure() -> None:
+def test_late_completion_is_not_reported_as_failure() -> None:
     board = Board()
     collectives.wait(Late(None), group(board), "all-reduce")  # type: ignore[arg-type]
     assert not board.posted
 
 
-def test_what_broke_is_one() -> None:
+def test_late_connection_error_raises_rank_error() -> None:
     board = Board()
     with pytest.raises(RankError, match="all-reduce over the ep group"):
         collectives.wait(Late("Connection closed by peer"), group(board), "all-reduce")  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_what_broke_is_one() -> None:
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -91,13 +91,13 @@ class Clock:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_slow_rank_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
-    """Rank 1 waits elsewhere, and its machine is so busy that it renews its note only every 4 s."""
+def test_slow_rank_is_not_reported_as_stopped(monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Rank 1 waits elsewhere, on a machine busy enough that it renews its note only every 4 s."""
     clock = Clock()
     monkeypatch.setattr(collectives, "time", clock)
 
     class Busy(Board):
-        def waiting(self, ranks: object) -> dict[int, Note]:
+        def wait_notes(self, ranks: object) -> dict[int, Note]:
             return {1: Note("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
 
         def blame(self, rank: int, operation: str, text: str) -> str:
@@ -112,14 +112,14 @@ def test_a_slow_rank_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPa
             return False
 
     said = "rank 1 was stopped while it waited for something else" if stops else "rank 1 waits for something else"
-    with pytest.raises(RankError, match=f"not all ranks came within 60 s: .*{said}"):
+    with pytest.raises(RankError, match=f"not all ranks joined within 60 s: .*{said}"):
         waiting = Group("ep", (0, 1), job=Job(timeout_s=60.0, board=Busy()))  # type: ignore[arg-type]
         collectives.wait(Unanswered(None), waiting, "all-reduce")  # type: ignore[arg-type]
     assert 60.0 <= clock.now_s < 61.0
 
 
-class Never:
-    """A process group's operation that nobody answers."""
+class NeverCompletes:
+    """A process group operation that never completes."""
 
     def __init__(self) -> None:
         self.held: list[torch.Tensor] = []
@@ -129,8 +129,8 @@ class Never:
         return Late("the connection broke")
 
 
-class Knows(torch.autograd.Function):
-    """A node that holds on to something, as those of exchanges do to their group."""
+class HoldsReference(torch.autograd.Function):
+    """A node that references an object, as nodes of exchanges reference their group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, thing: object) -> torch.Tensor:
@@ -142,9 +142,9 @@ class Knows(torch.autograd.Function):
         return grad * 2, None
 
 
-def test_the_backend_holds_nothing_that_knows_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo lets go of it on a thread of the process group, which must not be the one that destroys that."""
-    never, job = Never(), Job(board=Board())  # type: ignore[arg-type]
+def test_pending_collective_holds_no_reference_to_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo releases it on a thread of the process group; that thread must not destroy the group."""
+    never, job = NeverCompletes(), Job(board=Board())  # type: ignore[arg-type]
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     group = Group("ep", (0, 1), 0, object(), job)  # type: ignore[arg-type]
     duplex = Group("ep", (0, 1), 0, object(), job, object())  # type: ignore[arg-type]
@@ -160,10 +160,10 @@ def test_the_backend_holds_nothing_that_knows_the_group(monkeypatch: pytest.Monk
         lambda rows: collectives.all_reduce(group, rows),
         lambda rows: start_swap(group, rows)(),
     ):
-        thing = Never()
+        thing = NeverCompletes()
         known, before = ref(thing), len(never.held)
         with pytest.raises(RankError):
-            call(Knows.apply(torch.ones(4, 3, requires_grad=True), thing).view(4, 3, 1)[:, :, 0])
+            call(HoldsReference.apply(torch.ones(4, 3, requires_grad=True), thing).view(4, 3, 1)[:, :, 0])
         del thing
         gc.collect()
         assert len(never.held) > before and known() is None

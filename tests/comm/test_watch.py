@@ -1,4 +1,4 @@
-"""Waits of kernels that ended early are told, on a GPU too, where nobody on the host waits for the kernels."""
+"""Missed waits of kernels are reported, also on a GPU, where the host does not wait for kernels."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fusedmoe.errors import RankError
 from fusedmoe.training import copies
 
 
-class Gpu:
-    """A made-up one: what is launched runs when the stream is waited for."""
+class FakeGpu:
+    """A fake GPU: launches run when the stream is synchronized."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launched: list[Callable[[], None]] = []
         self.waits = 0
         self.captures = False
-        patch.setattr(heap_module, "_shared", lambda count, device: torch.zeros(count, dtype=torch.int64))
-        patch.setattr(heap_module, "_settle", lambda device: self.settle())
+        patch.setattr(heap_module, "_allocate_record", lambda count, device: torch.zeros(count, dtype=torch.int64))
+        patch.setattr(heap_module, "_synchronize", lambda device: self.settle())
 
     def settle(self) -> bool:
         if self.captures:
@@ -38,8 +38,8 @@ class Gpu:
         return True
 
 
-class MadeUpHeap(Heap):
-    """Of two ranks, of which this process is one, on that GPU."""
+class FakeHeap(Heap):
+    """A heap of two ranks on that GPU; this process is one of them."""
 
     backend = "made up"
 
@@ -51,7 +51,7 @@ class MadeUpHeap(Heap):
         own = torch.zeros(size, dtype=torch.uint8)
         return own, [own.data_ptr(), own.data_ptr()]
 
-    def _gather(self, thing: object) -> list[object]:
+    def _all_gather(self, thing: object) -> list[object]:
         return [thing, thing]
 
     def _free(self) -> None:
@@ -59,22 +59,22 @@ class MadeUpHeap(Heap):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     for name in ("tensor", "arange"):
         make_here = partial(lambda function, *args, device=None, **more: function(*args, **more), getattr(torch, name))
         monkeypatch.setattr(torch, name, make_here)
-    return Gpu(monkeypatch)
+    return FakeGpu(monkeypatch)
 
 
-def make() -> tuple[MadeUpHeap, ReceiveBuffers]:
-    heap = MadeUpHeap()
+def make() -> tuple[FakeHeap, ReceiveBuffers]:
+    heap = FakeHeap()
     return heap, ReceiveBuffers(heap, BufferSizes(300, 2, 4, 8, torch.float32, degree=4))
 
 
-def misses(
+def missed_wait(
     buffers: ReceiveBuffers, signals: Tensor, index: int, expected: int = 5, seen: int = 3
 ) -> Callable[[], None]:
-    """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.triton.one_sided.remote.wait` leaves it."""
+    """A kernel whose wait for that signal times out; leaves the record of `one_sided.remote.wait`."""
 
     def run() -> None:
         if not buffers.watch.record[0]:
@@ -84,41 +84,41 @@ def misses(
     return run
 
 
-def test_nobody_waits_and_a_later_look_tells(gpu: Gpu) -> None:
+def test_missed_wait_is_reported_later_without_sync(gpu: FakeGpu) -> None:
     _, buffers = make()
     signals = buffers.tokens.signals
     tile_3_of_peer_1_in_slot_1 = signals[0].numel() + signals.shape[2] + 2
-    with buffers.watch.over():
-        gpu.launched.append(misses(buffers, signals, tile_3_of_peer_1_in_slot_1))
-    with buffers.watch.over():  # other kernels follow, of which this is no miss
-        gpu.launched.append(misses(buffers, buffers.results.signals, 0))
+    with buffers.watch.guard_launches():
+        gpu.launched.append(missed_wait(buffers, signals, tile_3_of_peer_1_in_slot_1))
+    with buffers.watch.guard_launches():  # later kernels that do not miss
+        gpu.launched.append(missed_wait(buffers, buffers.results.signals, 0))
     assert gpu.waits == 0 and len(gpu.launched) == 2
     gpu.launched.pop(0)()
     told = "rank 4: experts over the ep group .*tile 2 of the tokens of rank 7, expected signal 5, seen 3"
-    with pytest.raises(RankError, match=told), buffers.watch.over():
+    with pytest.raises(RankError, match=told), buffers.watch.guard_launches():
         pass
 
 
-def test_a_miss_at_the_very_end_is_told(gpu: Gpu) -> None:
-    """In the last exchange: where a step ends, where a layer is asked, where the heap is closed."""
+def test_missed_wait_of_last_exchange_is_reported(gpu: FakeGpu) -> None:
+    """A miss in the last exchange is reported at the end of a step, by a layer's check, and on closing the heap."""
     for end in ("close", "check", "with"):
         heap, buffers = make()
-        gpu.launched = [misses(buffers, buffers.results.signals, 4 * 1 + 2)]
+        gpu.launched = [missed_wait(buffers, buffers.results.signals, 4 * 1 + 2)]
         with pytest.raises(RankError, match="combine over the ep group .*chunk 2 of the results of rank 7"):
             if end == "with":
                 with heap:
                     pass
             else:
                 getattr(heap, end)()
-        assert heap.freed == 0 and heap.abandoned == (end != "check")
+        assert heap.freed == 0 and heap.is_abandoned == (end != "check")
     heap, buffers = make()
     heap.close()
     heap.close()
     assert heap.freed == 1
 
 
-def test_a_record_in_the_middle_of_being_written(gpu: Gpu) -> None:
-    """The reason comes first, the rest a moment later."""
+def test_partially_written_record_is_read_completely(gpu: FakeGpu) -> None:
+    """The reason is written first, the rest a moment later."""
     _, buffers = make()
     gpu.launched = [lambda: buffers.watch.record.copy_(torch.tensor([1, 1, 9, 8, buffers.tokens.credits.data_ptr()]))]
     buffers.watch.record[0] = 1
@@ -126,12 +126,12 @@ def test_a_record_in_the_middle_of_being_written(gpu: Gpu) -> None:
         buffers.watch.check()
 
 
-def test_while_a_graph_is_captured_nothing_is_waited_for(gpu: Gpu) -> None:
+def test_graph_capture_never_synchronizes(gpu: FakeGpu) -> None:
     heap, buffers = make()
     gpu.captures = True
     buffers.watch.record[0] = 1
-    with buffers.watch.over():
-        gpu.launched = [misses(buffers, buffers.metadata.signals, 0)]
+    with buffers.watch.guard_launches():
+        gpu.launched = [missed_wait(buffers, buffers.metadata.signals, 0)]
     heap.check()
     assert gpu.waits == 0
     gpu.captures = False
@@ -140,7 +140,7 @@ def test_while_a_graph_is_captured_nothing_is_waited_for(gpu: Gpu) -> None:
         heap.check()
 
 
-def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> None:
+def test_missed_wait_prevents_use_of_gradients(gpu: FakeGpu) -> None:
     heap, buffers = make()
     topology = Topology()
     topology.job = heap.group.job
@@ -149,7 +149,7 @@ def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> Non
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.FeedForward(4), topology=topology)
     for step in (lambda: copies.reduce_gradients([], [], topology), layer.check):
         buffers.watch.record.zero_()
-        gpu.launched = [misses(buffers, buffers.metadata.signals, 0)]
+        gpu.launched = [missed_wait(buffers, buffers.metadata.signals, 0)]
         with pytest.raises(RankError, match="part 0 of the routing metadata of rank 4"):
             step()
     heap.abandon()

@@ -1,14 +1,13 @@
-"""Runs Gluon kernels on a CPU, to find in them what only some orders of events would show on a GPU.
+"""Interpreter for Gluon kernels on a CPU, to find faults that a GPU shows only in some orders of events.
 
-A program's partitions run one at a time and change places wherever they touch memory or a barrier, in an order drawn
-from a seed; asynchronous copies and products take place as late, or as early, as that seed says and the hardware may.
+A program's partitions run one at a time and switch at every access to memory or a barrier, in an order drawn from a
+seed. Asynchronous copies and products take effect as late or as early as the seed decides and the hardware permits.
 
-Whether memory may be touched does not depend on that order: every access is compared with those before it, and there
-must be a way from one to the other over waits, barriers and, where tensor cores or bulk copies read what threads or
-their copies wrote, a fence (`shared`, `clocks`). So most faults are found whichever the seed; seeds are for those that
-wait for each other.
+The check of memory accesses does not depend on that order: every access is compared with earlier ones, and a path must
+order the two through waits, barriers and, if tensor cores or bulk copies read data written by threads or their copies,
+a fence (`shared`, `clocks`). Most faults are therefore found under any seed; deadlocks need several seeds.
 
-Threads of a partition count as one: what only some of them would see, or be late for, is not found.
+Threads of a partition count as one: faults visible to only some of these threads are not found.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Barriers in shared memory (mbarrier): arrivals and bytes that a phase waits for, and what those bring along.
+"""Barriers in shared memory (mbarrier): arrivals and bytes that a phase waits for, and the clocks they carry.
 
-A wait tells odd phases from even ones alone. So a barrier knows who waited for which: one that passes by a phase it
-knows, or has missed one of which nobody has told it that it is over, has counted wrong, and is told so before it does
-harm.
+A wait distinguishes only odd phases from even phases. The barrier therefore records which phases each waiter has
+passed. Passing the same phase twice, or skipping a phase without an ordering event, is a counting error and raises
+before it causes harm.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tests.gluon_interpreter.clocks import Clock
 from tests.gluon_interpreter.faults import KernelFault
 from tests.gluon_interpreter.schedule import EventOrder
 
-_MOST = (1 << 20) - 1  # arrivals and bytes that a barrier can count
+_MOST = (1 << 20) - 1  # maximum arrivals and bytes of a barrier
 
 
 @dataclass(eq=False)
 class Barrier:
-    """`phase`: how many are complete; `missing` arrivals and `bytes` of the current one."""
+    """`phase`: number of completed phases; `missing` arrivals and `bytes` of the current phase."""
 
     name: str
     schedule: EventOrder
@@ -27,8 +27,8 @@ class Barrier:
     bytes: int = 0
     missing: int = field(init=False)
     _made: tuple[str, int] = field(init=False)
-    _coming: Clock = field(default_factory=Clock)  # what the current phase brings along
-    _brought: Clock = field(default_factory=Clock)  # what the last one did
+    _coming: Clock = field(default_factory=Clock)  # clock of the current phase
+    _brought: Clock = field(default_factory=Clock)  # clock of the last phase
     _passed: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Barrier:
         self._made = self.schedule.running.name, self.schedule.running.tick()
 
     def awaits_bulk(self) -> None:
-        """A bulk copy is to arrive, which must find the barrier initialised."""
+        """Register a bulk copy, which requires an initialized and fenced barrier."""
         actor, tick = self._made
         if self.schedule.running.clock.fenced.get(actor, 0) < tick:
             raise KernelFault(f"a bulk copy may not find {self.name}, initialised without a fence")
@@ -47,7 +47,7 @@ class Barrier:
         return f"{self.name} (in phase {self.phase}: {self.missing} arrivals and {self.bytes} bytes missing)"
 
     def arrive(self, clock: Clock, count: int, bytes: int = 0) -> None:
-        """`bytes` more are expected."""
+        """Record arrivals, and expect `bytes` more."""
         if count > self.missing:
             raise KernelFault(f"{count} arrivals are too many: {self}")
         self.missing -= count
@@ -70,7 +70,7 @@ class Barrier:
             self._brought.seen[self.name] = self.phase
 
     def wait(self, parity: int) -> None:
-        """Returns once the current phase is not one of this parity. Before the first there was one of parity 1."""
+        """Block until the current phase has the other parity. The phase before the first has parity 1."""
         if parity not in (0, 1):
             raise KernelFault(f"a phase is 0 or 1, not {parity}: {self}")
         self.schedule.block(lambda: self.phase & 1 != parity, lambda: f"phase {parity} of {self}")

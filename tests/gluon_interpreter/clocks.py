@@ -1,7 +1,7 @@
-"""What has come before what: vector clocks of everything that touches memory.
+"""Vector clocks of every memory access, which define the order of events.
 
-A clock says of each actor how many of its events have come before. Actors are partitions and, as they are late, the
-copies and products that a partition starts ("cp.async 2", say), each in the order in which it ends.
+A clock holds the number of past events of each actor. Actors are partitions and, because they complete late, the
+copies and products that a partition starts (such as "cp.async 2"), each in its order of completion.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def join(into: Ticks, other: Ticks) -> None:
 
 @dataclass
 class Clock:
-    """What a partition, or a barrier for it, knows of.
+    """The clock of a partition, or of a barrier on its behalf.
 
     Attributes:
-        seen: what has come before.
-        fenced: that part of it which tensor cores may read, had threads written it, and over which bulk copies may
-            write. The thread's own fence adds to it: a fence in another, after the barrier, is not relied on.
-        fencing: what each thread has fenced for itself. Where one arrives at a barrier for all of them it does not
-            speak for the others' fences, unless they have waited for each other.
-        met: what all threads had seen when they last waited for each other.
-        known_to_one: what one thread has waited for and the others have not heard of.
+        seen: past events.
+        fenced: the part of `seen` that tensor cores may read and bulk copies may overwrite, if threads wrote it.
+            Only the thread's own fence extends it: a fence in another thread, after the barrier, does not count.
+        fencing: the events each thread has fenced for itself. A thread that arrives at a barrier for all threads
+            carries the fences of the other threads only if they have synchronized.
+        met: the events all threads had seen at their last synchronization.
+        known_to_one: events that one thread has waited for and the others have not.
     """
 
     seen: Ticks = field(default_factory=dict)
@@ -45,17 +45,19 @@ class Clock:
         return Clock(dict(self.seen), dict(self.fenced))
 
     def fence(self, actors: tuple[str, ...]) -> None:
-        """What these actors wrote may be read through the async proxy, as far as each thread knows."""
+        """Fence these actors' writes for the async proxy, separately for each thread."""
         join(self.fencing, {actor: self.seen[actor] for actor in actors if actor in self.seen})
 
     def meet(self) -> None:
-        """All threads have come this far."""
+        """Synchronize all threads of the partition."""
         join(self.fenced, self.fencing)
         join(self.seen, self.known_to_one)
         self.met = dict(self.seen)
 
     def of_one(self, actors: tuple[str, ...]) -> Clock:
-        """What one thread speaks for when it arrives at a barrier: of what these actors do, who are all threads
-        together, only what came before they last waited for each other."""
+        """The clock that one thread carries to a barrier.
+
+        It covers these actors, which act for all threads, only up to the threads' last synchronization.
+        """
         known = {actor: tick for actor, tick in self.seen.items() if actor not in actors}
         return Clock(known | {actor: self.met[actor] for actor in actors if actor in self.met}, dict(self.fenced))

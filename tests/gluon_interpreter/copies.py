@@ -1,8 +1,8 @@
-"""Asynchronous copies: cp.async of threads, and bulk copies of the copy engine, into shared memory and out of it.
+"""Asynchronous copies into and out of shared memory: cp.async of threads, and bulk copies of the copy engine.
 
-A cp.async lands any time until the wait for its group. A bulk copy lands any time until its barrier's phase is over,
-which waits for it; one out of shared memory until the thread that started it waits, of which the other threads know
-once they have met it.
+A cp.async lands at any time until the wait for its group. A bulk copy into shared memory lands at any time until its
+barrier's phase completes, which waits for it. A bulk copy out of shared memory lands until the thread that started it
+waits; the other threads learn of it at their next synchronization with that thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tests.gluon_interpreter.values import Pointer, language_dtype
 
 
 def cp_async(strand: str) -> str:
-    """The actor that makes a partition's copies."""
+    """The actor name of a partition's copies."""
     return f"cp.async of {strand}"
 
 
 def bulk_stores(strand: str) -> str:
-    """The actor that makes a partition's bulk copies out of shared memory."""
+    """The actor name of a partition's bulk copies out of shared memory."""
     return f"bulk stores of {strand}"
 
 
 class ThreadCopies:
-    """cp.async: groups end in order, copies of one group in any."""
+    """cp.async: groups complete in order, copies within a group in any order."""
 
     def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
@@ -71,7 +71,7 @@ class ThreadCopies:
 
 
 class Descriptor:
-    """Of a tensor, for bulk copies of boxes of it; elements outside of it are zero."""
+    """A tensor descriptor for bulk copies of boxes; elements outside the tensor are zero."""
 
     def __init__(self, host: TensorDescriptor) -> None:
         self.base = host.base.as_strided([*host.shape], [*host.strides])
@@ -89,7 +89,7 @@ class Descriptor:
         self.base[inside] = box[place]
 
     def _inside(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of a box is inside of the tensor, where it is there, and where in the box."""
+        """The part of a box inside the tensor, as slices of the tensor and of the box."""
         starts = [int(start) for start in at]
         low = [max(start, 0) for start in starts]
         ends = [start + box for start, box in zip(starts, self.block_shape, strict=True)]
@@ -99,7 +99,7 @@ class Descriptor:
 
 
 class BulkStores:
-    """Bulk copies out of shared memory, each a group of its own: they end in order."""
+    """Bulk copies out of shared memory, each in a separate group: they complete in order."""
 
     def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
@@ -121,14 +121,14 @@ class BulkStores:
             join(strand.clock.known_to_one, {bulk_stores(strand.name): ended})
 
     def end(self) -> None:
-        """The program ends, and with it the shared memory that is stored from."""
+        """Check at program end, which frees the source memory, that all stores were waited for."""
         for name, started in self._stores.started.items():
             if self._ended[name] < started:
                 raise KernelFault(f"ends without waiting for {bulk_stores(name)}")
 
 
 def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, view: View) -> None:
-    """Starts one."""
+    """Start a bulk copy into shared memory."""
     if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
         raise KernelFault(f"a bulk copy of {descriptor.block_shape} to {view.shape}")
     barrier.awaits_bulk()

@@ -1,15 +1,15 @@
-"""What the interpreter raises."""
+"""Errors of the interpreter."""
 
 from __future__ import annotations
 
 
 class KernelFault(Exception):
-    """A kernel does what could go wrong on a GPU.
+    """A kernel does something that can go wrong on a GPU.
 
     Attributes:
-        what: it does.
-        partition: that does it.
-        events: the last ones before it.
+        what: the fault.
+        partition: the faulty partition.
+        events: the last events before it.
     """
 
     def __init__(self, what: str) -> None:
@@ -22,4 +22,4 @@ class KernelFault(Exception):
 
 
 class NotInterpreted(Exception):
-    """A kernel uses a part of Gluon that the interpreter does not know."""
+    """A kernel uses a part of Gluon that the interpreter does not support."""

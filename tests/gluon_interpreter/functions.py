@@ -1,4 +1,4 @@
-"""Kernels as Python functions: the text is the kernel's own, the names in it mean what the interpreter gives them."""
+"""Kernels as Python functions: the kernel's own code, with its names bound to the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gluon_interpreter.faults import NotInterpreted
 
 
 class _Names:
-    """A module of Gluon's, of which a name is looked up when a kernel comes to it."""
+    """A Gluon module whose names are resolved on access by a kernel."""
 
     def __init__(self, module: ModuleType, functions: Functions) -> None:
         self._module, self._functions = module, functions
@@ -25,24 +25,24 @@ class _Names:
 
 
 class Functions:
-    """What the names of a kernel mean.
+    """Bindings of a kernel's names.
 
     Args:
-        known: pairs of a function and what stands for it.
-        changed: a function -> makes, of what stands for it, what is to be called instead.
+        known: pairs of a function and its replacement.
+        changed: a function -> a wrapper that takes the replacement and returns the function to call.
     """
 
     def __init__(
         self, known: Sequence[tuple[Any, Callable[..., Any]]], changed: Mapping[Any, Callable[[Any], Any]]
     ) -> None:
-        self._kept = [*changed]  # so that no other object gets their ids
+        self._kept = [*changed]  # keeps the ids unique
         self._changed = {id(function): change for function, change in changed.items()}
         self._known = {id(function): _refusing(function, meant) for function, meant in known}
         for key in self._changed.keys() & self._known.keys():
             self._known[key] = self._changed[key](self._known[key])
 
     def meaning(self, value: Any, name: str) -> Any:
-        """Of what a kernel finds under a name."""
+        """Resolve a value that a kernel's name refers to."""
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, gl.constexpr):
@@ -56,7 +56,7 @@ class Functions:
         return value
 
     def function(self, kernel: Any) -> Callable[..., Any]:
-        """A kernel, or a part of one."""
+        """Rebind a kernel or a device function."""
         plain: FunctionType = kernel.fn
         names: dict[str, Any] = {"__builtins__": builtins}
         made = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
@@ -74,7 +74,7 @@ class Functions:
 
 
 def _refusing(function: Any, meant: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but arguments that it does not take are refused as what is not known."""
+    """Wrap a replacement to raise on unsupported arguments."""
     taken = signature(meant)
 
     def call(*arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The language as the interpreter knows it: what stands for each function of Gluon's while a program runs."""
+"""The interpreted language: the replacement of each Gluon function during a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gluon_interpreter.values import Pointer, Value, calculate, numbers, t
 
 
 class Language:
-    """Gluon for one program: `functions` are pairs of Gluon's own and what stands for it."""
+    """Gluon for one program: `functions` are pairs of a Gluon function and its replacement."""
 
     def __init__(self, schedule: EventOrder, program: int, programs: int) -> None:
         self._schedule, self._program, self._programs = schedule, program, programs
@@ -140,7 +140,7 @@ class Language:
         self._copies.wait(num_outstanding)
 
     def _threads(self) -> tuple[str, str]:
-        """What the running partition's threads do themselves."""
+        """Actors of the running partition's threads."""
         name = self._schedule.running.name
         return name, cp_async(name)
 
@@ -156,7 +156,7 @@ def _torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], 
 
 
 def _of_type(x: Any, other: Any) -> Value:
-    """A whole number is of the tensor's type: a wider one would hide that the GPU's overflows."""
+    """Convert an integer to the tensor's type: a wider type would hide an overflow on the GPU."""
     if isinstance(x, Value):
         return x
     return Value(torch.as_tensor(numbers(x), dtype=numbers(other).dtype if isinstance(x, int) else None))
@@ -187,7 +187,7 @@ def _sum(value: Value, axis: int) -> Value:
     return Value(value.data.sum(axis))
 
 
-# The instructions that kernels name themselves, to the accuracy of what stands for them.
+# Inline instructions of kernels, as accurate as their replacements.
 _INSTRUCTIONS = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal}
 
 

@@ -1,4 +1,4 @@
-"""`interpret`: a launch."""
+"""`interpret`: a kernel launch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def interpret(
     changed: Mapping[Any, Callable[[Any], Any]] = _NOTHING,
     **keywords: Any,
 ) -> None:
-    """Runs a Gluon kernel on CPU tensors, which it writes as it would on a GPU.
+    """Run a Gluon kernel on CPU tensors, which it writes as on a GPU.
 
     Args:
         kernel: a `gluon.jit` function.
-        programs: the size of the grid, which has one dimension. They run one after the other.
-        arguments: its arguments, and keywords; tensors are contiguous.
+        programs: the size of the one-dimensional grid. Programs run one after another.
+        arguments: the kernel's arguments, and keywords; tensors are contiguous.
         seed: of the order of events.
-        changed: a function of the kernel's or of Gluon's -> makes, of what would be called, what is to be called
-            instead: so faults are planted.
+        changed: a function of the kernel or of Gluon -> a wrapper that takes the function to call and returns its
+            replacement, to plant faults.
 
     Raises:
         KernelFault: the kernel may go wrong on a GPU.
-        NotInterpreted: the kernel uses what the interpreter does not know.
+        NotInterpreted: the kernel uses an unsupported part of Gluon.
     """
     random = Random(seed)
     given = [_argument(argument) for argument in arguments]
@@ -59,7 +59,7 @@ def interpret(
 
 
 def _argument(argument: Any) -> Any:
-    """As a kernel sees it."""
+    """Convert an argument to its form inside the kernel."""
     if isinstance(argument, Tensor):
         if not argument.is_contiguous():
             raise ValueError("only contiguous tensors have a plain pointer")

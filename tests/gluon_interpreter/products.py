@@ -1,4 +1,4 @@
-"""Products of a group of warps (wgmma): they read shared memory any time until the wait for them, and end in order."""
+"""Warp-group products (wgmma): they read shared memory at any time until the wait for them, and complete in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorCores:
         result.value = before = _held(accumulator).clone()
 
         def land() -> None:
-            # What it adds to may itself have been under way when it started.
+            # The accumulator may itself have been in flight at the start.
             start = _held(accumulator) if isinstance(accumulator, Pending) else before
             result.value = start + a.data.float() @ b.data.float()
 

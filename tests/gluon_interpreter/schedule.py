@@ -1,7 +1,7 @@
-"""The order of events: partitions that hand over a baton, and operations that end some time later.
+"""The order of events: partitions that pass a baton, and operations that complete later.
 
-Both are drawn from a seed. How often partitions change and how soon operations end is drawn once a program: all manner
-of orders come up, those too in which one partition is far ahead or everything ends as late as it can.
+Both are drawn from a seed. The rates of switching and of completion are drawn once per program. This covers varied
+orders, including a partition far ahead, and completion as late as possible.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _EVENTS = 40
 
 @dataclass(eq=False)
 class Strand:
-    """One line of execution: what ran before the partitions were made, or one of these."""
+    """One line of execution: the program before its partitions, or one partition."""
 
     name: str
     clock: Clock
     weight: float = 1.0
     baton: Lock = field(default_factory=Lock)
-    ready: Callable[[], bool] | None = None  # what it waits for
+    ready: Callable[[], bool] | None = None  # condition it waits for
     waits_for: Callable[[], str] = lambda: ""
     done: bool = False
 
@@ -34,14 +34,14 @@ class Strand:
         return not self.done and (self.ready is None or self.ready())
 
     def tick(self) -> int:
-        """Counts an event of its own."""
+        """Count an event of this strand."""
         self.clock.seen[self.name] = now = self.clock.seen.get(self.name, 0) + 1
         return now
 
 
 @dataclass(eq=False)
 class Late:
-    """An operation that has been started: `land` makes it take place, once `may_land`."""
+    """A started operation: `land` makes it take effect, once `may_land`."""
 
     what: str
     land: Callable[[], None]
@@ -49,11 +49,11 @@ class Late:
 
 
 class _Stopped(BaseException):
-    """Ends a partition because another has failed."""
+    """Ends a partition because another one has failed."""
 
 
 class EventOrder:
-    """Runs one program; `running` is the partition whose turn it is."""
+    """The order of events of one program; `running` is the current partition."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -66,11 +66,11 @@ class EventOrder:
         self._lands = random.choice((0.0, 0.05, 0.3, 0.9))
 
     def tell(self, fault: KernelFault) -> None:
-        """Adds who was running and what came before."""
+        """Add the running partition and the recent events to a fault."""
         fault.partition, fault.events = self.running.name, tuple(self._events)
 
     def event(self, what: str) -> None:
-        """Comes before an operation that others can notice: here something else may come first."""
+        """Mark a point before an observable operation, where other events may be inserted."""
         while self.late and self.random.random() < self._lands and self._land_one():
             pass
         if self.random.random() < self._changes:
@@ -78,21 +78,21 @@ class EventOrder:
         self._events.append(f"{self.running.name}: {what}")
 
     def block(self, ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:
-        """Returns once it is ready."""
+        """Block until the condition is true."""
         self.running.ready, self.running.waits_for = ready, waits_for
         if not ready():
             self._hand_over()
         self.running.ready = None
 
     def land(self, operation: Late) -> None:
-        """Makes it take place now, unless it has."""
+        """Complete the operation now, if still pending."""
         if operation in self.late:
             self.late.remove(operation)
             self._events.append(f"{operation.what} takes place")
             operation.land()
 
     def run(self, functions: Sequence[tuple[str, Callable[[], None]]]) -> None:
-        """Runs all as partitions, which know what this one knows; it goes on when all have ended and knows it too."""
+        """Run functions as partitions, which inherit the caller's clock; the caller then joins their clocks."""
         before, self._partitions = self.running, []
         before.clock.meet()
         threads = []
@@ -153,7 +153,7 @@ class EventOrder:
         other.baton.release()
 
     def _next(self) -> Strand:
-        """Whose turn it is; operations end where all wait."""
+        """Choose the next partition; if all wait, complete an operation."""
         while True:
             able = [partition for partition in self._partitions if partition.can_run()]
             if able:
@@ -173,10 +173,10 @@ class EventOrder:
 
 
 class InOrder:
-    """Operations that each partition starts, which take place late and one after the other.
+    """Operations of each partition that complete late and in order.
 
     Attributes:
-        started: how many each partition has.
+        started: number of operations of each partition.
     """
 
     def __init__(self, schedule: EventOrder) -> None:
@@ -185,13 +185,13 @@ class InOrder:
         self._under_way: defaultdict[str, deque[Late]] = defaultdict(deque)
 
     def next_number(self) -> int:
-        """Returns the number, from 1 on, of what the running partition starts now."""
+        """Return the number, from 1, of the running partition's next operation."""
         name = self._schedule.running.name
         self.started[name] += 1
         return self.started[name]
 
     def start(self, what: str, land: Callable[[], None]) -> None:
-        """Lets it be under way."""
+        """Add an operation in flight."""
         under_way = self._under_way[self._schedule.running.name]
 
         def land_first() -> None:
@@ -203,7 +203,7 @@ class InOrder:
         self._schedule.late.append(late)
 
     def wait(self, outstanding: int) -> int:
-        """Lands all of the running partition but so many, and returns how many have ended."""
+        """Complete all but `outstanding` operations of the running partition; return the number of completed ones."""
         name = self._schedule.running.name
         under_way = self._under_way[name]
         while len(under_way) > outstanding:

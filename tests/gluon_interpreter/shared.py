@@ -1,8 +1,8 @@
-"""Shared memory: what it holds, and who may touch it when.
+"""Shared memory: contents, and the permitted order of accesses.
 
-Every access leaves a note of where, by whom and when. One that comes later is compared with the notes on the same
-elements: a write must know of all reads and writes before it, a read of all writes. What is being written is NaN until
-it is, and so is what never was.
+Every access records its location, actor and time. A later access is compared with the records on the same elements: a
+write must be ordered after all earlier reads and writes, a read after all earlier writes. Uninitialized memory is NaN,
+and so is memory during a write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def kernel_line() -> str:
-    """Where in the kernel's text this is."""
+    """Locate the current line of the kernel's source."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -36,8 +36,12 @@ def kernel_line() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """A note. `by_threads`: of threads, or their asynchronous copies: tensor cores need a fence to read what they have
-    written, and bulk copies to write over what they have touched."""
+    """A recorded access.
+
+    `by_threads`: by threads or their asynchronous copies. Tensor cores need a fence to read their writes, and bulk
+    copies
+    need a fence to overwrite data they have accessed.
+    """
 
     write: bool
     by_threads: bool
@@ -64,7 +68,7 @@ class Allocation:
         self._notes: dict[tuple[bool, bool, Box, str], Access] = {}
 
     def read(self, box: Box, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:
-        """Notes a read and refuses it where it may come before what it is to read."""
+        """Record a read; raise if it is not ordered after the writes it reads."""
         writes = [note for note in self._notes.values() if note.write and note.meets(box)]
         if not writes:
             raise KernelFault(f"{self._at(box)} is read before anything was written there")
@@ -76,7 +80,7 @@ class Allocation:
         self._note(Access(False, by_threads, box, actor, tick, kernel_line()))
 
     def write(self, box: Box, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:
-        """Notes a write and refuses it where others may still read or write."""
+        """Record a write; raise if earlier reads or writes may still be pending."""
         for key, note in [*self._notes.items()]:
             if not note.meets(box):
                 continue
@@ -85,11 +89,11 @@ class Allocation:
             if note.by_threads and not by_threads and not note.before(clock.fenced):
                 raise KernelFault(f"{self._at(box)} is written without a fence after {note}")
             if all(low <= start and end <= high for (start, end), (low, high) in zip(note.box, box, strict=True)):
-                del self._notes[key]  # who knows of this write knows of that
+                del self._notes[key]  # ordered after this write implies ordered after that access
         self._note(Access(True, by_threads, box, actor, tick, kernel_line()))
 
     def _note(self, access: Access) -> None:
-        # Who knows of an actor's later access knows of the earlier.
+        # An order after an actor's later access implies an order after its earlier one.
         self._notes[access.write, access.by_threads, access.box, access.actor] = access
 
     def _at(self, box: Box) -> str:
@@ -98,12 +102,12 @@ class Allocation:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A part of an allocation, perhaps permuted: what the language calls a shared memory descriptor."""
+    """A part of an allocation, possibly permuted: the language's shared memory descriptor."""
 
     memory: Allocation
     box: Box
     data: Tensor
-    order: tuple[int, ...]  # of each of its dimensions: which of the allocation's it is
+    order: tuple[int, ...]  # the allocation's dimension for each dimension
     dtype: Any
 
     @property
@@ -124,13 +128,13 @@ class View:
         return View(self.memory, self.box, self.data.permute(order), tuple(self.order[i] for i in order), self.dtype)
 
     def load(self, layout: Any) -> Value:
-        """To registers."""
+        """Load to registers."""
         strand = self._by_threads("load")
         self.read(strand.name, strand.tick(), strand.clock, by_threads=True)
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
-        """From registers."""
+        """Store from registers."""
         strand = self._by_threads("store")
         self.write(strand.name, strand.tick(), strand.clock, by_threads=True)
         self.data.copy_(value.data)
@@ -154,14 +158,14 @@ class View:
         self.memory.read(self.box, actor, tick, clock, by_threads)
 
     def write(self, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:
-        """Notes a write that is now being made."""
+        """Record a write in progress."""
         self.memory.write(self.box, actor, tick, clock, by_threads)
         if self.data.is_floating_point():
             self.data.fill_(torch.nan)
 
 
 class SharedMemory:
-    """Makes a program's allocations."""
+    """The allocations of a program."""
 
     def __init__(self, schedule: EventOrder) -> None:
         self._schedule, self._numbers = schedule, count()

@@ -1,6 +1,6 @@
-"""What a kernel holds in registers: numbers and tensors of them, and pointers.
+"""Register contents of a kernel: numbers, tensors of numbers, and pointers.
 
-Numbers that a kernel makes itself (`range`, constants) are Python's own. Layouts are not looked at: the compiler does.
+Numbers created in a kernel (`range`, constants) are Python numbers. Layouts are ignored: the compiler checks them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def language_dtype(dtype: torch.dtype) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """The tensor of a value; Python's numbers as they are."""
+    """The tensor of a value; Python numbers unchanged."""
     if isinstance(value, Value):
         return value.data
     if isinstance(value, bool | int | float):
@@ -52,7 +52,7 @@ def numbers(value: Any) -> Any:
 
 
 def _pair(left: Any, right: Any) -> tuple[Any, Any]:
-    """Both of one type: torch would give a tensor's type to a single number of a wider one."""
+    """Promote both to one type: torch would convert a scalar of a wider type to the tensor's type."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         dtype = torch.promote_types(left.dtype, right.dtype)
         return left.to(dtype), right.to(dtype)
@@ -108,7 +108,7 @@ class Value:
 
 
 class Pointer:
-    """Pointers into one tensor: `places` counts its elements."""
+    """Pointers into one tensor: `places` indexes its elements."""
 
     def __init__(self, base: Tensor, places: Tensor) -> None:
         self.base, self.places = base, places
@@ -129,7 +129,7 @@ class Pointer:
         raise NotInterpreted(f"{name} of a pointer")
 
     def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Places and mask, of one shape. Raises where a place that the mask takes is outside of the tensor."""
+        """Broadcast places and mask to one shape; raise if an unmasked place is outside the tensor."""
         mask = torch.tensor(True) if mask is None else torch.as_tensor(numbers(mask))
         places, mask = torch.broadcast_tensors(self.places, mask)
         wrong = mask & ((places < 0) | (places >= self.base.numel()))
@@ -138,7 +138,7 @@ class Pointer:
         return torch.where(mask, places, 0), mask
 
     def load(self, mask: Any, other: Any) -> Value:
-        """Where masked, `other`, or NaN (or a senseless number) if there is none."""
+        """Load elements; masked elements are `other`, or NaN (an arbitrary integer for integer types) by default."""
         places, mask = self.inside(mask)
         nothing = torch.nan if self.base.is_floating_point() else 0x3ABCDEF0
         fill = nothing if other is None else numbers(other)
@@ -159,7 +159,7 @@ def _flat(numbers_: Sequence[Any]) -> list[int]:
 
 
 def _divided(left: Any, right: Any) -> Any:
-    # Towards zero, as hardware does; Python's own numbers, which are positive, are not seen here.
+    # Truncation as in hardware; positive Python numbers are computed outside this function.
     return torch.div(left, right, rounding_mode="trunc")
 
 
@@ -184,7 +184,7 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def calculate(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Value:
-    """Of two values, or one and a number."""
+    """Apply a function to two values, or to a value and a number."""
     return Value(torch.as_tensor(function(*_pair(numbers(left), numbers(right)))))
 
 
@@ -208,7 +208,7 @@ for _name in _COMPARISONS:
 
 
 class Pending:
-    """The result of a product in flight: only a wait, or a product that adds to it, may take it."""
+    """The result of a product in flight, readable only by a wait or by a product that accumulates into it."""
 
     def __init__(self, number: int, line: str) -> None:
         self.number, self.line, self.value = number, line, torch.empty(0)

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
-    """Nothing of another test is left in the compiler, nor anything there for the next one."""
+    """Reset the compiler before and after each test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

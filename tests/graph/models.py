@@ -1,4 +1,4 @@
-"""A model as others write it: blocks in plain torch, rows exchanged by torch's functional collectives."""
+"""Third-party style model: blocks in plain torch, rows exchanged by functional collectives."""
 
 from __future__ import annotations
 
@@ -73,8 +73,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head."""
-
     def __init__(
         self, k: int = 1, blocks: int = 2, model_dim: int = 8, factor: float = 1.0, chooses: str = "top"
     ) -> None:
@@ -96,7 +94,7 @@ class AllToAll(nn.Module):
 
 
 class Steady:
-    """OperatorCosts by size: what a test plans with, the same on every machine."""
+    """OperatorCosts computed from sizes, for plans that are equal on every machine."""
 
     def __init__(self, number_s: float = 1e-8, byte_s: float = 1e-7, start_s: float = 1e-6) -> None:
         self.number_s, self.byte_s, self.start_s = number_s, byte_s, start_s
@@ -109,7 +107,7 @@ class Steady:
 
 
 class FreeCopies(Steady):
-    """What puts chunks together takes no time, so that micro-batches go on as far as they can."""
+    """Costs under which concatenating chunks is free, to extend micro-batches to the maximum range."""
 
     def operator_s(self, target: object, args: tuple[object, ...], kwargs: object) -> float:
         copies = ("clone", "cat", "slice", "reshape", "view", "permute", "_to_copy")
@@ -117,7 +115,7 @@ class FreeCopies(Steady):
 
 
 def train(model: nn.Module, call: nn.Module, rank: int, steps: int = 5) -> list[dict[str, Tensor]]:
-    """Steps of SGD with momentum on tokens of one's own: of each the loss, all gradients, all parameters."""
+    """Run steps of SGD with momentum on per-rank tokens; return the loss, gradients and parameters of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     source = torch.Generator().manual_seed(rank)
     found = []

@@ -1,4 +1,4 @@
-"""Gates that place second choices behind all first ones, or count both together: which ranges go in micro-batches."""
+"""Gates that count second choices after all first choices, or both together: the ranges split into micro-batches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.cluster import Cluster
 from tests.graph.models import FreeCopies
 from tests.marks import slowly
 
-S, E, C, M = 16, 4, 6, 8  # fewer places than choices, so that some are dropped
+S, E, C, M = 16, 4, 6, 8  # fewer places than choices, to force drops
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
-#: From the experts that tokens choose, [S, E] with a one for each choice, to the places of each choice at all experts.
+#: Map from one-hot expert choices [S, E], one tensor per choice, to each choice's place at all experts.
 Count = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def behind_all_firsts(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """GShard's and DeepSpeed's: the counts of the first choices of all tokens are added."""
+def after_all_first_choices(masks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """GShard and DeepSpeed: offset second choices by the first-choice counts of all tokens."""
     first_SE, second_SE = masks
     places_SE = second_SE.cumsum(0) - 1
     places_SE += first_SE.sum(0, keepdim=True)
@@ -34,7 +34,7 @@ def behind_all_firsts(masks: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def choice_by_choice(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tutel's, of any number of choices."""
+    """Tutel, for any number of choices."""
     places, counts_E = [], torch.zeros(E, dtype=masks[0].dtype)
     for mask_SE in masks:
         places.append(mask_SE.cumsum(0) - 1 + counts_E)
@@ -51,7 +51,7 @@ def from_the_last_row(masks: Sequence[Tensor]) -> Sequence[Tensor]:
     return places
 
 
-def joined(masks: Sequence[Tensor]) -> Sequence[Tensor]:
+def concatenated(masks: Sequence[Tensor]) -> Sequence[Tensor]:
     return (torch.cat([*masks]).cumsum(0) - 1).chunk(len(masks))
 
 
@@ -59,61 +59,61 @@ def stacked(masks: Sequence[Tensor]) -> Sequence[Tensor]:
     return (torch.stack([*masks]).flatten(0, 1).cumsum(0) - 1).view(len(masks), S, E).unbind()
 
 
-def beside_each_other(masks: Sequence[Tensor]) -> Sequence[Tensor]:
+def side_by_side(masks: Sequence[Tensor]) -> Sequence[Tensor]:
     first_SE, second_SE = (torch.cat([*masks], 1).cumsum(0) - 1).split(E, 1)
     return first_SE, second_SE + masks[0].sum(0)
 
 
 def token_by_token(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """All choices of a token before the next one's."""
+    """Count all choices of a token before the next token's."""
     return (torch.stack([*masks], 1).flatten(0, 1).cumsum(0) - 1).view(S, len(masks), E).unbind(1)
 
 
 def pair_by_pair(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same from two counts."""
+    """Count token by token, from two cumulative sums."""
     first_SE, second_SE = masks
     return first_SE.cumsum(0) + second_SE.cumsum(0) - second_SE - 1, first_SE.cumsum(0) + second_SE.cumsum(0) - 1
 
 
-def those_before(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Counts that leave a token's own choices out, as zeros go before those of all tokens but the last."""
+def exclusive_sums(masks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Count token by token with exclusive sums: prepend zeros to the counts of all tokens except the last."""
     first_SE, second_SE = masks
     both_SE = first_SE + second_SE
     before_SE = torch.cat([both_SE.new_zeros(1, E), both_SE[:-1]]).cumsum(0)
     return before_SE, before_SE + first_SE
 
 
-#: From rows of tokens, [S, M], and the share of each token in each place for each choice, [S, P], to what experts
-#: return, by a function of the rows in all places.
+#: Map from token rows [S, M] and each choice's weights per place [S, P] to combined expert outputs, given the experts'
+#: function of all places.
 Through = Callable[[Tensor, Sequence[Tensor], Callable[[Tensor], Tensor]], Tensor]
 
 
-def in_one_product(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
+def one_product(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
     weight_SP = torch.stack([*weights]).sum(0)
     return weight_SP @ experts((weight_SP > 0).to(x_SM.dtype).t() @ x_SM)
 
 
-def in_a_product_each(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
+def product_per_choice(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
     y_PM = experts(sum(((one > 0).to(x_SM.dtype).t() @ x_SM for one in weights), torch.zeros(())))
     return sum((one @ y_PM for one in weights), torch.zeros(()))
 
 
-def as_repeated(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
-    """Tokens once for each choice, all first ones first."""
+def repeated_tokens(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Repeat the tokens once per choice, all first choices first."""
     weight_NP = torch.cat([*weights])
     y_PM = experts((weight_NP > 0).to(x_SM.dtype).t() @ x_SM.repeat(len(weights), 1))
     return (weight_NP @ y_PM).view(len(weights), S, M).sum(0)
 
 
-def as_joined(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same, joined and taken apart again."""
+def concatenated_tokens(x_SM: Tensor, weights: Sequence[Tensor], experts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Concatenate the tokens once per choice, and split the result."""
     weight_NP = torch.cat([*weights])
     y_NM = weight_NP @ experts((weight_NP > 0).to(x_SM.dtype).t() @ torch.cat([x_SM] * len(weights)))
     return y_NM[:S] + sum(y_NM[S:].split(S))
 
 
 class Layer(nn.Module):
-    """Experts over all ranks between a layer in front and one behind, with k choices; also returns how many it kept."""
+    """Experts over all ranks between two linear layers, with k choices; also returns the number of kept choices."""
 
     def __init__(self, count: Count, through: Through, k: int, noisy: bool = False) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Layer(nn.Module):
 
 
 def split(rank: int, world: int, count: Count, through: Through, k: int, noisy: bool = False) -> tuple[bool, bool]:
-    """Three steps equal those of the model as it is; returns whether what is before the layer was split, and behind."""
+    """Check three compiled steps against eager; return whether the layers around the experts were split."""
     torch._dynamo.reset()
     torch.manual_seed(torch.seed() if world == 1 else 3)
     layer = Layer(count, through, k, noisy).double()
@@ -169,58 +169,60 @@ def split(rank: int, world: int, count: Count, through: Through, k: int, noisy: 
         for ours, right in zip(*results, strict=True):
             torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
     order = backend.reports[0].order
-    products = k if through is in_a_product_each else 1
-    assert sum(name.startswith("give_rows") for name in order) == 2 * products
+    products = k if through is product_per_choice else 1
+    assert sum(name.startswith("combine_rows") for name in order) == 2 * products
     before, behind = (sum(name.startswith(of) for name in order) == 2 for of in ("tanh", "sin"))
     return before, behind
 
 
-# Counts, ways through experts, choices, and whether what is before the layer can be split.
-ALL_FIRST = (behind_all_firsts, choice_by_choice, from_the_last_row, joined, stacked, beside_each_other)
+# Count function, path through the experts, number of choices, and whether the layer before the experts can be split.
+ALL_FIRST = (after_all_first_choices, choice_by_choice, from_the_last_row, concatenated, stacked, side_by_side)
 CASES = [
-    *((count, in_one_product, 2, False) for count in ALL_FIRST),
-    *((count, in_one_product, 3, False) for count in (choice_by_choice, joined)),
-    *((count, in_one_product, 2, True) for count in (token_by_token, pair_by_pair, those_before)),
-    *((joined, through, 2, False) for through in (in_a_product_each, as_repeated, as_joined)),
-    *((token_by_token, through, 2, True) for through in (in_a_product_each, as_repeated, as_joined)),
-    (choice_by_choice, as_joined, 3, False),
-    (token_by_token, in_a_product_each, 4, True),
+    *((count, one_product, 2, False) for count in ALL_FIRST),
+    *((count, one_product, 3, False) for count in (choice_by_choice, concatenated)),
+    *((count, one_product, 2, True) for count in (token_by_token, pair_by_pair, exclusive_sums)),
+    *((concatenated, through, 2, False) for through in (product_per_choice, repeated_tokens, concatenated_tokens)),
+    *((token_by_token, through, 2, True) for through in (product_per_choice, repeated_tokens, concatenated_tokens)),
+    (choice_by_choice, concatenated_tokens, 3, False),
+    (token_by_token, product_per_choice, 4, True),
 ]
 
 
-QUICK = [(joined, in_one_product, 2, False), (token_by_token, in_a_product_each, 2, True)]
+QUICK = [(concatenated, one_product, 2, False), (token_by_token, product_per_choice, 2, True)]
 
 
 @pytest.mark.parametrize(
     ("count", "through", "k", "before"), [*QUICK, *slowly(*(case for case in CASES if case not in QUICK))]
 )
-def test_what_can_be_split_is(world: None, count: Count, through: Through, k: int, before: bool) -> None:
+def test_gate_counts_are_split_into_micro_batches(
+    world: None, count: Count, through: Through, k: int, before: bool
+) -> None:
     assert split(0, 1, count, through, k) == (before, True)
 
 
 @pytest.mark.slow
-def test_noise_is_drawn_before_it_is_needed(world: None) -> None:
-    """For all tokens, as in the whole batch; it is no reason to wait for their scores."""
-    assert split(0, 1, token_by_token, in_one_product, 2, noisy=True) == (True, True)
+def test_gate_noise_is_drawn_for_whole_batch(world: None) -> None:
+    """Noise is drawn for the whole batch, and a split does not wait for the scores of all tokens."""
+    assert split(0, 1, token_by_token, one_product, 2, noisy=True) == (True, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "through", "k", "before"), CASES[::5])
-def test_what_can_be_split_is_on_two_ranks(
+def test_gate_counts_are_split_on_two_ranks(
     cluster: Cluster, count: Count, through: Through, k: int, before: bool
 ) -> None:
     assert cluster.run(2, split, count, through, k) == [(before, True)] * 2
 
 
-def apart_if_told(masks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Only first choices, unless the last expert is none's: then second ones are counted as if there were no others."""
+def conditionally_shared_slots(masks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Drop second choices unless the last expert has no tokens; then count them as if there were no first choices."""
     first_SE, second_SE = masks
     told = first_SE[:, -1].sum() == 0
     return first_SE.cumsum(0) - 1, torch.where(told, second_SE.cumsum(0) - 1, C)
 
 
-def shared(layer: Layer, x_SM: Tensor) -> bool:
-    """Whether a first choice of one half of the tokens and a second one of the other half are in one place."""
+def is_slot_shared(layer: Layer, x_SM: Tensor) -> bool:
+    """Whether a first choice of one half of the tokens and a second choice of the other half share a slot."""
     chosen_SK = layer.gate(layer.front(x_SM).tanh()).topk(2, -1).indices
     taken: list[list[set[tuple[int, int]]]] = []
     for k in range(2):
@@ -233,9 +235,9 @@ def shared(layer: Layer, x_SM: Tensor) -> bool:
     return bool(taken[0][0] & taken[1][1] or taken[0][1] & taken[1][0])
 
 
-def test_choices_that_share_a_place_are_refused_in_a_later_step(world: None) -> None:
-    """Each choice by itself has own places, and the first steps have first choices alone."""
-    layer = Layer(apart_if_told, in_a_product_each, 2).double()
+def test_slot_shared_by_two_choices_is_rejected_in_later_step(world: None) -> None:
+    """Each choice alone has exclusive slots, and the first steps have first choices only."""
+    layer = Layer(conditionally_shared_slots, product_per_choice, 2).double()
     compiled = torch.compile(
         layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True), fullgraph=True
     )
@@ -246,7 +248,7 @@ def test_choices_that_share_a_place_are_refused_in_a_later_step(world: None) -> 
             x_SM = torch.randn(S, M, dtype=torch.float64)
             torch.testing.assert_close(compiled(x_SM), layer(x_SM), rtol=1e-12, atol=1e-12)
         bias_E[-1] = -1e2
-        while not shared(layer, x_SM):
+        while not is_slot_shared(layer, x_SM):
             x_SM = torch.randn(S, M, dtype=torch.float64)
-        with pytest.raises(ConfigError, match=r"tokens of two micro-batches are in one place .* leave own_places out"):
+        with pytest.raises(ConfigError, match=r"tokens of two micro-batches share a slot .* remove own_places"):
             compiled(x_SM)

@@ -1,4 +1,4 @@
-"""Compiled training equals training as it is; settings, and what goes wrong while a graph is compiled or run."""
+"""Compiled training equals eager training; settings, and errors while a graph is compiled or run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.graph import GraphBackend, PassReport
+from fusedmoe.graph import GraphBackend
+from fusedmoe.graph.planning import PassReport
 from tests.cluster import Cluster
 from tests.graph.models import AllToAll, Model, Steady, largest_difference, train
 from tests.marks import slowly
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def compiled_and_eager(rank: int, world: int, k: int, chunks: int, blocks: int) -> tuple[float, list[PassReport]]:
-    """The largest difference of any loss, gradient or parameter over 5 steps, and the reports."""
+    """Return the largest difference of any loss, gradient or parameter over 5 steps, and the reports."""
     torch._dynamo.reset()
     model = Model(k, blocks).double()
     plain = copy.deepcopy(model)
@@ -36,11 +36,13 @@ def compiled_and_eager(rank: int, world: int, k: int, chunks: int, blocks: int) 
     ("world_size", "k", "chunks", "blocks"),
     slowly((2, 1, 4, 1), (1, 2, 4, 2), (2, 1, 4, 2), (4, 2, 2, 1)),
 )
-def test_training_is_what_it_was_on_ranks(cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int) -> None:
+def test_compiled_training_equals_eager_on_ranks(
+    cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int
+) -> None:
     check_training(cluster.run(world_size, compiled_and_eager, k, chunks, blocks), chunks, blocks)
 
 
-def test_training_is_what_it_was(world: None) -> None:
+def test_compiled_training_equals_eager(world: None) -> None:
     check_training([compiled_and_eager(0, 1, 2, 2, 1)], 2, 1)
 
 
@@ -49,14 +51,14 @@ def check_training(found: list[tuple[float, list[PassReport]]], chunks: int, blo
         assert worst < 1e-10
         assert [one.chunks for one in forward.ranges] == [chunks] * blocks
         assert {one.chunks for one in backward.ranges} == {chunks}
-        # Each all-to-all of the backward pass has something beside it that only weights need.
+        # Each all-to-all of the backward pass overlaps with a weight gradient.
         assert [bool(one.weights) for one in backward.collectives] == [True] * 2 * blocks
     assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
 
 
 @pytest.mark.slow
-def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
-    """Chunks apart, the same operators run on the same numbers; and they run where the report says."""
+def test_reordered_weight_gradients_are_bitwise_equal(world: None) -> None:
+    """Without chunks, the same operators run on the same numbers, in the reported order."""
     model = Model(2).double()
     plain = copy.deepcopy(model)
     backend = GraphBackend(costs=Steady(), chunks=1)
@@ -74,11 +76,11 @@ def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
                 assert start < backward.order.index(name) < wait
     assert sum("mm" in name for one in backward.collectives for name in one.weights) >= 6
     text = str(backward)
-    assert text.startswith("backward: ") and "4 all-to-alls" in text and "beside it " in text
+    assert text.startswith("backward: ") and "4 all-to-alls" in text and "overlapped with " in text
 
 
-class Broken(nn.Module):
-    """The graph ends between two layers with an all-to-all each; one has dropout, and a statistic that is kept."""
+class GraphBreak(nn.Module):
+    """A graph break between two layers with an all-to-all each; the model has dropout and a running statistic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +94,9 @@ class Broken(nn.Module):
         return self.drop(x_SM) + self.drop(self.first(x_SM))
 
 
-def test_graph_breaks_dropout_and_statistics(world: None) -> None:
-    """Random numbers are drawn in the order of the model as it is."""
-    model = Broken().double()
+def test_graph_breaks_dropout_and_buffers_equal_eager(world: None) -> None:
+    """Random numbers are drawn in eager order."""
+    model = GraphBreak().double()
     plain = copy.deepcopy(model)
     backend = GraphBackend(costs=Steady())
     compiled = torch.compile(model, backend=backend)
@@ -124,29 +126,32 @@ def bare(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional_autograd.all_to_all_single(x, [len(x)], [len(x)], dist.group.WORLD.group_name)
 
 
-def looked_at(x: Tensor) -> Tensor:
+def explicitly_waited(x: Tensor) -> Tensor:
     rows = bare(x)
     wait_tensor(rows)
     return rows
 
 
 WAITS: dict[str, Callable[[Tensor], Tensor]] = {
-    "its author's": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD)),
-    "twice": lambda x: wait_tensor(wait_tensor(bare(x))),
-    "through a view": lambda x: wait_tensor(bare(x).transpose(1, 2)).transpose(1, 2),
-    "unused": looked_at,
-    "of a result": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD).sin()),
-    "of what never travelled": lambda x: all_to_all_single(wait_tensor(x * 2), None, None, dist.group.WORLD),
+    "plain_wait": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD)),
+    "double_wait": lambda x: wait_tensor(wait_tensor(bare(x))),
+    "wait_on_view": lambda x: wait_tensor(bare(x).transpose(1, 2)).transpose(1, 2),
+    "unused_wait": explicitly_waited,
+    "wait_on_result": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD).sin()),
+    "wait_without_collective": lambda x: all_to_all_single(wait_tensor(x * 2), None, None, dist.group.WORLD),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wait",
-    [pytest.param(of, id=name, marks=[] if of is looked_at else [pytest.mark.slow]) for name, of in WAITS.items()],
+    [
+        pytest.param(of, id=name, marks=[] if of is explicitly_waited else [pytest.mark.slow])
+        for name, of in WAITS.items()
+    ],
 )
-def test_waits_of_the_author(world: None, wait: Callable[[Tensor], Tensor]) -> None:
-    """A layer with places of each token's own still goes in micro-batches, and results are what they were."""
+def test_explicit_waits_are_still_split(world: None, wait: Callable[[Tensor], Tensor]) -> None:
+    """A layer with exclusive slots is still split into micro-batches, with unchanged results."""
     S, E, C, M = 16, 4, 4, 8
 
     def layer(x_SM: Tensor, w_ME: Tensor, w_EMM: Tensor) -> Tensor:
@@ -174,8 +179,8 @@ def test_waits_of_the_author(world: None, wait: Callable[[Tensor], Tensor]) -> N
         assert [len(report.collectives) for report in backend.reports[:2]] == [2, 2]
 
 
-def test_the_first_error_of_a_backward_pass(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch compiles a backward pass beside its forward pass, keeps an error to itself, and comes again."""
+def test_first_error_of_backward_compilation_is_raised(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch compiles a backward pass alongside its forward pass, swallows an error there, and compiles again."""
     messages = iter(("what this rank found", "what followed"))
 
     def fails(module: object, phase: str, *_: object) -> tuple[PassReport, None]:
@@ -191,17 +196,14 @@ def test_the_first_error_of_a_backward_pass(world: None, monkeypatch: pytest.Mon
         torch.compile(model, backend=GraphBackend(costs=Steady()))(x).sum().backward()
 
 
-def test_the_plain_function(world: None) -> None:
-    model = AllToAll()
+def test_graph_without_all_to_alls_needs_no_plan(world: None) -> None:
     x_SM = torch.randn(4, 2)
-    assert torch.equal(torch.compile(model, backend=fusedmoe.graph.backend, fullgraph=True)(x_SM), x_SM)
-    # Without an all-to-all there is nothing to plan.
     own = GraphBackend()
-    assert torch.equal(torch.compile(nn.ReLU(), backend=own)(x_SM), x_SM.relu()) and not own.reports
+    assert torch.equal(torch.compile(nn.ReLU(), backend=own, fullgraph=True)(x_SM), x_SM.relu()) and not own.reports
 
 
 @pytest.mark.parametrize("wrong", [{"chunks": 0}, {"groups": 0}, {"timeout_s": 0.0}])
-def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
+def test_invalid_backend_settings_raise(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="graph backend"):
         GraphBackend(**wrong)  # type: ignore[arg-type]
 
@@ -220,8 +222,8 @@ as_long_as_there_is_room.register_fake(lambda x, full: torch.empty_like(x))
 @pytest.mark.parametrize(
     ("chunks", "cure"), [(4, "chunks=2"), pytest.param(2, "chunks=1, which splits nothing", marks=pytest.mark.slow)]
 )
-def test_too_little_memory(world: None, chunks: int, cure: str) -> None:
-    """The error says how to go on, on every rank."""
+def test_out_of_memory_error_suggests_fewer_chunks(world: None, chunks: int, cure: str) -> None:
+    """The error states the fix on every rank."""
     model = Model(1, 1).double()
 
     def call(tokens_BL: Tensor, full: Tensor) -> Tensor:

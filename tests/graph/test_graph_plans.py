@@ -1,4 +1,4 @@
-"""Ranks measure the operators of a graph together, agree on a plan, and keep it."""
+"""Ranks measure a graph's operators together, agree on a plan, and cache it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from tests.graph.models import AllToAll, Model, Steady, largest_difference, trai
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-def measuring(rank: int, world: int, folder: str) -> tuple[Any, ...]:
-    """Jobs of a rank whose cache is its own, with made-up seconds, where ranks start to measure only when all do.
+def measure_and_plan(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    """Run jobs on a rank with its own cache and invented durations, where ranks start to measure only together.
 
-    Returns: of each job the operators that this rank measured, and its reports; the costs that are kept in the end."""
+    Returns: for each job the operators this rank measured and its reports; the costs cached at the end.
+    """
     asked: list[str] = []
 
     def measure(target: Any, args: Any, kwargs: Any) -> float:
         key = operator_costs.operator_key(target, args, kwargs)
-        if not asked:  # whoever measured alone would wait in vain
+        if not asked:  # a rank that measures alone would wait forever
             dist.barrier()
         asked.append(key)
-        return made_up_s(key, rank)
+        return synthetic_duration_s(key, rank)
 
     jobs: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -56,34 +57,36 @@ def measuring(rank: int, world: int, folder: str) -> tuple[Any, ...]:
             train(model, torch.compile(model, backend=backend, fullgraph=True), rank, steps=1)
             jobs.append((list(asked), [(one.cached, one.seconds, one.order) for one in backend.reports]))
             (kept,) = Path(folder, "0").glob("operators-*")
-            if rank == 1:  # what a rank has kept that does not lead is not asked for
+            if rank == 1:  # the cache of a non-leading rank is not used
                 write(Path(folder, "1", kept.name), json.dumps(dict.fromkeys(jobs[0][0], 1e9)), "what is wrong")
     return jobs, operator_costs.load_numbers(kept)
 
 
-def made_up_s(key: str, rank: int) -> float:
-    """Now one rank is slower, now the other."""
+def synthetic_duration_s(key: str, rank: int) -> float:
+    """Invented durations in which the slowest rank varies by operator."""
     return 1e-4 * (1 + zlib.crc32(f"{rank} {key}".encode()) % 100)
 
 
 @pytest.mark.slow
-def test_all_ranks_measure_at_once_and_agree(cluster: Cluster, tmp_path: Path) -> None:
-    """On the slowest rank's seconds, and so on a plan; also where only some of them have measured before."""
-    (first, kept), (second, _) = cluster.run(2, measuring, str(tmp_path))
+def test_ranks_agree_on_slowest_durations_and_plan(cluster: Cluster, tmp_path: Path) -> None:
+    """Ranks agree on the slowest rank's durations and on a plan, also if only some ranks have cached measurements."""
+    (first, kept), (second, _) = cluster.run(2, measure_and_plan, str(tmp_path))
     for (asked, reports), (others, other_reports), cached in zip(first, second, (False, True, False), strict=True):
         assert [seconds for _, seconds, _ in reports] == [seconds for _, seconds, _ in other_reports]
         assert [order for _, _, order in reports] == [order for _, _, order in other_reports]
         assert [known for known, _, _ in reports] == [cached] * 2
         assert asked == others and len(set(asked)) == len(asked) and bool(asked) != cached
-    slowest = {key: max(made_up_s(key, 0), made_up_s(key, 1)) for key in first[2][0]}
+    slowest = {key: max(synthetic_duration_s(key, 0), synthetic_duration_s(key, 1)) for key in first[2][0]}
     assert kept == slowest
-    assert any(seconds != made_up_s(key, 0) for key, seconds in slowest.items())
+    assert any(seconds != synthetic_duration_s(key, 0) for key, seconds in slowest.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_places", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: bool) -> None:
-    """The default backend measures, once: the second job finds costs and plans, and runs the same."""
+def test_second_job_loads_cached_costs_and_plans(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: bool
+) -> None:
+    """The default backend measures once: the second job loads costs and plans, and gives the same results."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     orders = []
     for cached in (False, True):
@@ -100,17 +103,17 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert orders[0] == orders[1]
     assert sorted({path.name.rpartition("-")[0] for path in tmp_path.iterdir()}) == ["all-to-all", "graph", "operators"]
     for path in tmp_path.glob("graph-*"):
-        path.write_text("{")  # not a plan: another one is made
+        path.write_text("{")  # an invalid plan is replaced
     torch._dynamo.reset()
     backend = GraphBackend(chunks=2, groups=1, own_places=own_places)
     train(model, torch.compile(model, backend=backend), 0, steps=1)
     assert not any(report.cached for report in backend.reports)
 
 
-def test_all_to_alls_are_measured_outside_of_python(
+def test_all_to_alls_are_measured_without_python_dispatch(
     world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With Python's dispatcher on, one in about a thousand of them would wait for ever."""
+    """With Python's dispatcher enabled, about one in a thousand all-to-alls would hang."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     key, send, seen = torch._C.DispatchKey.PythonDispatcher, dist.all_to_all_single, []
 
@@ -123,8 +126,8 @@ def test_all_to_alls_are_measured_outside_of_python(
     assert seen and not any(seen)
 
 
-def other_ways(rank: int, world: int) -> str:
-    """Rank 1 takes another way through the model."""
+def capture_different_graph(rank: int, world: int) -> str:
+    """Rank 1 traces a different path through the model."""
     torch._dynamo.reset()
     layer = nn.Linear(8, 8)
 
@@ -137,18 +140,18 @@ def other_ways(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def deciding(rank: int, world: int) -> list[str]:
+def broadcast_on_ranks(rank: int, world: int) -> list[str]:
     graph_ranks = GraphRanks([dist.group.WORLD], 20.0)
-    return [*graph_ranks.all(f"rank {rank}"), graph_ranks.from_first(lambda: f"as rank {rank} says")]
+    return [*graph_ranks.all_gather(f"rank {rank}"), graph_ranks.broadcast_decision(lambda: f"as rank {rank} says")]
 
 
-def failing(rank: int, world: int) -> str:
+def fail_in_decision(rank: int, world: int) -> str:
     with pytest.raises((RankError, ZeroDivisionError)) as caught:
-        GraphRanks([dist.group.WORLD], 60.0).from_first(lambda: str(1 // 0))
+        GraphRanks([dist.group.WORLD], 60.0).broadcast_decision(lambda: str(1 // 0))
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def alone(rank: int, world: int) -> str:
+def plan_alone(rank: int, world: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(RankError) as caught:
@@ -156,19 +159,19 @@ def alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def measuring_alone(rank: int, world: int) -> str:
+def measure_alone(rank: int, world: int) -> str:
     told = dist.PrefixStore("a test", dist.distributed_c10d._get_default_store())
     if rank == 1:
         told.wait(["told"], timedelta(seconds=60))  # its connections stay
         return ""
     graph_ranks = GraphRanks([dist.group.WORLD], 1.0)
     with pytest.raises(RankError) as caught:
-        operator_costs.measure_points(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
+        operator_costs.measure_all_to_alls(dist.group.WORLD, torch.device("cpu"), [1024], graph_ranks.wait)
     told.set("told", "")
     return str(caught.value)
 
 
-def test_what_ends_well_behind_a_look_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_completing_after_poll_is_not_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
@@ -181,18 +184,18 @@ def test_what_ends_well_behind_a_look_is_no_failure(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_to_measure_is_named(cluster: Cluster) -> None:
-    text, _ = cluster.run(2, measuring_alone)
+def test_rank_missing_from_measurement_is_named(cluster: Cluster) -> None:
+    text, _ = cluster.run(2, measure_alone)
     assert "rank 1 failed in planning a captured graph: did not come within 1 s" in text
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
-    for text in cluster.run(2, other_ways):
-        assert "ranks [1] captured another graph than rank 0" in text
-    assert cluster.run(2, deciding) == [["rank 0", "rank 1", "as rank 0 says"]] * 2
-    first, second = cluster.run(2, failing)
+def test_different_graphs_and_planning_failures_name_rank(cluster: Cluster) -> None:
+    for text in cluster.run(2, capture_different_graph):
+        assert "ranks [1] captured a different graph than rank 0" in text
+    assert cluster.run(2, broadcast_on_ranks) == [["rank 0", "rank 1", "as rank 0 says"]] * 2
+    first, second = cluster.run(2, fail_in_decision)
     assert first.startswith("ZeroDivisionError")
     assert second.startswith("RankError: rank 1: planning a captured graph ended because rank 0 failed")
-    text, _ = cluster.run(2, alone)
+    text, _ = cluster.run(2, plan_alone)
     assert "rank 1 failed" in text and "must compile the same graphs in the same order" in text

@@ -1,4 +1,4 @@
-"""Dependency sets beside a search for paths; weight gradients and the orders of passes."""
+"""Dependency sets compared with a path search; weight gradients and pass orders."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import (
     Instructions,
-    bits,
-    computes,
-    draw_by_shape,
+    decouple_random_draws,
+    elements,
+    fuse_shifts,
     is_all_to_all,
+    is_compute,
     is_start,
     is_wait,
     schema_of,
-    shift_in_one,
 )
-from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton, units_of
+from fusedmoe.graph.weight_gradients import assign_units, base_order_of, exposed_gaps, ordered, reorder, units_of
 from fusedmoe.schedule.policies.lancet_plans import Gap
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def test_any_operator_has_a_schema() -> None:
-    """Names of arguments that Python's signatures exclude together; types that Python does not have."""
+def test_schema_of_any_operator_is_available() -> None:
+    """Argument names that Python signatures cannot hold together, and types that Python lacks."""
     with torch.library._scoped_library("instructions", "DEF") as library:
         library.define("scale(Tensor self, Tensor input) -> Tensor")
         assert [argument.name for argument in schema_of(torch.ops.instructions.scale.default).arguments] == [
@@ -44,7 +44,7 @@ def test_any_operator_has_a_schema() -> None:
 
 
 def random_graph(rng: random.Random) -> fx.Graph:
-    """Products, sums, random numbers and all-to-alls of what came before."""
+    """Draw products, sums, random numbers and all-to-alls of earlier nodes."""
     graph = fx.Graph()
     nodes = [graph.placeholder(f"x{number}") for number in range(2)]
     waits: list[fx.Node] = []
@@ -71,8 +71,11 @@ def random_graph(rng: random.Random) -> fx.Graph:
     return graph
 
 
-def test_noise_by_shape_is_the_noise_of_a_tensor() -> None:
-    """Of all dtypes and orders in memory; what lies in another order still waits for its tensor."""
+def test_noise_by_shape_equals_noise_like_tensor() -> None:
+    """Noise drawn by shape equals noise drawn like the tensor.
+
+    This covers all dtypes; noise for a transposed layout still depends on the tensor.
+    """
 
     def noisy(x: Tensor) -> list[Tensor]:
         drawn = [torch.rand_like(x), torch.randn_like(x), torch.randn_like(x, dtype=torch.bfloat16)]
@@ -80,7 +83,7 @@ def test_noise_by_shape_is_the_noise_of_a_tensor() -> None:
 
     for x, waits in ((torch.randn(4, 6), False), (torch.randn(4, 6).double().t(), True), (torch.randn(0, 6), False)):
         module = make_fx(noisy, tracing_mode="fake")(x)
-        draw_by_shape(module.graph)
+        decouple_random_draws(module.graph)
         module.recompile()
         (given,) = (node for node in module.graph.nodes if node.op == "placeholder")
         assert bool(given.users) == waits
@@ -91,7 +94,7 @@ def test_noise_by_shape_is_the_noise_of_a_tensor() -> None:
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
 
 
-def test_rows_that_move_on_by_one_are_one_operator() -> None:
+def test_shift_by_one_row_becomes_one_operator() -> None:
     def moved(x: Tensor) -> list[Tensor]:
         ones = [torch.cat([x.new_zeros(1, 6), x[:-1]]), torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], -1)]
         others = [torch.cat([x.new_ones(1, 6), x[:-1]]), torch.cat([x.new_zeros(1, 6), x[1:]])]
@@ -99,14 +102,14 @@ def test_rows_that_move_on_by_one_are_one_operator() -> None:
 
     for x in (torch.randn(4, 6), torch.randint(9, (4, 6)), torch.randn(1, 6)):
         module = make_fx(moved, tracing_mode="fake")(x)
-        shift_in_one(module.graph)
+        fuse_shifts(module.graph)
         module.recompile()
         assert [node.target for node in module.graph.nodes].count(aten.constant_pad_nd.default) == 2
         for ours, theirs in zip(module(x), moved(x), strict=True):
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
 
 
-def there_is_a_path(one: fx.Node, other: fx.Node, draws: list[fx.Node]) -> bool:
+def has_path(one: fx.Node, other: fx.Node, draws: list[fx.Node]) -> bool:
     follow = {before: after for before, after in zip(draws, draws[1:], strict=False)}
     ends, seen = [one], set()
     while ends:
@@ -119,7 +122,7 @@ def there_is_a_path(one: fx.Node, other: fx.Node, draws: list[fx.Node]) -> bool:
     return False
 
 
-def test_what_may_run_beside_a_collective_equals_a_search() -> None:
+def test_overlappable_instructions_equal_path_search() -> None:
     rng = random.Random()
     for _ in range(60):
         graph = random_graph(rng)
@@ -130,94 +133,96 @@ def test_what_may_run_beside_a_collective_equals_a_search() -> None:
             right = {
                 node
                 for node in of.nodes
-                if computes(node) and not there_is_a_path(node, here, draws) and not there_is_a_path(here, node, draws)
+                if is_compute(node) and not has_path(node, here, draws) and not has_path(here, node, draws)
             }
-            assert set(of.nodes_of(of.beside(start))) == right
+            assert set(of.nodes_of(of.overlappable(start))) == right
 
 
-def test_orders_of_random_graphs() -> None:
-    """Whatever is placed where: every instruction runs once and after all that it waits for, and all-to-alls keep
-    their order; a unit beside an all-to-all runs between its start and the first wait for it."""
+def test_orders_of_random_graphs_respect_dependencies() -> None:
+    """Any placement runs every instruction once, after its dependencies.
+
+    All-to-alls keep their order, and a unit overlapped with an all-to-all runs between its start and its first wait.
+    """
     rng = random.Random()
     for _ in range(150):
         graph = random_graph(rng)
         of = Instructions(graph)
         gradients = {node for node in graph.output_node().all_input_nodes if rng.random() < 0.7}
         seconds = {node: rng.random() for node in of.nodes}
-        bare = skeleton(of, gradients, seconds.__getitem__)
-        starts, gaps = gaps_of(of, bare, lambda node: 3.0)
-        units_s = [sum(seconds[node] for node in of.nodes_of(unit)) for unit in bare.units]
-        placed = place(gaps, units_s)
+        base_order = base_order_of(of, gradients, seconds.__getitem__)
+        starts, gaps = exposed_gaps(of, base_order, lambda node: 3.0)
+        units_s = [sum(seconds[node] for node in of.nodes_of(unit)) for unit in base_order.units]
+        placed = assign_units(gaps, units_s)
         beside: dict[int, list[int]] = {}
         for unit, number in enumerate(placed):
             if number is not None:
                 beside.setdefault(starts[number], []).append(unit)
-        order = ordered(of, bare, beside)
+        order = ordered(of, base_order, beside)
         assert sorted(order) == list(range(len(of.nodes)))
         at = {index: position for position, index in enumerate(order)}
         assert [index for index in order if index in starts] == starts
         for start, units in beside.items():
-            first = min(at[wait] for wait in bits(of.waits[start]))
+            first = min(at[wait] for wait in elements(of.waits[start]))
             for unit in units:
-                assert all(at[index] < first for index in bits(bare.units[unit]))
+                assert all(at[index] < first for index in elements(base_order.units[unit]))
         reorder(graph, of, order)
-        # What found a place is free of paths to and from its all-to-all.
+        # A placed unit has no path to or from its all-to-all.
         for start, units in beside.items():
             for unit in units:
-                assert not any(of.ancestors[index] >> start & 1 for index in bits(bare.units[unit]))
-                assert not any(of.ancestors[start] >> index & 1 for index in bits(bare.units[unit]))
+                assert not any(of.ancestors[index] >> start & 1 for index in elements(base_order.units[unit]))
+                assert not any(of.ancestors[start] >> index & 1 for index in elements(base_order.units[unit]))
 
 
 def backward_by_hand(dy: Tensor, x0: Tensor, x1: Tensor, w0: Tensor, w1: Tensor) -> tuple[Tensor, ...]:
-    """Two linear layers with an all-to-all between them; the gradients of the weights are averaged over ranks."""
+    """Backward pass of two linear layers with an all-to-all between them; weight gradients are averaged over ranks."""
     dw1 = all_reduce(dy.t() @ x1, "avg", dist.group.WORLD) * 1.0
     dx1 = all_to_all_single(dy @ w1, None, None, dist.group.WORLD) * 2
     dw0 = all_reduce(dx1.t() @ x0, "avg", dist.group.WORLD) * 1.0
     return dw1, dw0, dx1 @ w0
 
 
-def captured(function: object, *inputs: Tensor) -> fx.GraphModule:
+def capture(function: object, *inputs: Tensor) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
 
 
-def test_gradients_that_are_reduced_in_the_graph() -> None:
+def test_weight_gradient_units_fill_all_to_all_gaps() -> None:
     inputs = [torch.randn(6, 6, dtype=torch.float64) for _ in range(5)]
-    module = captured(backward_by_hand, *inputs)
+    module = capture(backward_by_hand, *inputs)
     right = module(*inputs)
     of = Instructions(module.graph)
     gradients = set(module.graph.output_node().args[0][:2])  # type: ignore[index]
     units = [[node.name for node in of.nodes_of(unit)] for unit in units_of(of, gradients)]
-    # Up to the all-reduce; the second one waits for the all-to-all.
+    # A unit ends at the all-reduce; the second one depends on the all-to-all.
     assert units == [["t", "mm"], ["t_1", "mm_2"]]
-    bare = skeleton(of, gradients, lambda node: 1.0)
-    starts, gaps = gaps_of(of, bare, lambda node: 5.0)
+    base_order = base_order_of(of, gradients, lambda node: 1.0)
+    starts, gaps = exposed_gaps(of, base_order, lambda node: 5.0)
     assert gaps == [Gap(5.0, frozenset({0}))]
-    order = ordered(of, bare, {starts[0]: [0]})
+    order = ordered(of, base_order, {starts[0]: [0]})
     reorder(module.graph, of, order)
     module.recompile()
     names = [node.name for node in module.graph.nodes]
     assert names.index("all_to_all_single") < names.index("mm") < names.index("all_reduce")
-    assert names.index("all_reduce") < names.index("wait_tensor_1")  # which is the all-to-all's
+    assert names.index("all_reduce") < names.index("wait_tensor_1")  # the wait of the all-to-all
     for ours, theirs in zip(module(*inputs), right, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_leftovers_run_too() -> None:
-    """One all-to-all that is full at once: what does not fit runs beside it all the same (the last that it can)."""
-    assert place([Gap(1.0, {0, 1, 2})], [2.0, 2.0, 2.0]) == (0, 0, 0)
-    assert place([Gap(1.0, {0, 1}), Gap(0.5, {0, 1, 2}), Gap(0.0, set())], [2.0, 2.0, 2.0])[2] == 1
-    assert place([Gap(1.0, set())], [2.0]) == (None,)
+def test_unassigned_units_overlap_last_possible_all_to_all() -> None:
+    """An all-to-all that one unit fills: the remaining units still overlap with it (the last possible all-to-all)."""
+    assert assign_units([Gap(1.0, {0, 1, 2})], [2.0, 2.0, 2.0]) == (0, 0, 0)
+    assert assign_units([Gap(1.0, {0, 1}), Gap(0.5, {0, 1, 2}), Gap(0.0, set())], [2.0, 2.0, 2.0])[2] == 1
+    assert assign_units([Gap(1.0, set())], [2.0]) == (None,)
 
 
-def test_an_impossible_order_is_refused() -> None:
+def test_reorder_rejects_order_violating_dependencies() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.neg.default, (graph.call_function(aten.exp.default, (x,)),)),))
-    with pytest.raises(ConfigError, match="neg_default stands before exp_default"):
+    with pytest.raises(ConfigError, match="neg_default precedes exp_default"):
         reorder(graph, Instructions(graph), [1, 0])
 
 
-def test_what_changes_memory_stays_where_it_is() -> None:
+def test_in_place_operators_keep_their_position() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     first = graph.call_function(aten.exp.default, (x,))
@@ -228,7 +233,7 @@ def test_what_changes_memory_stays_where_it_is() -> None:
     assert of.ancestors == [0, 0b1, 0b11]
 
 
-def test_kinds() -> None:
+def test_start_and_wait_kinds_are_disjoint() -> None:
     graph = random_graph(random.Random(1))
     for node in graph.nodes:
         assert not (is_start(node) and is_wait(node))

@@ -1,4 +1,4 @@
-"""Irregular all-to-alls: rows that are not zero travel alone, every bit arrives, and training is what it was."""
+"""Irregular all-to-alls: only nonzero rows are sent, results are bitwise equal, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: 
 SHAPES = ((4, 3, 5), (8, 1), (2, 2, 3, 4), (4, 0, 3), (0, 3))
 
 
-def every_exchange(rank: int, world: int, filled: float) -> list[tuple[int, int, int]]:
-    return [exchanged(rank, world, shape, dtype, filled) for dtype in BITS for shape in SHAPES]
+def exchange_every_shape(rank: int, world: int, filled: float) -> list[tuple[int, int, int]]:
+    return [exchange(rank, world, shape, dtype, filled) for dtype in BITS for shape in SHAPES]
 
 
-def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, filled: float) -> tuple[int, int, int]:
-    """Rows of a buffer, how many of them travelled, and how many are not all zero bits."""
+def exchange(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, filled: float) -> tuple[int, int, int]:
+    """Return the rows of a buffer, the number of sent rows, and the number of rows with nonzero bits."""
     source = torch.Generator().manual_seed(rank + math.prod(shape))
     x = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
     full = torch.rand(shape[:-1], generator=source) < filled
@@ -37,10 +37,10 @@ def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype,
         first[-1] = -0.0  # not the bits of 0.0
         x[full.nonzero()[0].split(1)] = first
         x[full.nonzero()[-1].split(1)] = math.nan
-    x = x.transpose(0, -2).contiguous().transpose(0, -2)  # where there are three dimensions, not contiguous
+    x = x.transpose(0, -2).contiguous().transpose(0, -2)  # not contiguous if three-dimensional
     share = [shape[0] // world] * world
     want = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # Gloo has no collectives of every dtype; bytes have no dtype.
+    # Gloo's collectives do not cover every dtype; bytes avoid that.
     dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
     irregular = IrregularAllToAlls()
     got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
@@ -51,16 +51,16 @@ def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("filled", [0.0, 0.5, *slowly(1.0)])
-def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
-    for found in cluster.run(2, every_exchange, filled):
+def test_irregular_all_to_all_is_bitwise_equal(cluster: Cluster, filled: float) -> None:
+    for found in cluster.run(2, exchange_every_shape, filled):
         for (rows, sent, wanted), shape in zip(found, len(BITS) * SHAPES, strict=True):
             assert rows == math.prod(shape[:-1]) and sent == wanted
             assert sent == 0 if filled == 0 else sent <= rows
         assert filled == 0 or sum(sent for _, sent, _ in found) > 0
 
 
-def trained(rank: int, world: int, k: int, chunks: int, blocks: int, factor: float) -> tuple[float, int, int]:
-    """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
+def train_irregular(rank: int, world: int, k: int, chunks: int, blocks: int, factor: float) -> tuple[float, int, int]:
+    """Return the largest difference from eager training, the rows of all passes, and the sent rows."""
     torch._dynamo.reset()
     model = Model(k, blocks, factor=factor).double()
     plain = copy.deepcopy(model)
@@ -82,25 +82,25 @@ def trained(rank: int, world: int, k: int, chunks: int, blocks: int, factor: flo
         pytest.param(1, 2, 1, 2, 0.5, marks=pytest.mark.slow),
     ],
 )
-def test_training_with_irregular_all_to_alls_is_what_it_was(
+def test_training_with_irregular_all_to_alls_equals_eager(
     cluster: Cluster, world_size: int, k: int, chunks: int, blocks: int, factor: float
 ) -> None:
-    found = cluster.run(world_size, trained, k, chunks, blocks, factor)
+    found = cluster.run(world_size, train_irregular, k, chunks, blocks, factor)
     tokens, steps = 32, 5
     capacity = int(factor * k * tokens / 4)
     buffers = found[0][1] / (4 * capacity)
-    # There and back, forward and backward. Backward micro-batches may be of columns: each then has all the rows.
+    # Dispatch and combine, forward and backward. Backward micro-batches may split columns: each then has all the rows.
     assert 4 * blocks * steps <= buffers <= 4 * chunks * blocks * steps and buffers == int(buffers)
     for worst, rows, _ in found:
         assert worst < 1e-10
         assert rows == 4 * capacity * buffers
-    # No more than the tokens that are kept.
+    # At most the kept tokens are sent.
     rows, sent = (sum(one[place] for one in found) for place in (1, 2))
     assert 0 < sent <= min(rows, buffers * k * tokens * world_size) and (factor < 1 or sent < rows)
 
 
-def as_they_are(rank: int, world: int) -> tuple[int, bool]:
-    """An all-to-all of unequal shares and one of a vector."""
+def run_unsupported(rank: int, world: int) -> tuple[int, bool]:
+    """Run an all-to-all of unequal shares and an all-to-all of a vector."""
     torch._dynamo.reset()
     mine, other = (3, 1) if rank == 0 else (1, 3)
 
@@ -114,12 +114,12 @@ def as_they_are(rank: int, world: int) -> tuple[int, bool]:
     return backend.irregular.rows, torch.equal(torch.compile(call, backend=backend)(x_SM), call(x_SM))
 
 
-def test_what_stays_as_it_is(cluster: Cluster) -> None:
-    assert cluster.run(2, as_they_are) == [(0, True)] * 2
+def test_unequal_shares_and_vectors_stay_regular(cluster: Cluster) -> None:
+    assert cluster.run(2, run_unsupported) == [(0, True)] * 2
 
 
-def of_any_size(rank: int, world: int) -> list[tuple[int, int, bool]]:
-    """Sizes that a graph does not fix: rows so far, those that travelled, and whether results are the same."""
+def run_dynamic_sizes(rank: int, world: int) -> list[tuple[int, int, bool]]:
+    """Run with dynamic sizes; return the total rows, the sent rows, and whether results match."""
     torch._dynamo.reset()
 
     def call(x_SM: Tensor) -> Tensor:
@@ -137,19 +137,19 @@ def of_any_size(rank: int, world: int) -> list[tuple[int, int, bool]]:
     return found
 
 
-def test_any_size(cluster: Cluster) -> None:
-    for rank, found in enumerate(cluster.run(2, of_any_size)):
+def test_irregular_all_to_all_with_dynamic_sizes(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(2, run_dynamic_sizes)):
         assert found == [(4, 3, True), (10, 8, True), (18, 15, True)], rank
 
 
 @pytest.mark.parametrize(("dtype", "stays"), [(torch.complex64, True), (torch.float32, False)])
-def test_complex_numbers_stay(dtype: torch.dtype, stays: bool) -> None:
-    """Whose bits may not be what they say: a conjugate is a flag."""
+def test_complex_rows_stay_regular(dtype: torch.dtype, stays: bool) -> None:
+    """Complex rows are sent whole: a conjugate is a flag outside the bits."""
     graph = torch.fx.Graph()
     x_SM = graph.placeholder("x_SM")
     x_SM.meta["val"] = torch.empty(4, 3, dtype=dtype)
     start = torch.ops._c10d_functional.all_to_all_single.default
     wait = torch.ops._c10d_functional.wait_tensor.default
     graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
-    IrregularAllToAlls().put_into(graph)
+    IrregularAllToAlls().apply_to(graph)
     assert (start in {node.target for node in graph.nodes}) == stays

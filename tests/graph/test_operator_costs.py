@@ -22,34 +22,34 @@ from fusedmoe.graph.operator_costs import (
 aten = torch.ops.aten
 
 
-def test_points_are_joined_by_lines() -> None:
+def test_cost_points_are_interpolated_linearly() -> None:
     points = Points((1024, 2048, 4096), (1.0, 2.0, 3.0))
     assert [points.at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
     assert Points((1024,), (2.0,)).at(512) == 2.0
 
 
-def test_sizes_that_are_measured() -> None:
+def test_measured_sizes_are_powers_of_two() -> None:
     assert point_sizes(1) == [1024]
     assert point_sizes(5000) == [1024, 2048, 4096, 8192]
     assert point_sizes(8192)[-1] == 8192
 
 
-def test_an_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(costs, "measure", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
     measured = MeasuredCosts(Points((1024,), (1.0,)), {}, tmp_path / "operators.json")
     inputs = (torch.randn(4, 8), torch.randn(8, 2))
     module = make_fx(lambda a, b: ((a @ b).relu() @ b.t(), a @ b), tracing_mode="fake")(*inputs)
     total = sum(node_s(measured, node) for node in module.graph.nodes if node.op == "call_function")
-    # Two products are alike, of the view nothing is measured.
+    # The two products share one measurement, and a view is not measured.
     assert calls == ["aten.mm.default", "aten.relu.default", "aten.mm.default"] and total == 2.0
     measured.save()
-    assert load_numbers(tmp_path / "operators.json") == measured.known
+    assert load_numbers(tmp_path / "operators.json") == measured.measured
     again = MeasuredCosts(Points((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
     assert again.operator_s(aten.mm.default, inputs, {}) == 0.5 and len(calls) == 3
 
 
-def test_shapes_strides_and_settings_tell_operators_apart() -> None:
+def test_operator_key_has_shapes_strides_and_arguments() -> None:
     a, b = torch.randn(4, 8), torch.randn(8, 4)
     keys = {
         operator_key(aten.sum.dim_IntList, (a, [0]), {}),
@@ -61,8 +61,8 @@ def test_shapes_strides_and_settings_tell_operators_apart() -> None:
     assert len(keys) == 5
 
 
-def test_measuring() -> None:
-    """Random numbers of the job are not used up; what cannot be run with made-up inputs is estimated."""
+def test_measure_preserves_rng_state_and_estimates_failures() -> None:
+    """Measuring preserves the job's random state; an operator that fails on invented inputs is estimated."""
     x, table = torch.randn(100), torch.randn(7, 3)
     state = torch.get_rng_state()
     assert measure(aten.native_dropout.default, (x, 0.5, True), {}) > 0
@@ -72,10 +72,10 @@ def test_measuring() -> None:
     assert wrong == pytest.approx(5e-6 + (1_000_000 + 9) * 4 / 5e9)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_malformed_cost_file_is_ignored_with_warning(tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     assert load_numbers(path) == {}
     for text in ("{", "[1]", '{"a": "b", "c": -1.0}'):
         path.write_text(text)
-        with pytest.warns(UserWarning, match=f"{path} .*It is ignored"):
+        with pytest.warns(UserWarning, match=f"{path} .*The file is ignored"):
             assert load_numbers(path) == {}

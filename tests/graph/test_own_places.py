@@ -1,4 +1,4 @@
-"""`own_places=True` is checked in the first step: right models pass and give the same, others are refused by name."""
+"""`own_places=True` is checked in the first step: exclusive slots pass unchanged, shared slots are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.graph.models import FreeCopies
 from tests.marks import slowly
 
 S, E, C, M = 16, 4, 6, 8
-#: From scores of experts to the places that tokens take, and the weights with which these are read back.
+#: Map from expert scores to the dispatch mask and the combine weights.
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def switch(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
-    """The best expert of each token, in places by a running count; tokens beyond the capacity are dropped."""
+    """Send each token to its best expert, in slots by a running count; drop tokens beyond the capacity."""
     score_SE = logit_SE.softmax(-1)
     mask_SE = F.one_hot(score_SE.argmax(-1), E).to(logit_SE.dtype)
     place_SE = mask_SE.float().cumsum(0) - 1
@@ -38,8 +38,8 @@ def switch(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
     return (weight_SEC > 0).to(logit_SE.dtype), weight_SEC
 
 
-def looked_up(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
-    """By indices: flags are scattered, and each token looks its place up."""
+def indexed(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """By indices: scatter flags, and gather each token's slot."""
     weight_S1, expert_S1 = logit_SE.softmax(-1).topk(1)
     mask_SE = torch.zeros_like(logit_SE).scatter(1, expert_S1, 1.0)
     place_S1 = (mask_SE.float().cumsum(0).gather(1, expert_S1) - 1).long()
@@ -47,26 +47,26 @@ def looked_up(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
     return kept_SEC, kept_SEC * weight_S1[:, :, None]
 
 
-def without_a_limit(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
-    """What is beyond the capacity shares the last place: half of the tokens at least, as experts 2 and 3 have none."""
+def without_capacity_limit(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens beyond the capacity share the last slot: at least half of the tokens, as experts 2 and 3 get none."""
     mask_SE = F.one_hot(logit_SE[:, :2].argmax(-1), E).to(logit_SE.dtype)
     place_S = ((mask_SE.cumsum(0) - 1) * mask_SE).sum(1).long().clamp(max=C - 1)
     send_SEC = mask_SE[:, :, None] * F.one_hot(place_S, C).to(logit_SE.dtype)[:, None]
     return send_SEC, send_SEC * logit_SE.sigmoid()[:, :, None]
 
 
-def of_another(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens read the places of others, in the other half of the batch."""
+def slots_of_other_half(logit_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens read the slots of tokens in the other half of the batch."""
     send_SEC, weight_SEC = switch(logit_SE)
     return send_SEC, weight_SEC.roll(S // 2, 0)
 
 
 class Layer(nn.Module):
-    """Experts with a bias, between a layer in front and one behind.
+    """Experts with a bias between two linear layers.
 
     Args:
-        gate: from scores to places and weights.
-        experts: what is done to rows [E, C, M] once they were multiplied, given a bias of each expert.
+        gate: maps scores to dispatch mask and combine weights.
+        experts: function of the multiplied rows [E, C, M] and a bias per expert.
     """
 
     def __init__(self, gate: Gate, experts: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -85,12 +85,12 @@ class Layer(nn.Module):
         return self.behind(torch.einsum("sec,ecm->sm", weight_SEC, rows_ECM)) + x_SM
 
 
-def biased(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
+def biased_gelu(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
     return F.gelu(rows_ECM + b_E1M)
 
 
-def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, grad: bool = True) -> list[str]:
-    """Runs three steps, compiled and as it is; returns the operators of the forward pass."""
+def compare_steps(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, grad: bool = True) -> list[str]:
+    """Run three steps, compiled and eager; return the operators of the forward pass."""
     layer = Layer(gate, experts).to(dtype)
     backend = GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
@@ -116,27 +116,29 @@ def steps_alike(gate: Gate, experts: Any, dtype: torch.dtype, tolerance: float, 
     ("gate", "dtype", "tolerance"),
     [
         (switch, torch.bfloat16, 5e-2),
-        pytest.param(looked_up, torch.float64, 1e-12, marks=pytest.mark.slow),
+        pytest.param(indexed, torch.float64, 1e-12, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (switch, torch.float64, 1e-12),
                 (switch, torch.float32, 1e-5),
-                (looked_up, torch.float32, 1e-5),
-                (looked_up, torch.bfloat16, 5e-2),
+                (indexed, torch.float32, 1e-5),
+                (indexed, torch.bfloat16, 5e-2),
             )
         ),
     ],
 )
-def test_right_models_pass_and_give_the_same(world: None, gate: Gate, dtype: torch.dtype, tolerance: float) -> None:
-    """The first step, which is as captured, and those in chunks."""
-    order = steps_alike(gate, biased, dtype, tolerance)
-    assert sum(name.startswith("give_rows") for name in order) == 2
+def test_exclusive_slots_pass_check_and_equal_eager(
+    world: None, gate: Gate, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Covers the first step, which runs as captured, and the chunked steps."""
+    order = compare_steps(gate, biased_gelu, dtype, tolerance)
+    assert sum(name.startswith("combine_rows") for name in order) == 2
 
 
 @pytest.mark.slow
-def test_inference_is_checked_too(world: None) -> None:
-    assert any("give_rows" in name for name in steps_alike(switch, biased, torch.float64, 1e-12, grad=False))
+def test_inference_passes_exclusive_slot_check(world: None) -> None:
+    assert any("combine_rows" in name for name in compare_steps(switch, biased_gelu, torch.float64, 1e-12, grad=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
@@ -145,24 +147,27 @@ def test_inference_is_checked_too(world: None) -> None:
     [
         *slowly(
             (
-                without_a_limit,
-                r"a place of bmm\S* \(aten\.bmm\.default, node \d+ of \d+, \S*test_own_places\.py:\d+\) has",
+                without_capacity_limit,
+                r"a slot of bmm\S* \(aten\.bmm\.default, node \d+ of \d+, \S*test_own_places\.py:\d+\) has",
             )
         ),
-        (of_another, r"in bmm_2 .* a token reads a place .*; bmm_2 .* gives another row for token \d+, and \d+ in all"),
+        (
+            slots_of_other_half,
+            r"in bmm_2 .* a token reads a slot .*; bmm_2 .* computes another row for token \d+, and \d+ in all",
+        ),
     ],
 )
-def test_places_that_are_not_own_are_refused_by_name(world: None, gate: Gate, said: str, dtype: torch.dtype) -> None:
-    """Each time until the model is another one."""
-    layer = Layer(gate, biased).to(dtype)
+def test_shared_slots_error_names_operator(world: None, gate: Gate, said: str, dtype: torch.dtype) -> None:
+    """Every step is refused while the model stays the same."""
+    layer = Layer(gate, biased_gelu).to(dtype)
     compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=rf"rank 0: .*{said}.*leave own_places out of the GraphBackend"):
+        with pytest.raises(ConfigError, match=rf"rank 0: .*{said}.*remove own_places from the GraphBackend"):
             compiled(torch.randn(S, M, dtype=dtype))
 
 
-class Seen(Layer):
-    """Rows are somebody else's, too."""
+class ReadsAllSlots(Layer):
+    """Also reads the experts' output by a mean over all slots."""
 
     def forward(self, x_SM: Tensor) -> Tensor:
         send_SEC, weight_SEC = self.choose(self.gate(x_SM))
@@ -174,29 +179,29 @@ class Seen(Layer):
 
 
 @pytest.mark.slow
-def test_rows_that_others_read_are_refused_where_empty_places_have_numbers(world: None) -> None:
+def test_read_of_nonzero_empty_slots_is_rejected(world: None) -> None:
     x_SM = torch.randn(S, M)
-    for experts, right in ((biased, False), (lambda rows, _: rows.relu(), True)):
+    for experts, right in ((biased_gelu, False), (lambda rows, _: rows.relu(), True)):
         torch._dynamo.reset()
-        layer = Seen(switch, experts)
+        layer = ReadsAllSlots(switch, experts)
         compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
         if right:
             for _ in range(2):
                 torch.testing.assert_close(compiled(x_SM), layer(x_SM))
         else:
-            with pytest.raises(ConfigError, match=r"mean.* reads places that no token took, in which wait_tensor_1"):
+            with pytest.raises(ConfigError, match=r"mean.* reads unused slots, in which wait_tensor_1"):
                 compiled(x_SM)
 
 
-def divided(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
-    """In a place of zeros the gradient is that of 0/0, with the bias it is none."""
+def normalized(rows_ECM: Tensor, b_E1M: Tensor) -> Tensor:
+    """Divide rows by their norm: an empty slot gives the gradient of 0/0, and the bias avoids that."""
     rows_ECM = rows_ECM + b_E1M
     return rows_ECM / rows_ECM.abs()
 
 
-def test_gradients_that_need_what_empty_places_hold_are_refused(world: None) -> None:
-    """Before the second step, of whose backward pass they would be; the first is as captured."""
-    layer = Layer(switch, divided).double()
+def test_gradient_reading_empty_slots_is_rejected(world: None) -> None:
+    """The error comes before the second step, whose backward would be wrong; the first step runs as captured."""
+    layer = Layer(switch, normalized).double()
     compiled = torch.compile(layer, backend=GraphBackend(costs=FreeCopies(), chunks=2, groups=1, own_places=True))
     x_SM = torch.randn(S, M, dtype=torch.float64)
     weights = list(layer.parameters())
@@ -204,12 +209,12 @@ def test_gradients_that_need_what_empty_places_hold_are_refused(world: None) -> 
         found, right = (run(x_SM).square().sum() for run in (compiled, layer))
     for one, other in zip(torch.autograd.grad(found, weights), torch.autograd.grad(right, weights), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    with pytest.raises(ConfigError, match="of the backward pass needs what lies in places that no token took"):
+    with pytest.raises(ConfigError, match="of the backward pass depends on unused slots"):
         compiled(x_SM)
 
 
-def on_two_ranks(rank: int, world: int) -> list[str]:
-    """The second rank's tokens alone share places; then neither's do."""
+def share_slots_on_one_rank(rank: int, world: int) -> list[str]:
+    """Share slots on the second rank only, then on neither."""
     torch._dynamo.reset()
     said = []
 
@@ -237,8 +242,8 @@ def on_two_ranks(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_ranks_refuse_together_and_go_on_together(cluster: Cluster) -> None:
-    for refused, right in cluster.run(2, on_two_ranks):
+def test_shared_slots_on_one_rank_are_rejected_on_all(cluster: Cluster) -> None:
+    for refused, right in cluster.run(2, share_slots_on_one_rank):
         assert refused.startswith("RankError: captured graph, the first run with own_places=True: rank 1: ")
-        assert "rank 0:" not in refused and re.search("tokens of two micro-batches are in one place", refused)
+        assert "rank 0:" not in refused and re.search("tokens of two micro-batches share a slot", refused)
         assert not right

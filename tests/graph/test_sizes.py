@@ -1,4 +1,4 @@
-"""Compiled training with sizes that a graph does not fix: results are what they were, and nothing is split by them."""
+"""Compiled training with dynamic sizes: results are unchanged, and dynamic dimensions are not split."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.graph.models import AllToAll, Steady
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-def test_sizes_that_are_known_late(world: None) -> None:
-    """A dynamic dimension: the backward pass is planned all the same, nothing is split."""
+def test_dynamic_dimension_is_planned_but_not_split(world: None) -> None:
+    """With a dynamic dimension, the backward pass is planned and nothing is split."""
     model = nn.Sequential(nn.Linear(8, 8), AllToAll(), nn.Linear(8, 8), AllToAll(), nn.Linear(8, 8)).double()
     backend = GraphBackend(costs=Steady())
     compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
@@ -28,8 +28,8 @@ def test_sizes_that_are_known_late(world: None) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_values_decide(world: None) -> None:
-    """As many rows as are chosen: no number is known of them, and results are what they were."""
+def test_data_dependent_row_counts_equal_eager(world: None) -> None:
+    """Data-dependent row counts: results are unchanged."""
 
     class Chosen(nn.Module):
         def __init__(self) -> None:
@@ -57,8 +57,8 @@ def test_sizes_that_values_decide(world: None) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_a_dynamic_size_counts_are_not_split(world: None) -> None:
-    """Dropless, a product between both ways: without a size nothing is split, and nothing is checked."""
+def test_dynamic_row_count_is_not_split(world: None) -> None:
+    """Dropless experts, a product between dispatch and combine: without a static size nothing is split or checked."""
 
     def call(x_NM: Tensor, w_MM: Tensor) -> Tensor:
         size = [x_NM.shape[0]]

@@ -1,4 +1,4 @@
-"""Blocks of other libraries with experts over ranks, compiled one by one, beside the same blocks as they are."""
+"""Blocks of other libraries with experts over ranks, compiled one by one and compared with eager mode."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fusedmoe import Schedule
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange
 
-#: Experts, and those of a token.
+#: Experts, and experts per token.
 E, K = 4, 2
 
 
 def planned(exchange: ScheduledExchange) -> None:
-    """Has a door's exchange work by plans, with other numbers of chunks backward."""
+    """Make an integration's exchange use plans, with other chunk counts in backward than in forward."""
     exchange.set_schedule(Schedule("fsmoe", (3, 2)))
 
 
 def split_experts(experts: nn.Module, rank: int, world: int) -> None:
-    """Leaves a rank its own part of the experts' parameters."""
+    """Keep only a rank's part of the experts' parameters."""
     for parameter in experts.parameters():
         parameter.data = parameter.data.chunk(world)[rank].clone()
 
@@ -31,7 +31,9 @@ def split_experts(experts: nn.Module, rank: int, world: int) -> None:
 def compare(
     blocks: list[nn.Module], exchange_of: Callable[[Any], ScheduledExchange], width: int, sizes: list[int]
 ) -> tuple[int, float]:
-    """How many graphs blocks with a schedule need, and how far off they are from blocks without, gradients included.
+    """Return the graph count of blocks with a schedule, and their largest difference from blocks without.
+
+    The difference includes gradients.
 
     Args:
         sizes: of this rank's batches.

@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's families, of the kinds that their experts come in."""
+"""Tiny models of Hugging Face's families, one for each form of experts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIGS = {
         **_SHAPE, **_TOP_2, **_LATENT, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
-    # As many hidden units as inputs, twice over: nothing can be told from shapes.
+    # The hidden size equals the input size, for both matrices, so shapes alone cannot identify them.
     "gpt-oss": GptOssConfig(
         **_SHAPE | {"intermediate_size": 32}, **_TOP_2, num_local_experts=4, head_dim=8,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 def make(family: str, experts: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model with random parameters from PyTorch's generator, in evaluation mode."""
+    """Build a model with random parameters from PyTorch's generator, in evaluation mode."""
     # A copy: a model keeps its configuration, and tests and trainers change it.
     config = copy.deepcopy(CONFIGS[family])
     model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)

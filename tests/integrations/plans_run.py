@@ -1,4 +1,4 @@
-"""Which runs by a plan there were."""
+"""Record of the runs that used a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedmoe.engine.run import Plans, Run
 
 @contextmanager
 def plans_run() -> Iterator[list[tuple[int, int]]]:
-    """The numbers of chunks, forward and backward, of the runs by a plan inside the context."""
+    """Collect the chunk counts, forward and backward, of the planned runs inside the context."""
     ran: list[tuple[int, int]] = []
 
     def made(plans: Plans, *rest: Any) -> Run:
@@ -22,12 +22,12 @@ def plans_run() -> Iterator[list[tuple[int, int]]]:
         return Run(plans, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.engine.collectives_dispatcher.Run", made)
+        patch.setattr("fusedmoe.engine.run.Run", made)
         yield ran
 
 
 def forwards_of(module: nn.Module) -> list[nn.Module]:
-    """A list with a place for each forward from now on."""
+    """Return a list that gains an entry for each later forward."""
     ran: list[nn.Module] = []
     module.register_forward_hook(lambda module, *_: ran.append(module))
     return ran

@@ -1,4 +1,4 @@
-"""Decoder blocks of Hugging Face in micro-batches: losses and gradients are those of the blocks one after the other."""
+"""Decoder blocks of Hugging Face in micro-batches: losses and gradients equal those of the blocks without overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers import (
 import fusedmoe.hf
 from fusedmoe import routing
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.hf.callbacks import RouterMetrics, registered_experts
+from fusedmoe.hf.callbacks import RouterMetrics, find_experts
 from fusedmoe.hf.decoder_blocks import FAMILIES
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
@@ -35,7 +35,7 @@ from tests.integrations.plans_run import forwards_of
 from tests.integrations.test_hf_schedule import evaluated, found, load
 
 SIZES = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
-# A block without experts, then three with: attention of one goes beside the experts of another.
+# A block without experts, then three with experts: attention of one overlaps with the experts of another.
 _DEEP: dict[str, Any] = {"num_hidden_layers": 3, "use_cache": False}
 _GROUPS = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
 MODELS: dict[str, PreTrainedConfig] = {
@@ -54,7 +54,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 def make(family: str) -> Any:
     given = MODELS[family].to_dict() | _DEEP
-    given.pop("layer_types", None)  # of as many layers as there were
+    given.pop("layer_types", None)  # one per layer of the original model
     config = type(MODELS[family])(**given)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
@@ -64,7 +64,7 @@ def make(family: str) -> Any:
 
 
 def batches(rank: int) -> list[Tensor]:
-    """Other numbers of samples and of positions on each rank, one sample among them."""
+    """Batches with other sample and position counts on each rank, including a single sample."""
     chance = torch.Generator().manual_seed(rank)
     shapes = [(3, 9), (1, 6)] if rank % 2 == 0 else [(1, 7), (2, 5)]
     return [torch.randint(0, VOCABULARY, shape, generator=chance) for shape in shapes]
@@ -88,7 +88,7 @@ def compare(
     cases: Sequence[str],
     recompute: bool = False,
 ) -> None:
-    with all_in_float64(cases != ("autocast",)):  # routers, too, that transformers 5.24 makes in float32
+    with all_in_float64(cases != ("autocast",)):  # includes routers, which transformers 5.24 builds in float32
         model = load(rank, world, folder, sizes).train()
     assert any(isinstance(module, FSDPModule) for module in model.modules())
     for name in cases:
@@ -98,7 +98,10 @@ def compare(
 
 @contextmanager
 def all_in_float64(applies: bool) -> Iterator[None]:
-    """Transformers' norms and routers compute in float32, where sums in another order may round to another number."""
+    """Use float64 for norms and routers, which transformers computes in float32.
+
+    In float32 another summation order may round differently.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if applies:
             patch.setattr(torch, "float32", torch.float64)
@@ -139,13 +142,18 @@ def compare_case(rank: int, model: Any, name: str, degrees: Sequence[tuple[int, 
         ),
     ],
 )
-def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, degrees: Any, cases: Sequence[str]) -> None:
+def test_micro_batched_blocks_equal_plain_blocks(
+    cluster: Cluster, tmp_path: Path, family: str, degrees: Any, cases: Sequence[str]
+) -> None:
     make(family).save_pretrained(tmp_path)
     cluster.run(2, compare, str(tmp_path), SIZES, degrees, cases)
 
 
-def hooked(rank: int, world: int, folder: str) -> None:
-    """Hooks see whole batches, and what the experts give; their changes count, and blocks go by the plan again then."""
+def run_hooked_blocks(rank: int, world: int, folder: str) -> None:
+    """Hooks receive whole batches and the experts' results, and may change them.
+
+    After their removal blocks use the plan again.
+    """
     with all_in_float64(True):
         model = load(rank, world, folder, SIZES).train()
         block = model.model.layers[1]
@@ -175,48 +183,48 @@ def _seen(calls: list[int]) -> Callable[..., None]:
     return lambda *_: calls.append(1)
 
 
-def test_hooks(cluster: Cluster, tmp_path: Path) -> None:
+def test_block_hooks_receive_whole_batches(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral").save_pretrained(tmp_path)
-    cluster.run(2, hooked, str(tmp_path))
+    cluster.run(2, run_hooked_blocks, str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_what_is_computed_again(cluster: Cluster, tmp_path: Path, family: str) -> None:
+def test_micro_batched_blocks_with_recompute_equal_plain(cluster: Cluster, tmp_path: Path, family: str) -> None:
     make(family).save_pretrained(tmp_path)
     cluster.run(2, compare, str(tmp_path), SIZES, [(2, 2)], ("step", "accumulated"), True)
 
 
 @pytest.mark.slow
-def test_autocast_of_float32(cluster: Cluster, tmp_path: Path) -> None:
+def test_micro_batched_blocks_under_autocast(cluster: Cluster, tmp_path: Path) -> None:
     make("qwen3").float().save_pretrained(tmp_path)
     cluster.run(2, compare, str(tmp_path), SIZES, [(2, 2)], ("autocast",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "ep"), [("mixtral", 2), ("qwen3", 4)])
-def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, ep: int) -> None:
+def test_micro_batched_blocks_equal_plain_on_four_ranks(cluster: Cluster, tmp_path: Path, family: str, ep: int) -> None:
     make(family).save_pretrained(tmp_path)
     sizes = {"fsdp_size": 4, "ep_size": ep, "tp_size": 1}
     cluster.run(4, compare, str(tmp_path), sizes, [(2, 3)], tuple(CASES), timeout_s=300)
 
 
-def counted(metrics: RouterMetrics, model: Any, tokens: Tensor) -> dict[str, float]:
+def count_metrics(metrics: RouterMetrics, model: Any, tokens: Tensor) -> dict[str, float]:
     model(input_ids=tokens).logits.sum().backward()
     model.zero_grad()
     return metrics.collect()
 
 
-def answers(rank: int, world: int, folder: str) -> None:
-    """What is refused, by name; what goes plainly; and what counts as before."""
+def call_unsupported(rank: int, world: int, folder: str) -> None:
+    """Unsupported calls are rejected by name, some calls run without a plan, and metrics are counted as before."""
     model, tokens = load(rank, world, folder, SIZES).train(), batches(rank)[0]
     metrics = RouterMetrics(model)
-    wanted = counted(metrics, model, tokens)
+    wanted = count_metrics(metrics, model, tokens)
     (blocks,) = fusedmoe.hf.pipeline(model)
     ran = forwards_of(blocks)
-    values = counted(metrics, model, tokens)
+    values = count_metrics(metrics, model, tokens)
     assert values.keys() == wanted.keys() and len(wanted) > 3
-    del values["moe/balance_loss"]  # of a forward of the router: of a micro-batch here
+    del values["moe/balance_loss"]  # of one router forward: here of one micro-batch
     assert values == pytest.approx({key: wanted[key] for key in values}, abs=1e-6)
     metrics.close()
     layers = model.model.layers
@@ -236,7 +244,7 @@ def answers(rank: int, world: int, folder: str) -> None:
     with routing.replay(model, choices):
         model(input_ids=tokens)
     assert len(ran) == 1
-    with pytest.raises(ConfigError, match="cannot be copied; give degrees=None before that"):
+    with pytest.raises(ConfigError, match="cannot be copied; first give degrees=None"):
         copy.deepcopy(layers[0].__dict__["fusedmoe_pipeline"])
 
     refuses("it has a cache; call the model with use_cache=False", use_cache=True)
@@ -255,7 +263,7 @@ def answers(rank: int, world: int, folder: str) -> None:
     layers[0].forward = forward
     fusedmoe.hf.mask_padding(model)
     refuses("mask_padding masks")
-    for experts in registered_experts(model).values():
+    for experts in find_experts(model).values():
         del experts._fusedmoe_padding
         experts._forward_pre_hooks.popitem()
 
@@ -276,7 +284,7 @@ def answers(rank: int, world: int, folder: str) -> None:
     torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, logits, rtol=1e-6, atol=1e-6)
 
 
-def other_models(rank: int, world: int, folder: str) -> None:
+def call_unequal_models(rank: int, world: int, folder: str) -> None:
     model = load(rank, world, folder, SIZES)
     with pytest.raises(RankError, match="chunks of dense part and rows is .* on ranks .0. and .* on ranks .1."):
         fusedmoe.hf.pipeline(model, (2, 2 + rank))
@@ -293,19 +301,19 @@ def other_models(rank: int, world: int, folder: str) -> None:
         fusedmoe.hf.pipeline(shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.hf.decoder_blocks.TransformersBlocks.families", ("OlmoeDecoderLayer",))
-        with pytest.raises(ConfigError, match="is a .*MixtralDecoderLayer; known are OlmoeDecoderLayer.*sched"):
+        with pytest.raises(ConfigError, match="is a .*MixtralDecoderLayer; supported: OlmoeDecoderLayer.*sched"):
             fusedmoe.hf.pipeline(model)
 
 
-def planned(rank: int, world: int, folder: str) -> None:
-    """A plan by costs, here of a slow link, which the first forward makes."""
+def plan_by_costs(rank: int, world: int, folder: str) -> None:
+    """The first forward makes a plan by costs, here of a slow link."""
     model = load(rank, world, folder, SIZES).train()
     line = Line(1e-5, 1e-7)
     costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-9), "all-reduce/dp": line})
     with pytest.MonkeyPatch.context() as patch, all_in_float64(True):
         patch.setenv("FUSEDMOE_CACHE", folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         wanted = found(model, batches(rank))
         for policy in ("auto", "flowmoe"):
             (blocks,) = fusedmoe.hf.pipeline(model, (1, 1), policy=policy)
@@ -321,43 +329,41 @@ def planned(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_plans_by_costs(cluster: Cluster, tmp_path: Path, family: str) -> None:
+def test_first_forward_plans_by_measured_costs(cluster: Cluster, tmp_path: Path, family: str) -> None:
     make(family).save_pretrained(tmp_path)
-    cluster.run(2, planned, str(tmp_path))
+    cluster.run(2, plan_by_costs, str(tmp_path))
 
 
 @pytest.mark.slow
-def test_what_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_unsupported_calls_and_unequal_models_raise(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral").save_pretrained(tmp_path)
-    cluster.run(2, answers, str(tmp_path))
-    cluster.run(2, other_models, str(tmp_path))
+    cluster.run(2, call_unsupported, str(tmp_path))
+    cluster.run(2, call_unequal_models, str(tmp_path))
 
 
-def test_nothing_travels_in_one_process() -> None:
+def test_pipeline_in_one_process_has_no_effect() -> None:
     model = fusedmoe.hf.apply(make("mixtral"))
     assert fusedmoe.hf.pipeline(model) == [] and "forward" not in vars(model.model.layers[0])
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_families_add_what_experts_give(family: str) -> None:
-    """A block's output, less what it is with other experts, is the difference of these."""
+def test_block_output_is_linear_in_expert_output(family: str) -> None:
+    """Replacing the experts changes a block's output by exactly the difference of the experts' results."""
     model = make(family).eval()
-    experts, block = next(
-        (module, block) for block in model.model.layers for module in registered_experts(block).values()
-    )
+    experts, block = next((module, block) for block in model.model.layers for module in find_experts(block).values())
     assert type(block).__name__ in FAMILIES
     given = torch.zeros(2 * 6, 32, dtype=torch.float64)
     outputs: list[Tensor] = []
     block.register_forward_hook(lambda module, args, output: outputs.append(output))
     experts.forward = lambda *_: given.clone()
     tokens = torch.arange(12).view(2, 6)
-    # Blocks before this one are called with the same tokens.
+    # Earlier blocks are called with the same tokens.
     model(input_ids=tokens)
     given = torch.randn(2 * 6, 32, dtype=torch.float64)
     model(input_ids=tokens)
     torch.testing.assert_close(outputs[1] - outputs[0], given.view(2, 6, 32), rtol=1e-10, atol=1e-10)
 
 
-def test_every_family_is_tried() -> None:
+def test_every_block_family_is_tested() -> None:
     tried = {type(block).__name__ for family in MODELS for block in make(family).model.layers}
     assert tried == set(FAMILIES)

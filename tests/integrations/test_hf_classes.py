@@ -1,4 +1,4 @@
-"""Every class of experts that transformers has: right, or refused by name."""
+"""Every expert class of transformers is computed correctly or rejected by name."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import pytest
 import torch
 import transformers
 
-import fusedmoe.hf
+import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf import experts_forward
 from fusedmoe.hf.__main__ import census, expert_classes, make_experts
+from fusedmoe.hf.module_experts import experts_forward
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda value: value.rpartition(".")[2])
-def test_class(module: str, name: str) -> None:
+def test_expert_class_equals_eager_or_is_rejected(module: str, name: str) -> None:
     made = make_experts(module, name).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.uniform_(-0.5, 0.5)
     number_TK = torch.rand(21, made.num_experts).topk(2).indices
     results = []
-    for implementation in ("eager", "batched_mm", fusedmoe.hf.NAME):
+    for implementation in ("eager", "batched_mm", "fusedmoe"):
         made.config._experts_implementation = implementation
         made.zero_grad()
         torch.manual_seed(5)
-        x_TH = torch.randn(21, made.down_proj.shape[2 if made.is_transposed else 1], dtype=torch.float64)
+        x_TM = torch.randn(21, made.down_proj.shape[2 if made.is_transposed else 1], dtype=torch.float64)
         weight_TK = torch.rand(21, 2, dtype=torch.float64)
-        leaves = (x_TH.requires_grad_(), weight_TK.requires_grad_())
+        leaves = (x_TM.requires_grad_(), weight_TK.requires_grad_())
         try:
-            y_TH = made(x_TH, number_TK, weight_TK)
+            y_TM = made(x_TM, number_TK, weight_TK)
         except ConfigError as error:
-            assert implementation == fusedmoe.hf.NAME and name in str(error), error
+            assert implementation == "fusedmoe" and name in str(error), error
             return
-        y_TH.square().sum().backward()
-        results.append([y_TH.detach(), *(leaf.grad for leaf in (*leaves, *made.parameters()))])
+        y_TM.square().sum().backward()
+        results.append([y_TM.detach(), *(leaf.grad for leaf in (*leaves, *made.parameters()))])
     eager, batched, ours = results
-    # Some of them, and norms that they have, compute in float32 whatever comes in.
+    # Some experts, and norms inside them, compute in float32 for any input dtype.
     parts = [type(part) for part in made.modules()]
     close = 1e-5 if any("float" in inspect.getsource(kind) for kind in parts if kind.__module__ == module) else 1e-10
     for index, grad in enumerate(ours):
@@ -50,7 +50,7 @@ def test_class(module: str, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_there_are_expert_classes() -> None:
+def test_expert_classes_are_discovered() -> None:
     assert len(expert_classes()) >= 60
     with pytest.raises(ConfigError, match="has no has_gate"):
         experts_forward(torch.nn.Identity(), *(torch.zeros(1, 1),) * 3)
@@ -61,8 +61,8 @@ def version(text: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_guide_has_the_census() -> None:
-    """The table is that of the command; classes of later releases than the oldest have theirs behind the name."""
+def test_guide_table_equals_expert_class_census() -> None:
+    """The guide's table equals the command's output; newer classes are listed with their release."""
     page = Path(__file__).parents[2] / "docs/guides/hugging-face.md"
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", page.read_text(encoding="utf-8"), re.MULTILINE))
     installed = version(transformers.__version__)

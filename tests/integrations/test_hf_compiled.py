@@ -1,4 +1,4 @@
-"""Hugging Face's experts with a schedule inside compiled blocks: no break, one graph for all, results as without."""
+"""Hugging Face's experts with a schedule inside compiled blocks: one graph for all, the same results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 32
 
 
 class HubBlock(nn.Module):
-    """A block around experts of a family, whose router is a product."""
+    """Block around experts of a family, with a matrix product as router."""
 
     def __init__(self, family: str, mesh: DeviceMesh, sharing: DeviceMesh) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class HubBlock(nn.Module):
         return y_TD
 
 
-def compiled(rank: int, world: int, family: str, shared: bool, count: int, sizes: list[int]) -> tuple[int, float]:
-    """How many graphs so many blocks need, and how far off they are. `shared`: the ranks share their batch."""
+def compile_blocks(rank: int, world: int, family: str, shared: bool, count: int, sizes: list[int]) -> tuple[int, float]:
+    """Return the graph count and the largest error of the blocks. `shared`: the ranks share their batch."""
     torch.manual_seed(0)
     mesh, own = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))
     blocks: list[nn.Module] = [HubBlock(family, mesh, mesh if shared else own["one"]) for _ in range(count)]
@@ -44,8 +44,8 @@ def compiled(rank: int, world: int, family: str, shared: bool, count: int, sizes
 
 
 @pytest.mark.slow
-def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
-    for graphs, worst in cluster.run(2, compiled, "gpt-oss", True, 2, [9]):
+def test_two_blocks_compile_to_one_graph(cluster: Cluster) -> None:
+    for graphs, worst in cluster.run(2, compile_blocks, "gpt-oss", True, 2, [9]):
         assert graphs == 1 and worst < 1e-10, (graphs, worst)
 
 
@@ -53,10 +53,10 @@ def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "count"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize(("family", "shared"), [("mixtral", False), ("mixtral", True), ("gpt-oss", False)])
-def test_one_graph_for_all_blocks_and_many_sizes(
+def test_blocks_with_dynamic_sizes_share_compiled_graph(
     cluster: Cluster, world: int, count: int, family: str, shared: bool
 ) -> None:
-    # Of a batch that they share, each rank has two tokens at least: none and one are graphs of their own.
+    # Each rank has at least two tokens of a shared batch: zero and one token need separate graphs.
     sizes = [size * (world if shared else 1) for size in range(2, 22, 3)]
-    for graphs, worst in cluster.run(world, compiled, family, shared, count, sizes, timeout_s=550):
+    for graphs, worst in cluster.run(world, compile_blocks, family, shared, count, sizes, timeout_s=550):
         assert graphs <= 2 and worst < 1e-10, (graphs, worst)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face with this library's experts, beside the same ones with transformers' own in float64."""
+"""Models of Hugging Face with this library's experts, compared with transformers' own experts in float64."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf import NAME, experts_forward
-from fusedmoe.hf.module_experts import fused_activation, is_clamped_swiglu, refuse_bad_numbers
+from fusedmoe.hf.module_experts import NAME, experts_forward, fused_activation, is_clamped_swiglu, require_finite_inputs
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 from tests.marks import slowly
 
 
 def results(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Logits and all gradients."""
+    """Return logits and all gradients."""
     model.zero_grad()
     out = model(input_ids=tokens, labels=tokens)
     out.loss.backward()
@@ -43,14 +42,14 @@ def worst(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_families_equal_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 11))
     exact = make(family, "eager", torch.float64)
     single = copy.deepcopy(exact).float()
     wanted, plain = results(exact, tokens), results(single, tokens)
     assert fusedmoe.hf.apply(single) is single
     found = results(single, tokens)
-    # Of some random weights float32 itself is further off, with transformers' own experts as with these.
+    # For some random weights float32 itself has a larger error, with transformers' own experts as well as with these.
     assert worst(found, wanted) < max(1e-5, 2 * worst(plain, wanted))
     monkeypatch.setattr("fusedmoe.autograd.order", lambda *_: pytest.fail("ours"))
     with pytest.raises(BaseException, match="ours"):
@@ -58,27 +57,27 @@ def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_half_precision(family: str) -> None:
-    """No worse than one and a half times transformers' own grouped products, for one module's fresh inputs."""
-    errors = dict.fromkeys(("grouped_mm", fusedmoe.hf.NAME), 0.0)
-    for _ in range(5):  # of one input the error may be twice another's
-        experts, (x_TH, number_TK, weight_TK) = module_of(family)
-        dy_TH = torch.randn_like(x_TH).bfloat16()
+def test_half_precision_error_is_near_grouped_mm(family: str) -> None:
+    """The error is at most 1.5 times that of transformers' own grouped products, for one module's fresh inputs."""
+    errors = dict.fromkeys(("grouped_mm", "fusedmoe"), 0.0)
+    for _ in range(5):  # one input's error may be twice another's
+        experts, (x_TM, number_TK, weight_TK) = module_of(family)
+        dy_TM = torch.randn_like(x_TM).bfloat16()
         half = copy.deepcopy(experts).bfloat16()
-        with torch.no_grad():  # rounded parameters are parameters like any
+        with torch.no_grad():  # rounded values are valid parameters
             for ours, theirs in zip(experts.parameters(), half.parameters(), strict=True):
                 ours.copy_(theirs)
-        rounded = (x_TH.bfloat16(), number_TK, weight_TK.float())
+        rounded = (x_TM.bfloat16(), number_TK, weight_TK.float())
         whole = (rounded[0].double(), number_TK, rounded[2].double())
-        exact = gradients(experts, whole, dy_TH.double(), "eager")
+        exact = gradients(experts, whole, dy_TM.double(), "eager")
         for name in errors:
-            found = gradients(half, rounded, dy_TH, name)
+            found = gradients(half, rounded, dy_TM, name)
             errors[name] += worst({key: value.double() for key, value in found.items()}, exact)
-    assert errors[fusedmoe.hf.NAME] <= 1.5 * errors["grouped_mm"] + 1e-3, errors
+    assert errors["fusedmoe"] <= 1.5 * errors["grouped_mm"] + 1e-3, errors
 
 
 def module_of(family: str, tokens: int = 29) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """The first experts of a model in float64, and input for them: tokens, numbers and weights."""
+    """Return the first experts of a model in float64, and their input: tokens, expert numbers and weights."""
     experts: Any = next(m for m in make(family, "eager").double().modules() if hasattr(m, "_is_expert_parallel"))
     return experts, routed(experts, torch.rand(tokens, experts.num_experts).topk(2).indices)
 
@@ -87,30 +86,30 @@ def routed(experts: Any, number_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(len(number_TK), 32, dtype=torch.float64), number_TK, torch.rand(number_TK.shape).double()
 
 
-def gradients(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], dy_TH: Tensor, name: str) -> dict[str, Tensor]:
-    """The result and gradients of tokens, weights and parameters by an implementation."""
+def gradients(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], dy_TM: Tensor, name: str) -> dict[str, Tensor]:
+    """Return the result and the gradients of tokens, weights and parameters with an implementation."""
     experts.config._experts_implementation = name
     experts.zero_grad()
-    x_TH, weight_TK = inputs[0].clone().requires_grad_(), inputs[2].clone().requires_grad_()
-    y_TH = experts(x_TH, inputs[1], weight_TK)
-    assert y_TH.shape == x_TH.shape and y_TH.dtype == x_TH.dtype
-    y_TH.backward(dy_TH)
-    own = {"y": y_TH.detach(), "x": x_TH.grad, "weight": weight_TK.grad}
+    x_TM, weight_TK = inputs[0].clone().requires_grad_(), inputs[2].clone().requires_grad_()
+    y_TM = experts(x_TM, inputs[1], weight_TK)
+    assert y_TM.shape == x_TM.shape and y_TM.dtype == x_TM.dtype
+    y_TM.backward(dy_TM)
+    own = {"y": y_TM.detach(), "x": x_TM.grad, "weight": weight_TK.grad}
     return own | {name: p.grad for name, p in experts.named_parameters()}  # type: ignore[return-value]
 
 
-def test_only_gpt_oss_s_own_gate_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts, (x_TH, number_TK, weight_TK) = module_of("gpt-oss")
+def test_fused_clamped_swiglu_needs_unmodified_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, (x_TM, number_TK, weight_TK) = module_of("gpt-oss")
     assert is_clamped_swiglu(experts)
-    experts.config._experts_implementation = fusedmoe.hf.NAME
+    experts.config._experts_implementation = "fusedmoe"
     rows: list[int] = []
     gate = type(experts)._apply_gate
     monkeypatch.setattr(type(experts), "_apply_gate", lambda self, given: rows.append(len(given)) or gate(self, given))
-    x_TH = 20 * x_TH
-    before = experts(x_TH, number_TK, weight_TK)
-    experts.limit /= 2  # a user's change counts from the next call on
-    assert not torch.allclose(experts(x_TH, number_TK, weight_TK), before)
-    assert number_TK.numel() not in rows and len(rows) == 2  # only tried out, for each pair of gate and limit
+    x_TM = 20 * x_TM
+    before = experts(x_TM, number_TK, weight_TK)
+    experts.limit /= 2  # a user's change takes effect at the next call
+    assert not torch.allclose(experts(x_TM, number_TK, weight_TK), before)
+    assert number_TK.numel() not in rows and len(rows) == 2  # only probed, for each pair of gate and limit
 
     class SideBySide(GptOssExperts):
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
@@ -128,93 +127,93 @@ def test_only_gpt_oss_s_own_gate_is_taken_for_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 @pytest.mark.parametrize("rows", [1, 17])
-def test_routings(family: str, rows: int) -> None:
-    """One token, all on one expert, experts without tokens, numbers of 32 bits."""
+def test_uneven_routings_equal_eager(family: str, rows: int) -> None:
+    """One token, all tokens on one expert, experts without tokens, 32-bit expert numbers."""
     experts, _ = module_of(family)
     for number_TK in (torch.full((rows, 1), 2), torch.tensor([[1, 3]] * rows, dtype=torch.int32)):
         inputs = routed(experts, number_TK)
-        dy_TH = torch.randn_like(inputs[0])
-        wanted = gradients(experts, (inputs[0], number_TK.long(), inputs[2]), dy_TH, "eager")
-        found = gradients(experts, inputs, dy_TH, fusedmoe.hf.NAME)
+        dy_TM = torch.randn_like(inputs[0])
+        wanted = gradients(experts, (inputs[0], number_TK.long(), inputs[2]), dy_TM, "eager")
+        found = gradients(experts, inputs, dy_TM, "fusedmoe")
         assert worst(found, wanted) < 1e-12
         idle = [e for e in range(experts.num_experts) if e not in number_TK]
         assert not any(found[name][idle].any() for name in found if found[name].dim() == 3)
 
 
 @pytest.mark.parametrize("rows", [3, 90])
-def test_hooks_on_the_activation(rows: int) -> None:
+def test_activation_hooks_take_effect(rows: int) -> None:
     experts, inputs = module_of("mixtral", rows)
     experts.act_fn.register_forward_hook(lambda _, __, a: a * 2)
-    dy_TH = torch.randn_like(inputs[0])
-    wanted, found = (gradients(experts, inputs, dy_TH, name) for name in ("eager", fusedmoe.hf.NAME))
+    dy_TM = torch.randn_like(inputs[0])
+    wanted, found = (gradients(experts, inputs, dy_TM, name) for name in ("eager", "fusedmoe"))
     assert worst(found, wanted) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_nothing_here(family: str) -> None:
-    """No tokens; and none of the experts on this rank, as expert parallelism says it."""
-    experts, (x_TH, number_TK, weight_TK) = module_of(family)
+def test_experts_without_local_rows_return_zeros(family: str) -> None:
+    """No tokens; or no expert of this rank is chosen, as expert parallelism encodes it."""
+    experts, (x_TM, number_TK, weight_TK) = module_of(family)
     for here in (slice(0), slice(None)):
         experts._is_expert_parallel = here != slice(0)
         elsewhere = torch.full_like(number_TK[here], experts.num_experts)
-        inputs = (x_TH[here], elsewhere, torch.zeros_like(weight_TK[here]))
-        found = gradients(experts, inputs, torch.randn_like(x_TH[here]), fusedmoe.hf.NAME)
+        inputs = (x_TM[here], elsewhere, torch.zeros_like(weight_TK[here]))
+        found = gradients(experts, inputs, torch.randn_like(x_TM[here]), "fusedmoe")
         assert all(grad is not None and not grad.any() for grad in found.values())
 
 
-def test_a_number_that_does_not_exist_is_refused() -> None:
-    experts, (x_TH, number_TK, weight_TK) = module_of("mixtral")
-    experts.config._experts_implementation = fusedmoe.hf.NAME
+def test_expert_number_out_of_range_raises() -> None:
+    experts, (x_TM, number_TK, weight_TK) = module_of("mixtral")
+    experts.config._experts_implementation = "fusedmoe"
     number_TK[3, 1] = experts.num_experts
     with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
-        experts(x_TH, number_TK, weight_TK)
+        experts(x_TM, number_TK, weight_TK)
 
 
 @pytest.mark.parametrize("rows", [5, *slowly(70)])  # few, and more
-def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
+def test_non_finite_inputs_raise(rows: int) -> None:
     experts, given = module_of("gpt-oss")
-    experts.config._experts_implementation = fusedmoe.hf.NAME
-    x_TH, number_TK, weight_TK = (tensor[:1].expand(rows, -1).clone() for tensor in given)
+    experts.config._experts_implementation = "fusedmoe"
+    x_TM, number_TK, weight_TK = (tensor[:1].expand(rows, -1).clone() for tensor in given)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         module = copy.deepcopy(experts).to(dtype)
         for bad, place in itertools.product((torch.nan, torch.inf, -torch.inf), (0, 1)):
-            inputs = [x_TH.to(dtype), weight_TK.to(dtype)]
+            inputs = [x_TM.to(dtype), weight_TK.to(dtype)]
             inputs[place][3, 1] = bad
             with torch.set_grad_enabled(bool(place)), pytest.raises(ConfigError, match="Experts: tokens or .* are NaN"):
                 module(inputs[0], number_TK, inputs[1])
-        y_TH = module(x_TH.to(dtype).requires_grad_(), number_TK, weight_TK.to(dtype))
-        y_TH.backward(torch.full_like(y_TH, torch.inf))  # gradients that overflow are a loss scaler's to see
-    # Finite numbers whose sum is not are no fault.
-    refuse_bad_numbers(module, torch.full((64, 8), 6e4, dtype=torch.float16))
+        y_TM = module(x_TM.to(dtype).requires_grad_(), number_TK, weight_TK.to(dtype))
+        y_TM.backward(torch.full_like(y_TM, torch.inf))  # overflowing gradients are left to the loss scaler
+    # Finite values with an infinite sum are no fault.
+    require_finite_inputs(module, torch.full((64, 8), 6e4, dtype=torch.float16))
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
-    compiled(x_TH, number_TK, weight_TK)
-    x_TH[2, 2] = torch.nan
+    compiled(x_TM, number_TK, weight_TK)
+    x_TM[2, 2] = torch.nan
     with pytest.raises(RuntimeError, match="GptOssExperts: tokens or router weights are NaN"):
-        compiled(x_TH, number_TK, weight_TK)
+        compiled(x_TM, number_TK, weight_TK)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_decoding(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens without gradients, on a CPU, are put in no order."""
+def test_decoding_skips_sort(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens without gradients, on a CPU, are not sorted."""
     experts, (_, number_TK, _) = module_of(family)
     monkeypatch.setattr("fusedmoe.autograd.order", lambda *_: pytest.fail("it was"))
     for numbers in (number_TK[:rows], torch.full((rows, 2), 2, dtype=torch.int32), torch.tensor([[3, 3]] * rows)):
-        x_TH, number, weight_TK = routed(experts, numbers.view(rows, 2))
+        x_TM, number, weight_TK = routed(experts, numbers.view(rows, 2))
         with torch.no_grad():
             experts.config._experts_implementation = "eager"
-            wanted = experts(x_TH, number.long(), weight_TK)
-            experts.config._experts_implementation = fusedmoe.hf.NAME
-            torch.testing.assert_close(experts(x_TH, number, weight_TK), wanted, rtol=1e-12, atol=1e-14)
+            wanted = experts(x_TM, number.long(), weight_TK)
+            experts.config._experts_implementation = "fusedmoe"
+            torch.testing.assert_close(experts(x_TM, number, weight_TK), wanted, rtol=1e-12, atol=1e-14)
             with torch.autocast("cpu", torch.bfloat16):
-                half = experts(x_TH.float(), number, weight_TK.float())
+                half = experts(x_TM.float(), number, weight_TK.float())
             assert half.dtype == torch.float32
             torch.testing.assert_close(half.double(), wanted, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_decoding_in_single_precision(family: str) -> None:
-    """Chosen experts in any order, also twice, where all of them are one product."""
+def test_decoding_in_float32_equals_eager(family: str) -> None:
+    """Experts chosen in any order, also twice, with all experts in one product."""
     experts, _ = module_of(family)
     for numbers in ([[2, 0]], [[3, 1, 3]], [[1, 0, 2], [3, 0, 1]], [[0, 2], [0, 2], [0, 1], [0, 3]]):
         given = routed(experts, torch.tensor(numbers))
@@ -222,58 +221,58 @@ def test_decoding_in_single_precision(family: str) -> None:
             experts.config._experts_implementation = "eager"
             wanted = experts(*given)
             single = copy.deepcopy(experts).float()
-            single.config._experts_implementation = fusedmoe.hf.NAME
-            x_TH, number_TK, weight_TK = given
-            found = single(x_TH.float(), number_TK, weight_TK.float())
+            single.config._experts_implementation = "fusedmoe"
+            x_TM, number_TK, weight_TK = given
+            found = single(x_TM.float(), number_TK, weight_TK.float())
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_decoding_where_experts_are_elsewhere() -> None:
-    experts, (x_TH, number_TK, weight_TK) = module_of("mixtral")
-    experts.config._experts_implementation = fusedmoe.hf.NAME
+def test_decoding_with_experts_of_other_ranks() -> None:
+    experts, (x_TM, number_TK, weight_TK) = module_of("mixtral")
+    experts.config._experts_implementation = "fusedmoe"
     number_TK[0, 1] = experts.num_experts
     with torch.no_grad():
         with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
-            experts(x_TH[:2], number_TK[:2], weight_TK[:2])
+            experts(x_TM[:2], number_TK[:2], weight_TK[:2])
         experts._is_expert_parallel = True
-        wanted = experts(x_TH, number_TK, weight_TK)
+        wanted = experts(x_TM, number_TK, weight_TK)
         for tokens in (1, 2):
-            found = experts(x_TH[:tokens], number_TK[:tokens], weight_TK[:tokens])
+            found = experts(x_TM[:tokens], number_TK[:tokens], weight_TK[:tokens])
             torch.testing.assert_close(found, wanted[:tokens], rtol=1e-12, atol=1e-14)
-        # All that one token has chosen is elsewhere.
+        # All choices of one token are on other ranks.
         nowhere = torch.full_like(number_TK[:1], experts.num_experts)
-        assert torch.equal(experts(x_TH[:1], nowhere, weight_TK[:1]), torch.zeros_like(x_TH[:1]))
+        assert torch.equal(experts(x_TM[:1], nowhere, weight_TK[:1]), torch.zeros_like(x_TM[:1]))
 
 
-def test_autocast() -> None:
+def test_autocast_output_is_float32_and_close() -> None:
     experts, inputs = module_of("mixtral")
-    single, x_TH = copy.deepcopy(experts).float(), inputs[0].float().requires_grad_()
-    single.config._experts_implementation = fusedmoe.hf.NAME
+    single, x_TM = copy.deepcopy(experts).float(), inputs[0].float().requires_grad_()
+    single.config._experts_implementation = "fusedmoe"
     with torch.autocast("cpu", torch.bfloat16):
-        y_TH = single(x_TH, inputs[1], inputs[2].float())
-    assert y_TH.dtype == torch.float32
-    torch.testing.assert_close(y_TH, single(x_TH, inputs[1], inputs[2].float()), rtol=0.05, atol=0.05)
-    y_TH.sum().backward()
-    assert single.down_proj.grad.dtype == x_TH.grad.dtype == torch.float32
+        y_TM = single(x_TM, inputs[1], inputs[2].float())
+    assert y_TM.dtype == torch.float32
+    torch.testing.assert_close(y_TM, single(x_TM, inputs[1], inputs[2].float()), rtol=0.05, atol=0.05)
+    y_TM.sum().backward()
+    assert single.down_proj.grad.dtype == x_TM.grad.dtype == torch.float32
 
 
-def test_parameters_with_strides() -> None:
+def test_strided_parameters_equal_eager() -> None:
     experts, inputs = module_of("mixtral")
-    dy_TH = torch.randn_like(inputs[0])
-    wanted = gradients(experts, inputs, dy_TH, "eager")
+    dy_TM = torch.randn_like(inputs[0])
+    wanted = gradients(experts, inputs, dy_TM, "eager")
     for name, parameter in list(experts.named_parameters()):
         strided = torch.empty(*parameter.shape[:-1], 2 * parameter.shape[-1], dtype=parameter.dtype)[..., ::2]
         setattr(experts, name, torch.nn.Parameter(strided.copy_(parameter.detach())))
         assert not getattr(experts, name).is_contiguous()
-    assert worst(gradients(experts, inputs, dy_TH, fusedmoe.hf.NAME), wanted) < 1e-12
+    assert worst(gradients(experts, inputs, dy_TM, "fusedmoe"), wanted) < 1e-12
 
 
-def test_which_are_one_operation() -> None:
+def test_families_with_fused_activation() -> None:
     fused = {family: fused_activation(module_of(family)[0]) for family in CONFIGS}
     assert fused == dict.fromkeys(CONFIGS, "swiglu") | {"gpt-oss": None}
 
 
-def test_who_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_names_reason_for_rejected_model(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = LlamaForCausalLM(
         LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     )
@@ -293,7 +292,7 @@ def test_who_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapper(nn.Module):
-    """A model in a module of another class, as DistributedDataParallel and FSDP have it; the latter knows its names."""
+    """Model inside a module of another class, as in DistributedDataParallel and FSDP; FSDP preserves the names."""
 
     def __init__(self, module: Any, answers: bool = False) -> None:
         super().__init__()
@@ -312,7 +311,7 @@ class Wrapper(nn.Module):
 
 
 def wrap_experts(model: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Has `wrap` take all modules of experts, and put what it returns in their places."""
+    """Let `wrap` replace all expert modules with its results."""
     for block in [block for block in model.modules() if "experts" in block._modules]:
         block.experts = wrap(block.experts)
     return model
@@ -323,28 +322,28 @@ def compiled(experts: Any) -> Any:
     return experts
 
 
-def adapted(model: Any) -> Any:
+def add_lora(model: Any) -> Any:
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return get_peft_model(model, LoraConfig(r=2, target_parameters=names))
 
 
 WRAPS: dict[str, Callable[[Any, str], Any]] = {
-    "in a wrapper": lambda model, _: Wrapper(model),
-    "in wrappers that answer": lambda model, _: wrap_experts(Wrapper(model, True), partial(Wrapper, answers=True)),
-    "forward compiled": lambda model, _: wrap_experts(model, compiled),
-    "LoRA": lambda model, _: Wrapper(adapted(model)),
+    "wrapped_model": lambda model, _: Wrapper(model),
+    "wrapped_model_and_experts": lambda model, _: wrap_experts(Wrapper(model, True), partial(Wrapper, answers=True)),
+    "compiled_forward": lambda model, _: wrap_experts(model, compiled),
+    "LoRA": lambda model, _: Wrapper(add_lora(model)),
     "hooks": lambda model, _: dispatch_model(model, {"": "cpu"}, force_hooks=True),
-    "two hooks": lambda model, _: wrap_experts(
+    "two_hooks": lambda model, _: wrap_experts(
         dispatch_model(model, {"": "cpu"}, force_hooks=True),
         lambda experts: add_hook_to_module(experts, ModelHook(), append=True),
     ),
     "offloaded": lambda model, _: cpu_offload(model, execution_device=torch.device("cpu")) or model,
-    "on disk": lambda model, folder: disk_offload(model, folder, execution_device=torch.device("cpu")) or model,
+    "disk_offload": lambda model, folder: disk_offload(model, folder, execution_device=torch.device("cpu")) or model,
 }
 
 
-@pytest.mark.parametrize("how", [*(how for how in WRAPS if how != "forward compiled"), *slowly("forward compiled")])
-def test_wrapped_and_hooked_models(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [*(how for how in WRAPS if how != "compiled_forward"), *slowly("compiled_forward")])
+def test_wrapped_and_hooked_models_equal_eager(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, tokens = make("mixtral", "eager", torch.float64), torch.randint(0, VOCABULARY, (2, 40))
     model = WRAPS[how](copy.deepcopy(exact), str(tmp_path))
     called: list[str] = []
@@ -358,7 +357,7 @@ def test_wrapped_and_hooked_models(how: str, tmp_path: Path, monkeypatch: pytest
     assert len(called) == 2
 
 
-def test_who_is_in_the_way_of_a_hooked_model() -> None:
+def test_apply_names_replaced_forward_of_hooked_model() -> None:
     model = make("mixtral", "eager")
     model.model.layers[1].mlp.experts.forward = partial(lambda *_: None)
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -369,21 +368,21 @@ def test_who_is_in_the_way_of_a_hooked_model() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", *slowly("mixtral")])
-def test_one_graph_for_all_numbers_of_tokens(family: str) -> None:
-    """Where eager code takes another way for a few tokens."""
-    experts, (x_TH, number_TK, weight_TK) = module_of(family, 300)
-    exact, graphs = experts(x_TH, number_TK, weight_TK), []
+def test_dynamic_token_count_compiles_to_one_graph(family: str) -> None:
+    """Eager code uses a separate path for few tokens."""
+    experts, (x_TM, number_TK, weight_TK) = module_of(family, 300)
+    exact, graphs = experts(x_TM, number_TK, weight_TK), []
     experts.config._experts_implementation = NAME
     tokens = torch.export.Dim("tokens", min=2, max=300)
     compiled = torch.compile(
         experts, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True, dynamic=True
     )
     with torch.no_grad():
-        given = x_TH[:20], number_TK[:20], weight_TK[:20]
+        given = x_TM[:20], number_TK[:20], weight_TK[:20]
         exported = torch.export.export(experts, given, dynamic_shapes=({0: tokens},) * 3).module()
         for count in (20, 2, 63, 64, 65, 300):
             for graph in (exported, compiled):
-                found = graph(x_TH[:count], number_TK[:count], weight_TK[:count])
+                found = graph(x_TM[:count], number_TK[:count], weight_TK[:count])
                 torch.testing.assert_close(found, exact[:count], rtol=1e-10, atol=1e-10)
     assert len(graphs) == 1
 
@@ -396,7 +395,7 @@ def test_one_graph_for_all_numbers_of_tokens(family: str) -> None:
         ("has_bias", True, "gate_up_proj_bias must be a tensor of 2 dimensions"),
     ],
 )
-def test_refused_by_name(name: str, value: Any, match: str) -> None:
+def test_unsupported_expert_module_raises_by_name(name: str, value: Any, match: str) -> None:
     experts, inputs = module_of("mixtral")
     if name in experts._parameters:
         del experts._parameters[name]

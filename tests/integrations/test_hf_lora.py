@@ -1,4 +1,4 @@
-"""LoRA of expert parameters, as peft makes it, against peft over transformers' own experts in float64."""
+"""LoRA of expert parameters, as made by peft, compared with peft over transformers' own experts in float64."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TOKENS = torch.randint(0, VOCABULARY, (2, 9))
 
 @contextmanager
 def never_folded() -> Iterator[None]:
-    """Refuses a fold of an adapter into its parameter."""
+    """Reject folding an adapter into its parameter."""
     proxies = (peft_layer._LoraFactorsProxy, peft_layer._LoraParameterProxy)
     refusals = [patch.object(proxy, "forward", side_effect=AssertionError("folded")) for proxy in proxies]
-    with refusals[0], refusals[1], patch.object(module_experts, "folded", side_effect=AssertionError("folded")):
+    with refusals[0], refusals[1], patch.object(module_experts, "add_adapter", side_effect=AssertionError("folded")):
         yield
 
 
 def pair(family: str, names: list[str] = NAMES, **options: Any) -> tuple[PeftModel, PeftModel]:
-    """A model over transformers' own experts and over ours, with the same random adapters."""
+    """Build a model over transformers' own experts and one over ours, with the same random adapters."""
     plain = make(family, "eager", torch.float64)
     config = LoraConfig(r=3, lora_alpha=5, target_parameters=names, init_lora_weights=False, **options)
     theirs, ours = (get_peft_model(model, config) for model in (plain, copy.deepcopy(plain)))
@@ -48,8 +48,8 @@ def add_adapter(models: tuple[PeftModel, PeftModel], name: str, **options: Any) 
     models[1].load_state_dict(models[0].state_dict())
 
 
-def numbers(model: PeftModel) -> dict[str, Tensor]:
-    """Logits, the loss and all gradients of a pass."""
+def outputs_and_gradients(model: PeftModel) -> dict[str, Tensor]:
+    """Return the logits, the loss and all gradients of a pass."""
     model.zero_grad()
     out = model(input_ids=TOKENS, labels=TOKENS)
     out.loss.backward()
@@ -60,17 +60,17 @@ def numbers(model: PeftModel) -> dict[str, Tensor]:
 
 
 def compare(theirs: PeftModel, ours: PeftModel, folds: bool = False) -> None:
-    wanted = numbers(theirs)
+    wanted = outputs_and_gradients(theirs)
     with nullcontext() if folds else never_folded():
-        got = numbers(ours)
+        got = outputs_and_gradients(ours)
     assert wanted.keys() == got.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10 * value.abs().max().item(), msg=name)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3", "deepseek", "gpt-oss"])
-def test_families(family: str) -> None:
-    """Logits and gradients, and a few tokens without gradients, and nothing is ever folded."""
+def test_lora_of_model_families_equals_peft(family: str) -> None:
+    """Compare logits and gradients, also for few tokens without gradients; no adapter is ever folded."""
     theirs, ours = pair(family)
     compare(theirs, ours)
     with torch.no_grad(), never_folded():
@@ -81,16 +81,16 @@ def test_families(family: str) -> None:
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:]])
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_one_of_both_parameters(family: str, names: list[str]) -> None:
+def test_lora_of_one_expert_parameter(family: str, names: list[str]) -> None:
     compare(*pair(family, names))
 
 
-def test_rank_stabilised_scale_with_attention() -> None:
+def test_rslora_with_attention_adapters() -> None:
     compare(*pair("mixtral", use_rslora=True, target_modules=["q_proj", "v_proj"]))
 
 
-def test_several_adapters() -> None:
-    """One after the other, both at once, and none."""
+def test_multiple_active_adapters_equal_peft() -> None:
+    """Each adapter separately, both together, and none."""
     models = pair("mixtral")
     add_adapter(models, "second", r=2, lora_alpha=7)
     for active in ("second", "default", ["default", "second"]):
@@ -105,8 +105,8 @@ def test_several_adapters() -> None:
 
 
 @torch.no_grad()
-def test_merge() -> None:
-    """Merged and taken out again the numbers are the same; merged for good it is a plain model."""
+def test_merge_and_unmerge_preserve_logits() -> None:
+    """Merging and unmerging restores the results; merging permanently gives a plain model."""
     _, ours = pair("gpt-oss")
     logits = ours(input_ids=TOKENS).logits
     ours.merge_adapter()
@@ -118,7 +118,7 @@ def test_merge() -> None:
     assert not any("lora" in name for name, _ in plain.named_parameters())
 
 
-def test_checkpointing_computes_adapters_again() -> None:
+def test_gradient_checkpointing_with_adapters() -> None:
     theirs, ours = pair("mixtral")
     for model in (theirs, ours):
         model.train()
@@ -126,8 +126,8 @@ def test_checkpointing_computes_adapters_again() -> None:
     compare(theirs, ours)
 
 
-def test_parameters_that_are_trained_too() -> None:
-    """peft's own way, with a warning that names the parameter, once."""
+def test_trainable_base_parameters_fall_back_to_peft() -> None:
+    """These use peft's own implementation, with one warning that names the parameter."""
     models = pair("mixtral")
     for model in models:
         for name, parameter in model.named_parameters():
@@ -135,8 +135,8 @@ def test_parameters_that_are_trained_too() -> None:
                 parameter.requires_grad_("layers.1" in name)
     with warnings.catch_warnings(record=True) as seen, patch.object(peft_adapters, "_warned", set()):
         warnings.simplefilter("always")
-        wanted, got = ({n: p.grad for n, p in trained(model)} for model in models)
-        trained(models[1])
+        wanted, got = ({n: p.grad for n, p in parameters_with_gradient(model)} for model in models)
+        parameters_with_gradient(models[1])
     assert len(wanted) == len(got) == 10
     for name, grad in wanted.items():
         torch.testing.assert_close(got[name], grad, rtol=1e-10, atol=1e-10 * grad.abs().max().item(), msg=name)
@@ -144,15 +144,15 @@ def test_parameters_that_are_trained_too() -> None:
     assert len(told) == 2 and "down_proj" in "".join(told) and all("is trained, too" in text for text in told)
 
 
-def trained(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that get a gradient in a pass."""
+def parameters_with_gradient(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """List the parameters that receive a gradient in a pass."""
     model.zero_grad()
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     return [(name, p) for name, p in model.named_parameters() if p.grad is not None]
 
 
-def test_unknown_versions_fold_to_compare_shapes_only() -> None:
-    """Without the replaced method factors are read from peft's parametrisation, and no read of a parameter folds."""
+def test_unpatched_peft_never_folds_parameters() -> None:
+    """Without the replaced method, factors are read from peft's parametrisation, and no read of a parameter folds."""
     models = pair("mixtral")
     wrapper, proxy = peft_layer.ParamWrapper, peft_layer._LoraFactorsProxy
     replaced = wrapper._activate_lora
@@ -162,34 +162,34 @@ def test_unknown_versions_fold_to_compare_shapes_only() -> None:
         patch.object(wrapper, "_activate_lora", replaced.original),
         patch.object(proxy, "forward", lambda self, w: folds.append(w) or fold(self, w)),
     ):
-        wanted = numbers(models[0])
+        wanted = outputs_and_gradients(models[0])
         folds.clear()
-        got = numbers(models[1])
-    assert len(folds) == 4  # peft itself, one for each parameter of each layer
+        got = outputs_and_gradients(models[1])
+    assert len(folds) == 4  # by peft itself, one per parameter of each layer
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10 * value.abs().max().item(), msg=name)
 
 
-def test_experts_of_transformers_keep_their_way() -> None:
-    """The replaced method changes nothing for experts that this library does not compute."""
+def test_eager_experts_keep_peft_implementation() -> None:
+    """The replaced method has no effect on experts that this library does not compute."""
     theirs, ours = pair("mixtral")
-    wanted = numbers(theirs)
+    wanted = outputs_and_gradients(theirs)
     with patch.object(peft_layer.ParamWrapper, "_activate_lora", peft_layer.ParamWrapper._activate_lora.original):
-        torch.testing.assert_close(numbers(theirs), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(outputs_and_gradients(theirs), wanted, rtol=0, atol=0)
     ours.base_model.model.set_experts_implementation("eager")
-    torch.testing.assert_close(numbers(ours), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(outputs_and_gradients(ours), wanted, rtol=0, atol=0)
 
 
-def test_a_graph_sees_whose_forward_it_is() -> None:
+def test_compiled_graph_selects_fused_experts() -> None:
     experts = pair("mixtral")[1].base_model.model.model.layers[0].mlp.experts.get_base_layer()
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x: x + 1 if module_experts.computes(experts) else x, backend="eager", fullgraph=True
+        lambda x: x + 1 if module_experts.is_fused(experts) else x, backend="eager", fullgraph=True
     )
     assert compiled(torch.ones(1)) == 2
 
 
 @pytest.mark.slow
-def test_compiled_whole() -> None:
+def test_compiled_lora_model_equals_peft() -> None:
     theirs, ours = pair("mixtral")
     compare(theirs, torch.compile(ours, backend="aot_eager", fullgraph=True))

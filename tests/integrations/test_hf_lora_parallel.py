@@ -1,4 +1,4 @@
-"""Adapters of peft over ranks: on attention and experts of a model with expert parallelism, against one process."""
+"""Adapters of peft over ranks, on attention and experts of an expert-parallel model, compared with one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.integrations.test_hf_parallel import load, loss
 TARGETS = {"target_parameters": NAMES, "target_modules": ["q_proj", "v_proj"]}
 
 
-def adapted(model: Any, **targets: Any) -> Any:
+def add_lora(model: Any, **targets: Any) -> Any:
     model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **(targets or TARGETS)))
     return fusedmoe.hf.apply(model)
 
@@ -30,11 +30,11 @@ def adapters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def steps(rank: int, world: int, folder: str, tokens: list[Tensor]) -> tuple[dict[str, Tensor], float]:
-    """Adapters after two accumulated steps of this rank's batches, and the largest difference from one process."""
+    """Return the adapters after two accumulated steps, and the largest difference from one process."""
     model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world // (2 if world > 2 else 1), "tp_size": 1})
-    torch.manual_seed(rank)  # so that adapters begin apart
-    model = adapted(model)
-    alone = adapted(load(rank, world, folder, None).double())
+    torch.manual_seed(rank)  # adapters differ at first
+    model = add_lora(model)
+    alone = add_lora(load(rank, world, folder, None).double())
     alone.load_state_dict(adapters(model), strict=False)
     optimizers = [torch.optim.SGD(adapters(each).values(), lr=0.5) for each in (model, alone)]
     for each, optimizer in zip((model, alone), optimizers, strict=True):
@@ -55,8 +55,8 @@ def steps(rank: int, world: int, folder: str, tokens: list[Tensor]) -> tuple[dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_one_gradient_on_all_ranks(cluster: Cluster, tmp_path: Path, world: int) -> None:
-    """Adapters that begin apart are made equal, and stay so to the bit; gradients accumulate."""
+def test_adapter_gradients_are_equal_on_all_ranks(cluster: Cluster, tmp_path: Path, world: int) -> None:
+    """Adapters that differ between ranks are synchronised and stay bitwise equal; gradients accumulate."""
     make("mixtral", "eager").save_pretrained(tmp_path)
     tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (6, 11, 7, 9)[:world]]
     results = cluster.run(world, steps, str(tmp_path), tokens)
@@ -66,30 +66,30 @@ def test_one_gradient_on_all_ranks(cluster: Cluster, tmp_path: Path, world: int)
         assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
 
 
-def refused(rank: int, world: int, folder: str) -> None:
+def apply_unshared_adapters(rank: int, world: int, folder: str) -> None:
     model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world, "tp_size": 1})
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         model(input_ids=tokens)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"own gradient of .*lora_A.* call fusedmoe.hf.apply\(model\)"):
+        with pytest.raises(ConfigError, match=r"gradient of .*lora_A.* would differ .* fusedmoe.hf.apply\(model\)"):
             model(input_ids=tokens)
     fusedmoe.hf.apply(model)
     model(input_ids=tokens, labels=tokens).loss.backward()
-    # Adapters that arrive after a step.
+    # Adapters added after a step.
     model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
     model.set_adapter("late")
-    with pytest.raises(ConfigError, match=r"own gradient of .*lora_A.late.* call fusedmoe.hf.apply\(model\)"):
+    with pytest.raises(ConfigError, match=r"gradient of .*lora_A.late.* would differ .* fusedmoe.hf.apply\(model\)"):
         model(input_ids=tokens)
     fusedmoe.hf.apply(model)
     model(input_ids=tokens, labels=tokens).loss.backward()
     with pytest.raises(ConfigError, match=r"Linear.weight is split over ranks, .* merge it in one process"):
         model.merge_and_unload()
     del model
-    # What peft would add to parts of parameters.
+    # Adapters that peft would add to sharded parameters.
     model = load(rank, world, folder, {"fsdp_size": world, "ep_size": world, "tp_size": 1})
-    model = adapted(model, target_parameters=NAMES)
+    model = add_lora(model, target_parameters=NAMES)
     with pytest.raises(ConfigError, match="_proj is split over ranks, .* merge it in one process"):
         model.merge_adapter()
     for name, parameter in model.named_parameters():
@@ -99,10 +99,10 @@ def refused(rank: int, world: int, folder: str) -> None:
     del model
     model = load(rank, world, folder, {"fsdp_size": world // 2, "ep_size": world, "tp_size": 2})
     with pytest.raises(ConfigError, match="tp_size=2"):
-        adapted(model, target_modules=["o_proj"])
+        add_lora(model, target_modules=["o_proj"])
 
 
 @pytest.mark.slow
-def test_adapters_that_nobody_shares_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_unshared_adapters_raise(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(2, refused, str(tmp_path))
+    cluster.run(2, apply_unshared_adapters, str(tmp_path))

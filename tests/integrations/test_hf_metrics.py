@@ -1,4 +1,4 @@
-"""Metrics of models of transformers, and their way into the logs of `Trainer`."""
+"""Metrics of models of transformers, also in the logs of `Trainer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"max_vio", "max_vio_worst", "load_cv", "dead_experts", "diversity", "rou
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("experts_of", ["eager", "fusedmoe"])
-def test_metrics_are_those_of_the_router(family: str, experts_of: str) -> None:
+def test_metrics_equal_router_outputs(family: str, experts_of: str) -> None:
     model = make(family, experts_of).train()
     metrics, seen = RouterMetrics(model), []
     routers = [one for one in model.modules() if type(one).__name__.lower().endswith("router")]
@@ -58,10 +58,10 @@ def test_metrics_are_those_of_the_router(family: str, experts_of: str) -> None:
         {"target_parameters": ["mlp.experts.down_proj"], "modules_to_save": ["gate", "router"]},
         {"target_modules": ["o_proj"], "modules_to_save": ["experts"]},
     ],
-    ids=["experts", "experts and routers", "copies of experts"],
+    ids=["experts", "experts_and_routers", "modules_to_save"],
 )
-def test_adapters_of_peft_change_no_metric(family: str, adapted: dict[str, Any]) -> None:
-    """New ones leave a model's results as they are."""
+def test_lora_preserves_router_metrics(family: str, adapted: dict[str, Any]) -> None:
+    """New adapters do not change a model's results."""
     model, tokens, found = make(family, "fusedmoe"), torch.randint(0, VOCABULARY, (2, 9)), []
     for each in (model, lambda: get_peft_model(model, LoraConfig(r=2, **adapted))):
         each = each.train() if each is model else each().train()
@@ -73,7 +73,7 @@ def test_adapters_of_peft_change_no_metric(family: str, adapted: dict[str, Any])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_the_callback_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_callback_logs_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (8, 5))]
     given: dict[str, Any] = {"max_steps": 4, "logging_steps": 2, "use_cpu": True, "report_to": "none"}
@@ -91,7 +91,7 @@ def test_the_callback_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
 
 
-def test_models_without_experts_are_refused_and_layers_of_ours_have_all_keys() -> None:
+def test_callback_rejects_dense_model_and_logs_own_layer() -> None:
     callback = fusedmoe.hf.MetricsCallback()
     with pytest.raises(ConfigError, match="Linear has no experts"):
         callback.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))

@@ -1,8 +1,9 @@
-"""Padding of models of transformers goes to no expert: results are those of the sequences without it."""
+"""Padding tokens of transformers models are sent to no expert: results equal those of the sequences without padding."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import StaticCache
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.callbacks import RouterMetrics, named_input
+from fusedmoe.hf.callbacks import RouterMetrics, expert_inputs
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.test_hf_parallel import load
@@ -40,9 +41,9 @@ def experts_of(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("left", [True, *slowly(False)])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek", *slowly("qwen3", "olmoe", "gpt-oss")])
-def test_families(family: str, left: bool) -> None:
+def test_masked_padding_equals_unpadded_sequences(family: str, left: bool) -> None:
     torch.manual_seed(1)
-    model = make(family, fusedmoe.hf.NAME, torch.float64).train()
+    model = make(family, "fusedmoe", torch.float64).train()
     assert fusedmoe.hf.mask_padding(fusedmoe.hf.mask_padding(model)) is model
     rows, tokens, mask = sequences(2, left)
     alone = copy.deepcopy(model)
@@ -64,11 +65,11 @@ def test_families(family: str, left: bool) -> None:
 
 
 def rows_of(model: Any, **given: Any) -> list[int]:
-    """Rows that experts compute."""
+    """Count the rows that experts compute."""
     counts: list[int] = []
 
     def count(_: Any, args: Any, kwargs: Any) -> None:
-        counts.append(int((named_input(*args, **kwargs)["top_k_index"] >= 0).sum()))
+        counts.append(int((expert_inputs(*args, **kwargs)["top_k_index"] >= 0).sum()))
 
     hooks = [experts.register_forward_pre_hook(count, with_kwargs=True) for experts in experts_of(model)]
     model(**given)
@@ -77,8 +78,8 @@ def rows_of(model: Any, **given: Any) -> list[int]:
     return counts
 
 
-def test_masked_tokens_have_no_rows() -> None:
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+def test_masked_tokens_send_no_rows() -> None:
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe"))
     _, tokens, mask = sequences(1, False)
     assert rows_of(model, input_ids=tokens, attention_mask=mask) == [2 * 15] * 2
     x = torch.randn(3, 9, 32)
@@ -90,13 +91,13 @@ def test_masked_tokens_have_no_rows() -> None:
     model(tokens, mask)
     assert not seen[0][~mask.bool()].any() and seen[0][mask.bool()].any()
     block(x)
-    assert seen[1].any(-1).all()  # outside of a call of the model there is no mask
+    assert seen[1].any(-1).all()  # outside a model call there is no mask
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
+def test_gradient_checkpointing_with_masked_padding(reentrant: bool) -> None:
     torch.manual_seed(3)
-    model = fusedmoe.hf.mask_padding(make("qwen3", fusedmoe.hf.NAME, torch.float64)).train()
+    model = fusedmoe.hf.mask_padding(make("qwen3", "fusedmoe", torch.float64)).train()
     batches, found = [sequences(seed, False, lengths)[1:] for seed, lengths in ((1, (9, 4)), (2, (2, 9)))], []
     for checked in (False, True):
         if checked:
@@ -111,22 +112,22 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_an_unknown_recomputation_raises() -> None:
-    model = fusedmoe.hf.mask_padding(make("qwen3", fusedmoe.hf.NAME)).train()
+def test_unknown_recomputation_raises() -> None:
+    model = fusedmoe.hf.mask_padding(make("qwen3", "fusedmoe")).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, tokens, mask = sequences(1, False)
     loss = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
     x = torch.zeros(1, 3, 32, requires_grad=True)
     z = x * 2
     z.register_hook(lambda grad: model.model.layers[0].mlp(x) and None)
-    with pytest.raises(ConfigError, match="by no checkpoint that is recognised"):
+    with pytest.raises(ConfigError, match="under an unrecognised checkpoint"):
         z.sum().backward()
     del loss
 
 
-def test_with_a_cache() -> None:
+def test_generation_with_cache_equals_unpadded() -> None:
     torch.manual_seed(4)
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe"))
     rows, tokens, mask = sequences(5, True)
     given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     found = model.generate(tokens, attention_mask=mask, **given)[:, tokens.shape[1] :]
@@ -138,9 +139,9 @@ def test_with_a_cache() -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("kind", ["bool", "float", "bfloat16", "big", "heads", "flex"])
-def test_masks_of_queries_and_keys(kind: str, left: bool) -> None:
-    """The same tokens are padding as by a mask of tokens."""
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+def test_attention_masks_mark_same_padding_as_token_mask(kind: str, left: bool) -> None:
+    """A mask of queries and keys marks the same padding tokens as a token mask."""
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe"))
     _, tokens, mask = sequences(6, left)
     attends = mask.bool()[:, None, None] & torch.ones(9, 9).tril().bool()
     masks: dict[str, Any] = {"bool": attends, "heads": attends.expand(-1, 4, -1, -1)}
@@ -152,26 +153,26 @@ def test_masks_of_queries_and_keys(kind: str, left: bool) -> None:
         masks[name] = torch.zeros(attends.shape, dtype=dtype).masked_fill(~attends, least)
     real = mask.bool()
     masks["flex"] = create_block_mask(lambda b, h, q, k: (q >= k) & real[b, k], 3, None, 9, 9, device="cpu")
-    found = seen_by_experts(model, input_ids=tokens, attention_mask=masks[kind])
+    found = tokens_of_experts(model, input_ids=tokens, attention_mask=masks[kind])
     assert torch.equal(found, real)
 
 
-def test_a_mask_of_one_sequence_for_all() -> None:
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+def test_broadcast_attention_mask_applies_to_all_sequences() -> None:
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe"))
     attends = torch.ones(1, 1, 5, 5).tril().bool()
     attends[..., :2] = False
     tokens = torch.randint(0, VOCABULARY, (3, 5))
-    assert seen_by_experts(model, input_ids=tokens, attention_mask=attends).tolist() == [[False] * 2 + [True] * 3] * 3
+    assert tokens_of_experts(model, input_ids=tokens, attention_mask=attends).tolist() == [[False] * 2 + [True] * 3] * 3
 
 
-def test_a_dict_without_masks_has_no_padding() -> None:
-    model = fusedmoe.hf.mask_padding(make("gpt-oss", fusedmoe.hf.NAME))
+def test_mask_dict_of_none_has_no_padding() -> None:
+    model = fusedmoe.hf.mask_padding(make("gpt-oss", "fusedmoe"))
     masks = {"full_attention": None, "sliding_attention": None}
     assert rows_of(model, input_ids=torch.randint(0, VOCABULARY, (3, 5)), attention_mask=masks) == [2 * 15] * 2
 
 
-def seen_by_experts(model: Any, **given: Any) -> Tensor:
-    """Which tokens, [batch, tokens], experts compute in a call, where attention does not matter."""
+def tokens_of_experts(model: Any, **given: Any) -> Tensor:
+    """Return the tokens, [batch, tokens], that experts compute in a call; attention has no effect here."""
     rows: list[Tensor] = []
 
     def first(_: Any, __: Any, kwargs: Any) -> None:
@@ -192,10 +193,10 @@ STATIC_OTHERS = [("mixtral", "eager", 4), ("qwen3", "sdpa", 4), ("olmoe", "sdpa"
 
 @pytest.mark.parametrize("beams", [1, *slowly(2)])
 @pytest.mark.parametrize(("family", "attention", "window"), [*STATIC, *slowly(*STATIC_OTHERS)])
-def test_caches_of_fixed_length(family: str, attention: str, window: int | None, beams: int) -> None:
-    """`generate` prepares masks of queries and keys for them, one for each kind of layer."""
+def test_static_cache_masks_padding(family: str, attention: str, window: int | None, beams: int) -> None:
+    """`generate` prepares masks of queries and keys for such caches, one per kind of layer."""
     torch.manual_seed(7)
-    model = make(family, fusedmoe.hf.NAME)
+    model = make(family, "fusedmoe")
     model.set_attn_implementation(attention)
     if window is not None:
         model.config.sliding_window = window
@@ -213,17 +214,17 @@ def test_caches_of_fixed_length(family: str, attention: str, window: int | None,
     hook.remove()
     assert torch.equal(found, wanted)
     assert counts == [15 * beams] + [3 * beams] * 5
-    # A mask of tokens as long as the cache.
+    # A token mask as long as the cache.
     cache = StaticCache(model.config, max_cache_len=16)
-    assert rows_of(masked, input_ids=tokens, attention_mask=F.pad(mask, (0, 7)), past_key_values=cache) == [
-        2 * 15
-    ] * len(experts_of(masked))
+    for name in {"past_key_values", *inspect.signature(masked.forward).parameters} & {"past_key_values", "cache"}:
+        given = {"input_ids": tokens, "attention_mask": F.pad(mask, (0, 7)), name: copy.deepcopy(cache)}
+        assert rows_of(masked, **given) == [2 * 15] * len(experts_of(masked))
 
 
 @pytest.mark.slow
-def test_compiled_with_a_prepared_mask() -> None:
+def test_compiled_model_with_attention_mask_equals_eager() -> None:
     torch.manual_seed(4)
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME, torch.float64)).train()
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe", torch.float64)).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     _, tokens, mask = sequences(5, False)
     attends = mask.bool()[:, None, None] & torch.ones(9, 9).tril().bool()
@@ -233,10 +234,10 @@ def test_compiled_with_a_prepared_mask() -> None:
 
 
 @pytest.mark.slow
-def test_compiled() -> None:
-    """The whole model is one graph; positions of the arguments do not matter."""
+def test_compiled_model_with_token_mask_equals_eager() -> None:
+    """The whole model is one graph, for positional and keyword arguments."""
     torch.manual_seed(4)
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME, torch.float64)).train()
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe", torch.float64)).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     _, tokens, mask = sequences(5, True)
     found = []
@@ -251,18 +252,18 @@ def test_compiled() -> None:
     torch._dynamo.reset()
 
 
-def test_refusals() -> None:
+def test_mask_padding_rejects_unsupported_models_and_masks() -> None:
     with pytest.raises(ConfigError, match="is not computed by this library; call fusedmoe.hf.apply"):
         fusedmoe.hf.mask_padding(make("mixtral", "eager"))
     with pytest.raises(ConfigError, match="Linear has no experts"):
         fusedmoe.hf.mask_padding(torch.nn.Linear(2, 2))
-    model = fusedmoe.hf.mask_padding(make("mixtral", fusedmoe.hf.NAME))
+    model = fusedmoe.hf.mask_padding(make("mixtral", "fusedmoe"))
     tokens, square = torch.ones(1, 4).long(), torch.ones(1, 1, 4, 4)
     with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], or .*, got torch.int64 \[1, 1, 4, 4\]"):
         model(input_ids=tokens, attention_mask=square.long())
     with pytest.raises(ConfigError, match=r"must be \[batch, tokens\], or .*, got torch.float32 \[1, 4, 4\]"):
         model(input_ids=tokens, attention_mask=square[0])
-    with pytest.raises(ConfigError, match=r"is \[1, 1, 4, 6\] for 4 tokens, .* give a mask \[batch, tokens\]"):
+    with pytest.raises(ConfigError, match=r"is \[1, 1, 4, 6\] for 4 tokens, .* pass a mask \[batch, tokens\]"):
         model(input_ids=tokens, attention_mask=torch.ones(1, 1, 4, 6).bool())
     with pytest.raises(ConfigError, match="tokens that do not attend to themselves, and others attend to them"):
         model(input_ids=tokens, attention_mask=square.tril(-1).bool())
@@ -271,7 +272,7 @@ def test_refusals() -> None:
         model(input_ids=tokens, attention_mask=block)
 
 
-def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
+def run_on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
     model = fusedmoe.hf.mask_padding(load(rank, world, folder, sizes))
     _, tokens, mask = sequences(rank // sizes["tp_size"], False)
     logits = model(input_ids=tokens, attention_mask=mask).logits
@@ -283,7 +284,7 @@ def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp_size": 1, "ep_size": 2, "fsdp_size": 2}, {"tp_size": 2, "ep_size": 2}])
-def test_two_ranks(cluster: Cluster, tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_masked_padding_on_two_ranks(cluster: Cluster, tmp_path: Path, sizes: dict[str, int]) -> None:
     torch.manual_seed(6)
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(2, on_ranks, str(tmp_path), sizes)
+    cluster.run(2, run_on_ranks, str(tmp_path), sizes)

@@ -1,4 +1,4 @@
-"""Expert parallelism as transformers configures it, with this library's exchange, against the model in one piece."""
+"""Expert parallelism configured through transformers, with this library's exchange, compared with the unsplit model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import fusedmoe.hf
+import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe.errors import RankError
 from fusedmoe.hf import ExpertParallel
 from fusedmoe.hf.callbacks import RouterMetrics
@@ -26,21 +26,23 @@ from tests.integrations.models import VOCABULARY, make
 
 
 def load(rank: int, world: int, folder: str, sizes: dict[str, int] | None) -> Any:
-    """The model over the ranks; without sizes, in one piece."""
+    """Load the model over the ranks; without sizes, unsplit."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
-        config = None if sizes is None else DistributedConfig(**sizes, ep_implementation=fusedmoe.hf.NAME)
+        config = None if sizes is None else DistributedConfig(**sizes, ep_implementation="fusedmoe")
         return AutoModelForCausalLM.from_pretrained(
-            folder, experts_implementation=fusedmoe.hf.NAME, distributed_config=config
+            folder, experts_implementation="fusedmoe", distributed_config=config
         )
 
 
 def step(
     rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]
 ) -> tuple[float, list[int], float]:
-    """The largest relative error of logits and gradients; how many rows this rank got in each of its layers; and how
-    much more the busiest rank got than the mean, by the metrics."""
+    """Return the largest relative error of logits and gradients, this rank's received rows, and the imbalance.
+
+    Rows are per layer. The imbalance is the busiest rank's load relative to the mean, from the metrics.
+    """
     model = load(rank, world, folder, sizes)
     rows: list[int] = []
     metrics = RouterMetrics(model.train())
@@ -54,7 +56,7 @@ def step(
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
     told = metrics.collect()["moe/rank_rows"]
-    # The sum of all losses over the number of ranks that have their own, as FSDP's mean of gradients has it.
+    # Sum of all losses over the number of ranks with separate losses, matching FSDP's mean of gradients.
     loss(out.logits, own).backward()
     exact = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
     total = sum(loss(exact(input_ids=each).logits, each) for each in tokens) / len(tokens)
@@ -65,10 +67,11 @@ def step(
         assert parameter.grad is not None and wanted[name].grad is not None, name
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         found[name] = grad, wanted[name].grad
-    # Some gradients are zero but for rounding.
+    # Some gradients are zero up to rounding.
     least = 1e-3 * max(b.norm() for name, (_, b) in found.items() if name != "logits")
     worst = max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values())
-    # No mesh has all gradients. Clipped to a tenth of their norm they have a tenth of it, and so has each.
+    # No single mesh holds all gradients. Clipping to a tenth of the total norm scales the norm and each gradient by a
+    # tenth.
     norm = torch.stack([grad.norm() for name, (_, grad) in found.items() if name != "logits"]).norm()
     before = {name: local_part(parameter.grad).clone() for name, parameter in model.named_parameters()}
     for wants in (norm, norm / 10):
@@ -82,13 +85,13 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
 
 
-def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+def test_expert_parallel_model_equals_unsplit(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager").save_pretrained(tmp_path)
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
     tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 11)]
     results = cluster.run(2, step, str(tmp_path), sizes, tokens)
     assert all(worst < 1e-5 for worst, *_ in results), results
-    # As many rows as tokens have experts, however they are spread.
+    # The row count is tokens times experts per token, for every distribution.
     each = list(zip(*(rows for _, rows, _ in results), strict=True))
     assert [sum(rows) for rows in each] == [2 * 14] * 2
     over_mean = sum(max(rows) / 14 for rows in each) / 2
@@ -96,13 +99,13 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_numbers_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+def test_non_finite_input_on_one_rank_raises_on_both(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(2, bad_numbers, str(tmp_path), {"fsdp_size": 2, "ep_size": 2, "tp_size": 1})
+    cluster.run(2, run_non_finite, str(tmp_path), {"fsdp_size": 2, "ep_size": 2, "tp_size": 1})
 
 
-def bad_numbers(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
-    """NaN on one rank ends the call on both, looked at on the host or told by the exchange; the next one works."""
+def run_non_finite(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
+    """NaN on one rank ends the call on both, found by the host or by the exchange; the next call succeeds."""
     model = load(rank, world, folder, sizes)
     inputs = torch.randn(1, 7, model.config.hidden_size)
     bad = inputs.clone()
@@ -121,8 +124,10 @@ def bad_numbers(rank: int, world: int, folder: str, sizes: dict[str, int]) -> No
 @pytest.mark.parametrize(
     ("family", "fsdp", "ep", "tp"), [("mixtral", 4, 2, 1), ("gpt-oss", 2, 4, 2), ("deepseek", 1, 4, 4)]
 )
-def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int) -> None:
-    """Uneven batches; ranks that share one; ranks without a token of their own."""
+def test_expert_parallel_families_on_four_ranks(
+    cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int
+) -> None:
+    """Uneven batches; ranks that share a batch; ranks without tokens."""
     make(family, "eager").save_pretrained(tmp_path)
     tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 9, 5, 13)[:fsdp]]
     sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
@@ -131,7 +136,7 @@ def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep
 
 
 def load_and_save(rank: int, world: int, folder: str, sizes: dict[str, int], before: str | None, after: str) -> Any:
-    """A step, or the state of another number of ranks; saved. Returns the state in one piece, by name."""
+    """Run a step, or load the state of another rank count; save. Return the unsplit state by name."""
     model = load(rank, world, folder, sizes if world > 1 else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if before is None:
@@ -153,8 +158,8 @@ def load_and_save(rank: int, world: int, folder: str, sizes: dict[str, int], bef
 
 
 @pytest.mark.slow
-def test_checkpoints_of_pytorch_go_from_one_number_of_ranks_to_another(cluster: Cluster, tmp_path: Path) -> None:
-    """By torch.distributed.checkpoint alone: experts over 2, 4, and 1 ranks, model and optimizer, to the bit."""
+def test_dcp_checkpoint_reshards_between_rank_counts(cluster: Cluster, tmp_path: Path) -> None:
+    """With torch.distributed.checkpoint alone: experts over 2, 4, and 1 ranks, model and optimizer, bitwise equal."""
     make("mixtral", "eager").save_pretrained(tmp_path)
     states, before = [], None
     for world in (2, 4, 1):
@@ -164,7 +169,7 @@ def test_checkpoints_of_pytorch_go_from_one_number_of_ranks_to_another(cluster: 
     assert any(name.endswith("exp_avg") for name in states[0]) and states[0] == states[1] == states[2]
 
 
-def test_is_registered() -> None:
+def test_expert_parallel_implementation_is_registered() -> None:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
-    assert EPImplementationInterface()[fusedmoe.hf.NAME] is ExpertParallel
+    assert EPImplementationInterface()["fusedmoe"] is ExpertParallel

@@ -1,4 +1,4 @@
-"""Experts in 4 and 8 bits, with adapters and without, against the same matrices in full."""
+"""Experts in 4 and 8 bits, with and without adapters, compared with the same matrices unpacked."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ STORES = {
 
 
 def pair(store: Any, family: str = "mixtral") -> tuple[Any, Any]:
-    """A model with quantised experts, and one with what they are in full."""
+    """Build a model with quantised experts, and one with their unpacked values."""
     packed = make(family, "eager")
     whole = copy.deepcopy(packed)
     for layer, other in zip(packed.model.layers, whole.model.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
             store(layer.mlp.experts, name)
-            full = in_full(layer.mlp.experts, name)
+            full = unpacked(layer.mlp.experts, name)
             setattr(other.mlp.experts, name, torch.nn.Parameter(full.clone(), requires_grad=False))
     return packed, whole
 
 
-def in_full(experts: Any, name: str) -> torch.Tensor:
-    """All matrices of a quantised parameter."""
+def unpacked(experts: Any, name: str) -> torch.Tensor:
+    """Unpack all matrices of a quantised parameter."""
     if not parametrize.is_parametrized(experts, name):
         return getattr(experts, name).detach().dequantize()
     parametrisations = experts.parametrizations[name]
     state = copy.copy(parametrisations[0].quant_state)
-    shape, state.shape = state.shape, torch.Size([state.shape.numel()])  # right on CPUs, whatever the columns
+    shape, state.shape = state.shape, torch.Size([state.shape.numel()])  # correct on CPUs for any column count
     functional = pytest.importorskip("bitsandbytes.functional")
     return functional.dequantize_4bit(parametrisations.original, state).view(shape)
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("adapted", [True, False])
-def test_expert_by_expert(store: str, adapted: bool) -> None:
-    """Results and gradients are those of the matrices in full, of which no more than one is made at a time."""
+def test_quantised_experts_are_unpacked_one_at_a_time(store: str, adapted: bool) -> None:
+    """Results and gradients equal those of the unpacked matrices; at most one matrix is unpacked at a time."""
     models = pair(STORES[store])
     if adapted:
-        # Of a module with parametrisations peft wants the whole names of parameters.
+        # For a module with parametrisations, peft needs the full parameter names.
         names = [f"model.layers.{layer}.{name}" for layer in range(2) for name in NAMES]
         config = LoraConfig(r=3, target_parameters=names, target_modules=["q_proj"], init_lora_weights=False)
         models = tuple(get_peft_model(model, config) for model in models)
@@ -82,8 +82,8 @@ def test_expert_by_expert(store: str, adapted: bool) -> None:
         for model in models:
             model.requires_grad_(False)
             model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
-    with all_of_them_refused():
-        got, wanted = (numbers(model) for model in (packed, whole))
+    with forbid_full_unpacking():
+        got, wanted = (logits_and_gradients(model) for model in (packed, whole))
         with torch.no_grad():
             few = packed(input_ids=TOKENS[:1, :2]).logits
     for value, right in zip(got, wanted, strict=True):
@@ -93,7 +93,7 @@ def test_expert_by_expert(store: str, adapted: bool) -> None:
 
 
 def adapters(model: Any) -> list[torch.nn.Parameter]:
-    """Factors of all adapters in one order; peft nests those of parametrised modules in another one."""
+    """Return all adapter factors in one order; peft nests those of parametrised modules in another."""
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -103,8 +103,8 @@ def adapters(model: Any) -> list[torch.nn.Parameter]:
     return [factor for key in sorted(found) for factor in found[key]]
 
 
-def numbers(model: Any) -> list[torch.Tensor]:
-    """Logits, and gradients of what is trained."""
+def logits_and_gradients(model: Any) -> list[torch.Tensor]:
+    """Return logits, and gradients of the trained parameters."""
     model.zero_grad()
     out = model(input_ids=TOKENS, labels=TOKENS)
     out.loss.backward()
@@ -113,8 +113,8 @@ def numbers(model: Any) -> list[torch.Tensor]:
     return [out.logits.detach(), *(p.grad for p in trained)]
 
 
-def all_of_them_refused() -> Any:
-    """Inside, bitsandbytes unpacks no parameter whole."""
+def forbid_full_unpacking() -> Any:
+    """Context in which bitsandbytes cannot unpack a whole parameter."""
     try:
         from bitsandbytes.nn.parametrize import Bnb4bitParametrization
     except ImportError:
@@ -122,7 +122,7 @@ def all_of_them_refused() -> Any:
     return patch.object(Bnb4bitParametrization, "forward", side_effect=AssertionError("all experts at once"))
 
 
-def test_refusals() -> None:
+def test_unsupported_quantisation_raises() -> None:
     packed, _ = pair(lambda experts, name: four_bits(experts, name, blocksize=512))
     with pytest.raises(ConfigError, match="blocks of 512, which do not end where experts"):
         fusedmoe.hf.apply(packed)
@@ -131,12 +131,12 @@ def test_refusals() -> None:
         fusedmoe.hf.apply(packed)
 
 
-def test_split_over_ranks_they_are_refused() -> None:
-    experts = make("mixtral", fusedmoe.hf.NAME).model.layers[0].mlp.experts
+def test_quantised_experts_split_over_ranks_raise() -> None:
+    experts = make("mixtral", "fusedmoe").model.layers[0].mlp.experts
     experts._is_expert_parallel = True
     whole = hf_quantised.QuantisedMatrices((8, 32, 24), torch.float32, torch.device("cpu"))
     with (
-        patch.object(module_experts, "stored", lambda *_: whole),
+        patch.object(module_experts, "base_parameter", lambda *_: whole),
         pytest.raises(ConfigError, match="MixtralExperts is quantised and split over ranks"),
     ):
         module_experts.check_experts(experts)

@@ -1,4 +1,4 @@
-"""Schedules at the door of Hugging Face: results and gradients are those without one, whatever else a trainer does."""
+"""Schedules of the Hugging Face integration: results and gradients equal those without, under all trainer features."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import fusedmoe.hf
 from fusedmoe import Schedule
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.hf import PlanTuningCallback
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 from tests.integrations.plans_run import plans_run
 from tests.marks import slowly
 
-# Of the families whose experts run as one operation, and of those that autograd differentiates chunk by chunk.
+# Families whose experts run as one operation, and families that autograd differentiates chunk by chunk.
 DEGREES = {"mixtral": (2, 3), "qwen3": (4, 1), "gpt-oss": (2, 2)}
 
 
@@ -47,7 +47,7 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def found(model: Any, tokens: list[Tensor], *, autocast: bool = False, last_syncs: bool = False) -> dict[str, Tensor]:
-    """Losses of batches whose gradients add up, and the gradients; with `last_syncs` these are reduced at the end."""
+    """Return losses and accumulated gradients of batches; with `last_syncs` gradients are reduced at the end."""
     losses = []
     for number, batch in enumerate(tokens):
         for module in model.modules():
@@ -112,7 +112,7 @@ def compare(
         fusedmoe.hf.apply(model, schedule=Schedule("fsmoe", degrees))
         with plans_run() as ran:
             values = case(model, tokens)
-        # Where chunks have graphs of their own, checkpoints that pack what is saved have one go after the other.
+        # Chunks with separate graphs, inside checkpoints that pack saved tensors, run one after the other.
         by_plan = name != "checkpoints" or degrees[0] != degrees[1]
         assert set(ran) == ({degrees} if by_plan else set()), name
         assert values.keys() == wanted.keys() and len(wanted) > (1 if name != "evaluation" else 0)
@@ -132,7 +132,9 @@ def compare(
         *slowly(("mixtral", tuple(CASES)), ("gpt-oss", tuple(CASES))),
     ],
 )
-def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, cases: Sequence[str]) -> None:
+def test_scheduled_model_equals_unscheduled(
+    cluster: Cluster, tmp_path: Path, family: str, cases: Sequence[str]
+) -> None:
     make(family, "eager", torch.float64).save_pretrained(tmp_path)
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
     cluster.run(2, compare, str(tmp_path), sizes, DEGREES[family], cases)
@@ -142,25 +144,27 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path, family: str, cases: Sequenc
 @pytest.mark.parametrize(
     ("family", "fsdp", "ep", "tp"), [("mixtral", 4, 2, 1), ("gpt-oss", 2, 4, 2), ("qwen3", 1, 4, 4)]
 )
-def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int) -> None:
+def test_scheduled_model_equals_unscheduled_on_four_ranks(
+    cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int
+) -> None:
     make(family, "eager", torch.float64).save_pretrained(tmp_path)
     sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
     cluster.run(4, compare, str(tmp_path), sizes, DEGREES[family], timeout_s=300)
 
 
-def by_names(rank: int, world: int, folder: str) -> None:
-    """The words of a configuration, what they refuse, and ranks that say different ones."""
+def configure_schedules(rank: int, world: int, folder: str) -> None:
+    """Schedule names in a configuration, their errors, and ranks with different names."""
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
     model = load(rank, world, folder, sizes, "fusedmoe-auto")
-    exchanges = exchanges_of(model)
-    assert len(exchanges) == 2 and all(not one.plans_nothing for one in exchanges)
+    exchanges = exchanges_in(model)
+    assert len(exchanges) == 2 and all(not one.is_unplanned for one in exchanges)
     assert "fusedmoe-fsmoe" in EPImplementationInterface() and "fusedmoe-off" not in EPImplementationInterface()
     assert all(one.topology.ep.downward is not None for one in exchanges)
     fusedmoe.hf.apply(model, schedule="off")
-    assert all(one.plans_nothing for one in exchanges)
-    # What is said nothing of stays.
+    assert all(one.is_unplanned for one in exchanges)
+    # Settings that a call omits stay.
     fusedmoe.hf.apply(fusedmoe.hf.apply(model, schedule="tutel"))
-    assert not any(one.plans_nothing for one in exchanges)
+    assert not any(one.is_unplanned for one in exchanges)
     with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto"):
         fusedmoe.hf.apply(model, schedule="fast")
     with pytest.raises(RankError, match="schedule is 'off' on ranks .0. and 'tutel' on ranks .1."):
@@ -171,8 +175,8 @@ def by_names(rank: int, world: int, folder: str) -> None:
     fusedmoe.hf.apply(theirs, schedule="off")
 
 
-def tuned(rank: int, world: int, folder: str) -> None:
-    """Steps as `Trainer` calls for them, beside those of a model that nobody tunes."""
+def tune_in_trainer(rank: int, world: int, folder: str) -> None:
+    """Run steps as `Trainer` calls them, compared with a model that is not tuned."""
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
     plain, model = (load(rank, world, folder, sizes).train() for _ in range(2))
     tokens, told = [torch.arange(9 + rank)[None]], list[str]()
@@ -182,7 +186,7 @@ def tuned(rank: int, world: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSEDMOE_CACHE", folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: costs)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         callback.on_train_begin(None, None, None, model=model)
         wanted = found(plain, tokens)
         with plans_run() as ran:
@@ -193,7 +197,7 @@ def tuned(rank: int, world: int, folder: str) -> None:
                 for key, value in wanted.items():
                     torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
     assert callback.tuning is not None
-    # The first step goes without a plan, and of others at least one does not.
+    # The first step runs without a plan, and at least one later step does, too.
     assert ran and callback.tuning.trials.num_tried > 2
     theirs = load(rank, world, folder, sizes, "all_to_all")
     with pytest.raises(ConfigError, match="tune_model: the model has no experts"):
@@ -201,26 +205,26 @@ def tuned(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_trainer_tries_plans(cluster: Cluster, tmp_path: Path) -> None:
+def test_plan_tuning_callback_preserves_results(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager", torch.float64).save_pretrained(tmp_path)
-    cluster.run(2, tuned, str(tmp_path))
+    cluster.run(2, tune_in_trainer, str(tmp_path))
     callback = PlanTuningCallback()
     callback.on_train_begin(None, None, None, model=make("mixtral", "fusedmoe"))
     callback.on_step_begin(None, None, None)
     callback.on_step_end(None, None, None)
-    assert callback.tuning is None  # nothing travels
+    assert callback.tuning is None  # nothing is sent
     with pytest.raises(ConfigError, match="tune_model: the model has no experts"):
         callback.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow
-def test_names(cluster: Cluster, tmp_path: Path) -> None:
+def test_schedule_names_are_applied_and_checked(cluster: Cluster, tmp_path: Path) -> None:
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(2, by_names, str(tmp_path))
+    cluster.run(2, configure_schedules, str(tmp_path))
 
 
-def test_names_in_one_process() -> None:
-    """Where nothing travels there is nothing to choose, but a wrong word is one."""
+def test_schedule_name_in_one_process_is_checked() -> None:
+    """One process sends nothing, so the choice has no effect, but an unknown name is an error."""
     model = make("mixtral", "eager")
     assert fusedmoe.hf.apply(model, schedule="auto") is model
     with pytest.raises(ConfigError, match="unknown schedule"):

@@ -1,4 +1,4 @@
-"""What people do with models of Hugging Face: `Trainer`, recomputation of activations, generation, saving."""
+"""Typical uses of models of Hugging Face: `Trainer`, activation recomputation, generation, saving."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import fusedmoe.hf
 from tests.integrations.models import VOCABULARY, make
 
 
-def both(family: str) -> list[Any]:
-    """A model with transformers' own experts, and the same with ours, in float64."""
+def model_pair(family: str) -> list[Any]:
+    """Build a model with transformers' own experts, and the same model with ours, in float64."""
     plain = make(family, "eager", torch.float64)
     return [plain, fusedmoe.hf.apply(copy.deepcopy(plain))]
 
 
 @pytest.mark.slow
-def test_trainer_and_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_losses_and_saved_model_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (12, 9))]
     given = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "seed": 1}
     trained = []
-    for model in both("mixtral"):
+    for model in model_pair("mixtral"):
         arguments = TrainingArguments(str(tmp_path / "run"), save_strategy="no", disable_tqdm=True, **given)
         Trainer(model, arguments, train_dataset=rows).train()
         trained.append(model.state_dict())
@@ -42,7 +42,7 @@ def test_trainer_and_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.
 
 
 def trained(folder: Path, ranks: int, *words: str) -> list[dict[str, float]]:
-    """Steps of `trainer_on_ranks`."""
+    """Return the steps of `trainer_on_ranks`."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launcher, "tests.integrations.trainer_on_ranks", str(folder), *words]
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -53,9 +53,9 @@ def trained(folder: Path, ranks: int, *words: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("blocks",)], ids=["plainly", "blocks in micro-batches"])
-def test_trainer_over_two_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Experts split over the ranks, gradients clipped: the losses, norms and metrics of one process."""
+@pytest.mark.parametrize("words", [(), ("blocks",)], ids=["whole_batches", "micro_batches"])
+def test_trainer_on_two_ranks_equals_one_process(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Experts split over the ranks, gradients clipped: the losses, norms and metrics equal those of one process."""
     make("mixtral", "eager").save_pretrained(tmp_path)
     found = trained(tmp_path, 1), trained(tmp_path, 2, *words)
     assert len(found[0]) == 4
@@ -64,10 +64,10 @@ def test_trainer_over_two_ranks(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_activations_that_are_computed_again(family: str) -> None:
+def test_activation_checkpointing_equals_transformers(family: str) -> None:
     tokens, found = torch.randint(0, VOCABULARY, (2, 9)), []
-    for model in both(family):
-        if model.config._experts_implementation == fusedmoe.hf.NAME:
+    for model in model_pair(family):
+        if model.config._experts_implementation == "fusedmoe":
             model.train()
             model.activation_checkpointing_enable()
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -78,7 +78,7 @@ def test_activations_that_are_computed_again(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_generation(family: str) -> None:
+def test_generated_tokens_equal_transformers(family: str) -> None:
     tokens = torch.randint(0, VOCABULARY, (3, 5))
-    texts = [model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True) for model in both(family)]
+    texts = [model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True) for model in model_pair(family)]
     assert torch.equal(*texts) and texts[0].shape == (3, 8)

@@ -1,4 +1,4 @@
-"""Megatron-core's own layer with this library in it, against the definition of experts and Megatron's in float64."""
+"""Megatron-core's layer with this library, compared with the definition and Megatron's experts in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import fusedmoe.megatron
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.megatron import chosen
+from fusedmoe.megatron import experts_from_map
 from tests.cluster import Cluster
 
 DIM, HIDDEN, EXPERTS, K = 16, 24, 4, 2
@@ -44,7 +44,7 @@ def config(**other: Any) -> TransformerConfig:
 
 @contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Megatron's process groups, and what it takes for granted: a GPU, NVIDIA's Transformer Engine."""
+    """Provide Megatron's process groups and its prerequisites: a GPU, NVIDIA's Transformer Engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.current_device", lambda: "cpu")
         patch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, raising=False)
@@ -56,7 +56,7 @@ def megatron(**sizes: int) -> Iterator[None]:
 
 
 def layer_of(cfg: TransformerConfig, ours: Any = None) -> Any:
-    """A layer with parameters that depend on which they are, and not on the rank that has them."""
+    """Build a layer whose parameter values do not depend on the rank that holds them."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
     layer = (spec if ours is None else ours(spec, timeout_s=40.0))(config=cfg)
     layer.set_layer_number(1)
@@ -83,7 +83,7 @@ def tokens(count: int, seed: int) -> Tensor:
 
 
 def define(x: Tensor, router: Any, up: Tensor, down: Tensor, cfg: TransformerConfig) -> Tensor:
-    """Σ over experts of weight·FFN(x), as Megatron's router gives the weights."""
+    """Σ over experts of weight·FFN(x), with the weights of Megatron's router."""
     probs, _ = router(x)
     y = torch.zeros_like(x)
     for e in range(EXPERTS):
@@ -100,9 +100,9 @@ def define(x: Tensor, router: Any, up: Tensor, down: Tensor, cfg: TransformerCon
 def definition(
     rank: int, ours: Any, counts: list[int], cfg: TransformerConfig, wanted: Sequence[int] = range(EXPERTS)
 ) -> None:
-    """Values and gradients of everything, beside those of all ranks' tokens with all experts in one place.
+    """Compare all values and gradients with those of all ranks' tokens and all experts in one process.
 
-    No token chooses experts that are not wanted. (A rank without tokens is more than Megatron's router takes.)
+    No token chooses experts outside `wanted`. (Megatron's router does not support a rank without tokens.)
     """
     layer = layer_of(cfg, ours)
     router = layer.router
@@ -132,8 +132,8 @@ def definition(
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def beside_megatron(rank: int, ours: Any, count: int, cfg: TransformerConfig) -> None:
-    """Ten steps of two layers each, and the same losses."""
+def compare_with_megatron(rank: int, ours: Any, count: int, cfg: TransformerConfig) -> None:
+    """Train two layers for ten steps, with Megatron's experts and with ours, and compare the losses."""
     losses = []
     for which in (None, ours):
         layers = [layer_of(cfg, which) for _ in range(2)]
@@ -151,7 +151,7 @@ def beside_megatron(rank: int, ours: Any, count: int, cfg: TransformerConfig) ->
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
 
 
-def on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
+def run_on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
     tp = sizes.get("tensor_model_parallel_size", 1)
     names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
     told = {name: sizes[name] for name in names if name in sizes}
@@ -167,12 +167,12 @@ def on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
                 padding = {"moe_pad_expert_input_to_capacity": True, "moe_token_drop_policy": policy}
                 sizes_and_padding = dict(sequence_parallel=tp > 1, moe_expert_capacity_factor=capacity) | padding | told
                 definition(rank, ours, counts[0], config(**sizes_and_padding))
-            beside_megatron(rank, ours, 7, cfg)
+            compare_with_megatron(rank, ours, 7, cfg)
             bad_numbers(rank, layer_of(cfg, ours))
 
 
 def bad_numbers(rank: int, layer: Any) -> None:
-    """Tokens that are not finite on the last rank end the call on all, and the next one works."""
+    """Non-finite tokens on the last rank end the call on all ranks, and the next call succeeds."""
     last = dist.get_world_size() - 1
     for bad in (torch.nan, torch.inf):
         x = tokens(8, rank)
@@ -183,20 +183,20 @@ def bad_numbers(rank: int, layer: Any) -> None:
         assert layer(tokens(8, rank))[0].isfinite().all()
 
 
-def alone(rank: int, world: int) -> None:
-    on_ranks(rank, [[9], [1]])
+def run_one_rank(rank: int, world: int) -> None:
+    run_on_ranks(rank, [[9], [1]])
     with megatron():
         for act in (functional.silu, functional.gelu, functional.relu):
             for gated in (False, True):
                 if not (gated and act is functional.relu):
                     cfg = config(activation_func=act, gated_linear_unit=gated)
                     definition(rank, fusedmoe.megatron.routed_experts, [9], cfg)
-        same_checkpoints()
+        compare_checkpoints()
         refusals()
 
 
-def same_checkpoints() -> None:
-    """Names of parameters, and those and shapes of their parts in distributed checkpoints, are Megatron's."""
+def compare_checkpoints() -> None:
+    """Parameter names, and names and shapes of their parts in distributed checkpoints, equal Megatron's."""
     theirs, *ours = (layer_of(config(), which) for which in (None, *OURS))
 
     def own(layer: Any) -> Any:
@@ -223,28 +223,28 @@ def refusals() -> None:
     ]
     for named, setting in cases:
         cfg = config()
-        for name, value in setting.items():  # whether Megatron itself would take them together is its business
+        for name, value in setting.items():  # Megatron itself may reject this combination
             setattr(cfg, name, value)
         with pytest.raises(ConfigError, match=named):
             layer_of(cfg, fusedmoe.megatron.routed_experts)
 
 
-def test_one_rank(world: None) -> None:
-    alone(0, 1)
+def test_layer_equals_definition_and_megatron(world: None) -> None:
+    run_one_rank(0, 1)
 
 
 @pytest.mark.slow
-def test_experts_over_two_ranks(cluster: Cluster) -> None:
-    """Ragged ranks, and one that nobody sends a row."""
-    cluster.run(2, over_two)
+def test_expert_parallel_layer_equals_definition(cluster: Cluster) -> None:
+    """Uneven ranks, and one that receives no rows."""
+    cluster.run(2, run_expert_parallel)
 
 
-def over_two(rank: int, world: int) -> None:
-    on_ranks(rank, [[5, 9], [1, 7]], expert_model_parallel_size=2)
+def run_expert_parallel(rank: int, world: int) -> None:
+    run_on_ranks(rank, [[5, 9], [1, 7]], expert_model_parallel_size=2)
 
 
 def unequal_rows(rank: int, world: int) -> str:
-    """Tokens of another width on the last rank, by the dispatcher's stages."""
+    """Tokens of another width on the last rank, through the dispatcher's stages."""
     with megatron(expert_model_parallel_size=world):
         stages = layer_of(config(), OURS[0]).token_dispatcher
         routing_TE = torch.tensor([[True, False, True, False], [False, True, False, True]])
@@ -254,39 +254,39 @@ def unequal_rows(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_unequal_rows_are_refused_before_they_are_sent(cluster: Cluster) -> None:
+def test_unequal_row_widths_raise_before_dispatch(cluster: Cluster) -> None:
     for rank, text in enumerate(cluster.run(2, unequal_rows, timeout_s=60.0)):
-        found = f"rows of different widths cannot travel together: {DIM} on rank 0, {DIM + 1} on rank 1"
+        found = f"rows of different widths cannot be exchanged: {DIM} on rank 0, {DIM + 1} on rank 1"
         assert text.startswith(f"rank {rank}: ") and found in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_expert_over_two_ranks(cluster: Cluster, world: int) -> None:
+def test_expert_tensor_parallel_layer_equals_definition(cluster: Cluster, world: int) -> None:
     cluster.run(world, split_experts)
 
 
 def split_experts(rank: int, world: int) -> None:
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     counts = [[5, 9, 3, 1]]
-    on_ranks(rank, [each[:world] for each in counts], expert_model_parallel_size=world // 2, **sizes)
+    run_on_ranks(rank, [each[:world] for each in counts], expert_model_parallel_size=world // 2, **sizes)
 
 
-def test_what_a_token_has_chosen() -> None:
+def test_experts_from_map_returns_numbers_and_weights() -> None:
     routing_TE = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
     probs_TE = torch.rand(3, 4) * routing_TE
-    number_TK, weight_TK = chosen(routing_TE, probs_TE, 2)
+    number_TK, weight_TK = experts_from_map(routing_TE, probs_TE, 2)
     assert number_TK.tolist() == [[0, 2], [3, -1], [-1, -1]]
     assert weight_TK[0].tolist() == probs_TE[0, [0, 2]].tolist() and weight_TK[1, 0] == probs_TE[1, 3]
 
 
 def choice(mlp: Any) -> tuple[type, dict[str, Any]]:
-    """The class and the arguments of a spec, or from Megatron 0.19 on of a constructor."""
+    """Return the class and the arguments of a spec, or of a constructor from Megatron 0.19 on."""
     return (mlp.func, mlp.keywords) if isinstance(mlp, partial) else (mlp.module, mlp.params)
 
 
-def test_specs() -> None:
-    """Of a layer, of a block in which only some layers have experts, and of one that has none."""
+def test_overridden_specs_have_expected_modules() -> None:
+    """Specs of a layer, of a block in which only some layers have experts, and of a block without experts."""
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
     for ours in OURS:
         made = ours(spec, timeout_s=7.0)
@@ -308,7 +308,7 @@ def test_specs() -> None:
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """Rows of the guide's table of settings: for each name what `routed_experts` and `token_dispatcher` do with it."""
+    """Rows of the guide's table of settings: per name, the effect in `routed_experts` and in `token_dispatcher`."""
     text = (Path(__file__).parents[2] / "docs/guides/megatron.md").read_text().split("## Settings of Megatron")[1]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
@@ -320,7 +320,7 @@ def table() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_the_guide_s_table_is_what_is_refused() -> None:
+def test_guide_table_equals_rejected_settings() -> None:
     rows = table()
     assert {cell for both in rows.values() for cell in both} <= {"supported", "refused", "no effect", "Megatron's"}
     refused = [{name for name, both in rows.items() if both[column] == "refused"} for column in (0, 1)]
@@ -345,7 +345,7 @@ SET: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*fusedmoe.megatron.REFUSED, *fusedmoe.megatron.REFUSED_EXPERTS])
-def test_each_refusal_names_its_setting(name: str) -> None:
+def test_error_names_rejected_setting(name: str) -> None:
     cfg = config()
     for setting, value in SET.get(name, {name: True}).items():
         setattr(cfg, setting, value)

@@ -1,7 +1,8 @@
-"""Schedules at Megatron's door: results and gradients are those of the definition, and those without a schedule."""
+"""Schedules of the Megatron integration: results and gradients equal the definition's, and those without a schedule."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,9 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fusedmoe.megatron
 from fusedmoe import Schedule
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.integrations.test_megatron import (
@@ -33,12 +35,12 @@ from tests.integrations.test_megatron import (
     megatron,
 )
 
-# Ours have other numbers of chunks backward; Megatron's own experts, by autograd, the same in both passes.
+# Our experts support other chunk counts in backward; Megatron's own, by autograd, need the same in both passes.
 SCHEDULES = dict(zip(OURS, (Schedule("fsmoe", (2, 2)), Schedule("fsmoe", (2, 3))), strict=True))
 
 
 class Stack(nn.Module):
-    """Two layers of experts, each after a checkpoint of its own, or none."""
+    """Two layers of experts, each after a separate checkpoint, or without checkpoints."""
 
     def __init__(self, cfg: Any, ours: Any, schedule: Any) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class Stack(nn.Module):
 def found(
     model: Stack, batches: list[Tensor], *, autocast: bool = False, around: Any = None, train: bool = True
 ) -> dict[str, Tensor]:
-    """Results of batches whose gradients add up, and the gradients."""
+    """Return results and accumulated gradients of several batches."""
     model.around = around or (lambda layer, x: layer(x))
     model.train(train)
     values: dict[str, Tensor] = {}
@@ -87,14 +89,14 @@ def compare(rank: int, ours: Any, cfg: Any) -> None:
         chance = torch.Generator().manual_seed(seed)
         batches.append(torch.randn(4 * count, 1, DIM, generator=chance, dtype=torch.float64))
     plain, model = (Stack(cfg, ours, of) for of in ("off", schedule))
-    assert len(exchanges_of(model)) == 2
+    assert len(exchanges_in(model)) == 2
     for name, case in CASES.items():
         with plans_run() as ran:
             wanted = found(plain, batches, **case)
         assert not ran
         with plans_run() as ran:
             values = found(model, batches, **case)
-        # Where chunks have graphs of their own, checkpoints that pack what is saved have one go after the other.
+        # Chunks with separate graphs, inside checkpoints that pack saved tensors, run one after the other.
         by_plan = name != "checkpoints" or ours is not OURS[0]
         assert set(ran) == ({schedule.degrees} if by_plan else set()), name
         assert values.keys() == wanted.keys()
@@ -105,7 +107,7 @@ def compare(rank: int, ours: Any, cfg: Any) -> None:
                 torch.testing.assert_close(values[key], value, rtol=1e-10, atol=1e-10)
 
 
-def on_ranks(rank: int, counts: list[int], **sizes: int) -> None:
+def run_on_ranks(rank: int, counts: list[int], **sizes: int) -> None:
     tp = sizes.get("tensor_model_parallel_size", 1)
     cfg = config(sequence_parallel=tp > 1, **sizes)
     dropping = config(sequence_parallel=tp > 1, moe_expert_capacity_factor=0.6, **sizes)
@@ -124,12 +126,30 @@ def on_ranks(rank: int, counts: list[int], **sizes: int) -> None:
         assert group.size == 1 or group.downward is not None
 
 
-def over_two(rank: int, world: int) -> None:
-    on_ranks(rank, [5, 9], expert_model_parallel_size=2)
+def count_warnings_with_one_queue(rank: int, world: int) -> None:
+    cfg = config(expert_model_parallel_size=2)
+    built = [("1", "off"), ("8", "fsmoe"), ("1", "fsmoe"), ("1", "fsmoe")]
+    counts = []
+    with megatron(expert_model_parallel_size=2), pytest.MonkeyPatch.context() as patch:
+        fusedmoe.megatron._warn_once.cache_clear()
+        for value, policy in built:
+            patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                layer_of(cfg, partial(OURS[1], schedule=Schedule(policy, (2, 2)) if policy != "off" else policy))
+            counts.append(sum("CUDA_DEVICE_MAX_CONNECTIONS=1" in str(warning.message) for warning in caught))
+    assert counts == [0, 0, 1, 0]
 
 
-def hooked(rank: int, world: int) -> None:
-    """Hooks on modules in the experts act as with Megatron's experts, each called, whatever sends and computes."""
+def run_expert_parallel(rank: int, world: int) -> None:
+    run_on_ranks(rank, [5, 9], expert_model_parallel_size=2)
+
+
+def run_hooked(rank: int, world: int) -> None:
+    """Module hooks in the experts act as with Megatron's experts, for every dispatcher and every schedule.
+
+    Each hook is called.
+    """
     cfg = config(expert_model_parallel_size=world)
     batch = torch.randn(20 - 4 * rank, 1, DIM, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     with megatron(expert_model_parallel_size=world), plans_run() as ran:
@@ -145,28 +165,32 @@ def hooked(rank: int, world: int) -> None:
         torch.testing.assert_close(each, values[0], rtol=1e-10, atol=1e-10)
 
 
-def test_hooks(cluster: Cluster) -> None:
-    cluster.run(2, hooked)
+def test_schedule_with_one_hardware_queue_warns_once(cluster: Cluster) -> None:
+    cluster.run(2, count_warnings_with_one_queue)
+
+
+def test_module_hooks_act_as_in_megatron(cluster: Cluster) -> None:
+    cluster.run(2, run_hooked)
 
 
 @pytest.mark.slow
-def test_experts_over_two_ranks(cluster: Cluster) -> None:
-    cluster.run(2, over_two)
+def test_scheduled_expert_parallel_equals_unscheduled(cluster: Cluster) -> None:
+    cluster.run(2, run_expert_parallel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_expert_over_two_ranks(cluster: Cluster, world: int) -> None:
+def test_scheduled_expert_tensor_parallel_equals_unscheduled(cluster: Cluster, world: int) -> None:
     cluster.run(world, split_experts)
 
 
 def split_experts(rank: int, world: int) -> None:
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    on_ranks(rank, [5, 9, 3, 1][:world], expert_model_parallel_size=world // 2, **sizes)
+    run_on_ranks(rank, [5, 9, 3, 1][:world], expert_model_parallel_size=world // 2, **sizes)
 
 
-def alone(rank: int, world: int) -> None:
-    """On one rank nothing travels, and a schedule changes nothing."""
+def run_one_rank(rank: int, world: int) -> None:
+    """One rank sends nothing, so a schedule has no effect."""
     with megatron():
         for ours in OURS:
             with plans_run() as ran:
@@ -174,11 +198,11 @@ def alone(rank: int, world: int) -> None:
             assert not ran
 
 
-def test_one_rank(world: None) -> None:
-    alone(0, 1)
+def test_schedule_on_one_rank_has_no_effect(world: None) -> None:
+    run_one_rank(0, 1)
 
 
-def test_a_wrong_schedule_is_refused() -> None:
+def test_unknown_schedule_raises() -> None:
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
     for ours in OURS:
         with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto"):

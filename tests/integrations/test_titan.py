@@ -1,4 +1,4 @@
-"""Torchtitan's own models with this library's overrides, against the definition of experts in float64."""
+"""Torchtitan's own models with this library's overrides, compared with the definition of experts in float64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 import fusedmoe.titan
 from fusedmoe import Schedule
-from fusedmoe.comm.collectives import all_to_all_rows, begin
+from fusedmoe.comm.collectives import all_to_all_rows, compare_calls
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.titan import SelectiveAC
 from fusedmoe.training import KEPT_OPERATORS
@@ -59,7 +59,7 @@ _ONES, _NORMAL = {"weight": nn.init.ones_}, {"weight": lambda weight: nn.init.no
 
 
 class DefinedExperts(GroupedExperts):
-    """What torchtitan's experts are, in the dtype of their rows; theirs are always in bfloat16."""
+    """Torchtitan's experts in the dtype of their rows; torchtitan always computes in bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -72,7 +72,7 @@ class DefinedExperts(GroupedExperts):
 
 
 class Job(Configurable):
-    """What torchtitan's trainer has, as far as it matters here; the trainer itself asks for more packages."""
+    """The parts of torchtitan's trainer that these tests need; the trainer itself requires more packages."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -81,7 +81,7 @@ class Job(Configurable):
 
 
 def config() -> Qwen3Model.Config:
-    """Two small blocks of Qwen 3 with experts, and a third with shared ones and sigmoid scores, as DeepSeek's."""
+    """Two small blocks of Qwen 3 with experts, and a third with shared experts and sigmoid scores, as in DeepSeek."""
     norm = RMSNorm.Config(normalized_shape=DIM, eps=1e-6, param_init=_ONES)
     init = {name: _NORMAL["weight"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 
@@ -129,7 +129,7 @@ def model_of(made: Qwen3Model.Config) -> Qwen3Model:
 
 
 def defined() -> Qwen3Model:
-    """The model in one piece in float64, with the definition of its experts."""
+    """Build the unsplit model in float64, with the definition of its experts."""
     made = config()
     for layer in made.layers:
         layer.moe.routed_experts.inner_experts = derive(layer.moe.routed_experts.inner_experts, DefinedExperts.Config)
@@ -164,7 +164,7 @@ def train(model: nn.Module, steps: int = 10) -> list[float]:
 
 
 def routed(name: str) -> Any:
-    """Routed experts alone, overridden; with the definition of experts where the override leaves them as they are."""
+    """Build overridden routed experts; if the override keeps torchtitan's experts, the definition replaces them."""
     cfg = config().layers[0].moe.routed_experts
     if name == OURS[0]:
         cfg.inner_experts = derive(cfg.inner_experts, DefinedExperts.Config)
@@ -190,7 +190,7 @@ def define(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, experts: nn.Module) 
 
 
 def inputs(tokens: int, experts: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, T, ·] tokens, scores and experts, the latter only of those given."""
+    """[1, T, ·] tokens, scores and experts; experts are drawn from the given ones only."""
     chance = torch.Generator().manual_seed(seed)
     x = torch.randn(1, tokens, DIM, generator=chance, dtype=torch.float64)
     scores = torch.rand(1, tokens, K, generator=chance, dtype=torch.float64)
@@ -205,21 +205,21 @@ def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def largest(errors: Iterable[float]) -> float:
-    return float(torch.tensor(list(errors)).max())  # NaN stays NaN, which Python's own may lose
+    return float(torch.tensor(list(errors)).max())  # keeps NaN, which Python's max may lose
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_trains_as_torchtitan_does() -> None:
+def test_training_losses_equal_torchtitan() -> None:
     exact, theirs = train(defined()), train(model_of(config()))
     found = {name: train(model_of(overridden(name))) for name in OURS}
-    # Torchtitan's own experts compute in bfloat16, which is the same with its dispatcher and ours.
+    # Torchtitan's own experts compute in bfloat16, equally with its dispatcher and ours.
     assert found[OURS[0]] == pytest.approx(theirs, abs=1e-5)
     assert found[OURS[1]] == pytest.approx(exact, abs=1e-4)
-    assert found[OURS[1]][0] == pytest.approx(theirs[0], abs=0.02)  # then tokens go to other experts
+    assert found[OURS[1]][0] == pytest.approx(theirs[0], abs=0.02)  # after the first step tokens choose other experts
     assert max(exact) - min(exact) > 0.1
 
 
-def test_names_of_parameters_stay() -> None:
+def test_parameter_names_and_shapes_are_preserved() -> None:
     shapes = {name: value.shape for name, value in model_of(config()).state_dict().items()}
     for name in OURS:
         assert {name: value.shape for name, value in model_of(overridden(name)).state_dict().items()} == shapes
@@ -227,8 +227,8 @@ def test_names_of_parameters_stay() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(("tokens", "experts"), [(9, [0, 1, 2, 3]), (1, [1, 3]), (0, [0, 1]), (30, [2, 0])])
-def test_is_the_definition(name: str, tokens: int, experts: list[int]) -> None:
-    """Values and all gradients, experts without a row included."""
+def test_routed_experts_equal_definition(name: str, tokens: int, experts: list[int]) -> None:
+    """Compare values and all gradients, including experts without rows."""
     module = routed(name).double()
     given = inputs(tokens, experts, tokens)
     direction = torch.randn(1, tokens, DIM, dtype=torch.float64)
@@ -239,8 +239,8 @@ def test_is_the_definition(name: str, tokens: int, experts: list[int]) -> None:
     assert difference([y, *found], [exact, *wanted]) < 1e-10
 
 
-def test_nothing_of_the_experts_size_is_kept() -> None:
-    """What backward needs of the parameters is the parameters, which FSDP frees between the passes."""
+def test_backward_saves_no_expert_sized_tensors() -> None:
+    """Backward keeps only the parameters themselves, which FSDP frees between the passes."""
     module, kept = routed(OURS[1]), []
     x, scores, ids = inputs(3, [0, 1, 2, 3], 0)
 
@@ -256,7 +256,7 @@ def test_nothing_of_the_experts_size_is_kept() -> None:
     assert all(value.numel() < least for value in kept if value.data_ptr() not in own)
 
 
-def test_products_follow_the_tokens_or_autocast() -> None:
+def test_matmul_dtype_follows_tokens_or_autocast() -> None:
     module, seen = routed(OURS[1]), []
     module.inner_experts.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype, given[2].dtype)))
     x, scores, ids = inputs(12, [0, 1, 2, 3], 0)
@@ -268,14 +268,14 @@ def test_products_follow_the_tokens_or_autocast() -> None:
         assert 0 < (y - exact).norm() / exact.norm() < 0.02
 
 
-def test_refuses_what_would_be_lost() -> None:
+def test_unsupported_torchtitan_dispatcher_raises() -> None:
     cfg = config().layers[0].moe.routed_experts
     padding = TorchAOTokenDispatcher.Config(num_experts=EXPERTS, top_k=K, pad_multiple=16)
     with pytest.raises(ConfigError, match="TorchAOTokenDispatcher.Config does more.*leave"):
         fusedmoe.titan.token_dispatcher(padding)
     with pytest.raises(ConfigError, match="but .*TorchAOTokenDispatcher.Config was chosen; set"):
         fusedmoe.titan.routed_experts(derive(cfg, type(cfg), token_dispatcher=padding))
-    with pytest.raises(ConfigError, match="not .*DefinedExperts.Config in .*; take fusedmoe.titan.token_dispatcher"):
+    with pytest.raises(ConfigError, match="not .*DefinedExperts.Config in .*; use fusedmoe.titan.token_dispatcher"):
         fusedmoe.titan.routed_experts(
             derive(cfg, type(cfg), inner_experts=derive(cfg.inner_experts, DefinedExperts.Config))
         )
@@ -283,8 +283,8 @@ def test_refuses_what_would_be_lost() -> None:
         fusedmoe.titan.selective_ac(SelectiveAC.Config())
 
 
-def test_a_job_takes_all_by_name() -> None:
-    """With arguments, and with what torchtitan has told the parts by then: how parameters are made, and sharded."""
+def test_job_config_accepts_overrides_by_name() -> None:
+    """Overrides have arguments, and keep torchtitan's earlier settings of the parts: initialization and sharding."""
     made = config()
     set_qwen3_sharding_config(made, enable_sp=True, enable_ep=True)
     job = Job.Config(activation_checkpoint=activation_checkpoint.SelectiveAC.Config(debug=True), model=made)
@@ -304,7 +304,7 @@ TITANS = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
 
 
 def after(*lists: list[str]) -> Any:
-    """The routed experts' configuration after overrides, by a call for each list."""
+    """Return the routed experts' configuration after overrides, with one call per list."""
     made = config()
     job = Job.Config(activation_checkpoint=activation_checkpoint.SelectiveAC.Config(), model=made)
     for names in lists:
@@ -312,16 +312,16 @@ def after(*lists: list[str]) -> Any:
     return made.layers[0].moe.routed_experts
 
 
-def test_overrides_beside_torchtitan_s_own() -> None:
-    """In one list and in two, in both orders: both have an effect, or one of them, and somebody says so."""
+def test_overrides_combine_with_torchtitan_overrides() -> None:
+    """Combine overrides in one list or two, in both orders: both take effect, or a warning or error follows."""
     dispatcher, routed = OURS
     for pair in ((routed, TITANS), (TITANS, routed), (routed, dispatcher), (dispatcher, routed)):
         with pytest.raises(ValueError, match="Nested overrides are order-dependent"):
             after(list(pair))
-    with pytest.warns(UserWarning, match="claims inner_experts and leaves it .* experts are .*FusedExperts.Config"):
+    with pytest.warns(UserWarning, match="claims inner_experts without effect: the experts are .*FusedExperts.Config"):
         found = after([routed], [TITANS])
     assert type(found.inner_experts) is fusedmoe.titan.FusedExperts.Config
-    with pytest.raises(ConfigError, match="not .*FusedGroupedExperts.Config in .*; take fusedmoe.titan.token_disp"):
+    with pytest.raises(ConfigError, match="not .*FusedGroupedExperts.Config in .*; use fusedmoe.titan.token_disp"):
         after([TITANS], [routed])
     for first in (routed, dispatcher):
         with pytest.raises(ConfigError, match=f"{first} was applied before; name one of them, once"):
@@ -335,7 +335,7 @@ def test_overrides_beside_torchtitan_s_own() -> None:
         assert type(after(*lists)) is fusedmoe.titan.FusedRoutedExperts.Config
 
 
-def test_other_parts_in_routed_experts_are_refused() -> None:
+def test_replaced_parts_of_routed_experts_raise() -> None:
     cfg = fusedmoe.titan.routed_experts(config().layers[0].moe.routed_experts)
     copied = deepcopy(cfg)
     copied.inner_experts = derive(cfg.inner_experts, type(cfg.inner_experts))
@@ -346,13 +346,13 @@ def test_other_parts_in_routed_experts_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_two_ranks(cluster: Cluster) -> None:
+def test_two_rank_training_equals_torchtitan(cluster: Cluster) -> None:
     exact = defined()
     loss_of(exact, batch(0)).backward()
     wanted = {name: parameter.grad for name, parameter in exact.named_parameters()}
     losses, theirs = train(defined()), train(model_of(config()))
-    # torchtitan's meshes and FSDP keep process groups of three threads each, beside those of tests before.
-    for found in cluster.run(2, on_ranks, most_threads=90):
+    # torchtitan's meshes and FSDP keep process groups with three threads each, in addition to those of earlier tests.
+    for found in cluster.run(2, run_on_ranks, most_threads=90):
         assert found["definition"] < 1e-10, found["definition"]
         for rank, error in enumerate(found["refused"]):
             assert f"rank {rank}" in error and "rows of different dtypes" in error
@@ -367,20 +367,20 @@ def test_two_ranks(cluster: Cluster) -> None:
                 own = want if want.shape == grad.shape else want.chunk(2)[found["rank"]]
                 assert (grad - own).norm() < 1e-4 * own.norm().clamp(min=1e-2), name
         calls = {kind: found[kind]["calls"] for kind in kinds}
-        # A layer tells the numbers of its rows, and sends rows and scores, forward and backward, each once.
+        # A layer exchanges its row counts, and sends rows and scores, forward and backward, once each.
         assert calls["plain"] == {"exchange of counts": 2, "dispatch": 2 * 3, "combine": 2 * 3}
         assert calls["saved"] == calls["plain"]
         assert calls["again"]["exchange of counts"] == 4
 
 
-def on_ranks(rank: int, world: int) -> dict[str, Any]:
+def run_on_ranks(rank: int, world: int) -> dict[str, Any]:
     policy = activation_checkpoint.SelectiveAC.Config()
     saving = fusedmoe.titan.selective_ac(policy)
     return {
         "rank": rank,
         "definition": largest(definition_on_ranks(rank, world, name) for name in OURS),
         "refused": different_dtypes(rank, world),
-        "not finite": [bad_numbers(rank, world, name) for name in OURS],
+        "not finite": [run_non_finite(rank, world, name) for name in OURS],
         "tensor parallel": largest(tensor_parallel(rank, world, ep) for ep in (1, world)),
         "dispatcher": steps_on_ranks(rank, world, OURS[0], 3),
         "plain": steps_on_ranks(rank, world, OURS[1], 1),
@@ -391,7 +391,7 @@ def on_ranks(rank: int, world: int) -> dict[str, Any]:
 
 
 def split_over(world: int, rank: int, name: str) -> tuple[Any, Any]:
-    """Routed experts with this rank's part of the parameters, and all of them."""
+    """Build routed experts with this rank's part of the parameters, and with all of them."""
     module, whole = routed(name).double(), routed(name).double()
     module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
     for part in module.inner_experts.parameters():
@@ -400,7 +400,10 @@ def split_over(world: int, rank: int, name: str) -> tuple[Any, Any]:
 
 
 def definition_on_ranks(rank: int, world: int, name: str, schedule: Any = "off") -> float:
-    """The largest difference, of values and gradients: no tokens on a rank, no rows for another, all for one."""
+    """Return the largest difference of values and gradients on uneven ranks.
+
+    A rank without tokens, one without rows, one with all rows.
+    """
     module, whole = split_over(world, rank, name)
     if schedule != "off":
         module.token_dispatcher.exchange.set_schedule(schedule)
@@ -427,7 +430,7 @@ def definition_on_ranks(rank: int, world: int, name: str, schedule: Any = "off")
 
 
 def different_dtypes(rank: int, world: int) -> list[str]:
-    """What ranks are told whose rows cannot travel together."""
+    """Return the errors on ranks whose rows cannot be exchanged."""
     module, _ = split_over(world, rank, OURS[1])
     x, scores, ids = inputs(3, [0, 1, 2, 3], 0)
     with pytest.raises(RankError) as error:
@@ -437,8 +440,8 @@ def different_dtypes(rank: int, world: int) -> list[str]:
     return said
 
 
-def unequal_rows(rank: int, world: int, name: str, schedule: Any) -> list[str]:
-    """Tokens of another width, scores of another dtype and another number of them on the last rank."""
+def send_unequal_rows(rank: int, world: int, name: str, schedule: Any) -> list[str]:
+    """Tokens of another width, scores of another dtype and another number of scores on the last rank."""
     module, _ = split_over(world, rank, name)
     if schedule != "off":
         module.token_dispatcher.exchange.set_schedule(schedule)
@@ -459,14 +462,14 @@ def unequal_rows(rank: int, world: int, name: str, schedule: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "schedule"), [(OURS[0], "off"), *slowly((OURS[1], "off"), (OURS[1], Schedule("fsmoe", degrees=(2, 2))))]
 )
-def test_unequal_rows_are_refused_before_they_are_sent(cluster: Cluster, name: str, schedule: Any) -> None:
-    for rank, texts in enumerate(cluster.run(2, unequal_rows, name, schedule, timeout_s=60.0)):
+def test_unequal_row_forms_raise_before_dispatch(cluster: Cluster, name: str, schedule: Any) -> None:
+    for rank, texts in enumerate(cluster.run(2, send_unequal_rows, name, schedule, timeout_s=60.0)):
         for text, what in zip(texts, ("widths", "dtypes of router weights", r"numbers of .*\(K\)"), strict=True):
-            assert re.search(f"^rank {rank}: .*rows of different {what} cannot travel together: .* on rank 1", text)
+            assert re.search(f"^rank {rank}: .*rows of different {what} cannot be exchanged: .* on rank 1", text)
 
 
-def bad_numbers(rank: int, world: int, name: str) -> None:
-    """Tokens or scores that are not finite on one rank end the call on all, and the next one works."""
+def run_non_finite(rank: int, world: int, name: str) -> None:
+    """Non-finite tokens or scores on one rank end the call on all ranks, and the next call succeeds."""
     module = split_over(world, rank, name)[0] if world > 1 else routed(name).double()
     for bad, place in itertools.product((torch.nan, torch.inf), (0, 1)):
         *given, ids = (tensor.detach() for tensor in inputs(3, [0, 1, 2, 3], 0))
@@ -478,13 +481,15 @@ def bad_numbers(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
-    bad_numbers(0, 1, name)
+def test_non_finite_tokens_or_scores_raise(name: str) -> None:
+    run_non_finite(0, 1, name)
 
 
 def tensor_parallel(rank: int, world: int, ep: int, schedule: Any = "off") -> float:
-    """The largest relative error of a layer on ranks that share a sequence: each has a part of every expert, or all of
-    some experts and a part of the sequence."""
+    """Return a layer's largest relative error on ranks that share a sequence.
+
+    Each rank has a part of every expert, or all of some experts and a part of the sequence.
+    """
     set_spmd_backend("partial_dtensor")
     sizes = {"dp_replicate": 1, "cp": 1, "pp": 1, "dp_shard": 1, "tp": world, "ep": ep}
     dims = ParallelDims(**sizes, world_size=world, spmd_backend="partial_dtensor")
@@ -496,7 +501,10 @@ def tensor_parallel(rank: int, world: int, ep: int, schedule: Any = "off") -> fl
 
 
 def error_on_ranks(cfg: Any, rank: int, world: int, dims: ParallelDims) -> float:
-    """The largest relative error of a layer over ranks that share a sequence, gradients included, beside the whole."""
+    """Return a layer's largest relative error on ranks that share a sequence, compared with the unsplit layer.
+
+    Includes gradients.
+    """
     torch.manual_seed(2)
     module = cfg.build()
     module.init_states()
@@ -518,8 +526,11 @@ def error_on_ranks(cfg: Any, rank: int, world: int, dims: ParallelDims) -> float
 def steps_on_ranks(
     rank: int, world: int, name: str, steps: int, backend: Any = "partial_dtensor", policy: Any = None
 ) -> dict[str, Any]:
-    """Trains the model over ranks, the experts split, as torchtitan sets it up: the rest by FSDP, or alike on all."""
-    by_fsdp = backend != "spmd_types"  # there FSDP asks for a PyTorch that takes its annotations
+    """Train the model over ranks as torchtitan configures it, with split experts.
+
+    The other parameters are sharded by FSDP or replicated.
+    """
+    by_fsdp = backend != "spmd_types"  # FSDP there requires a PyTorch that supports its annotations
     set_spmd_backend(backend)
     sizes = {"dp_replicate": 1, "cp": 1, "pp": 1, "dp_shard": world, "tp": 1, "ep": world}
     dims = ParallelDims(**sizes, world_size=world, spmd_backend=backend)
@@ -531,16 +542,16 @@ def steps_on_ranks(
     def met(group: Any, operation: str, *rest: Any) -> list[bytes]:
         if operation == "exchange of counts":
             calls[operation] += 1
-        return begin(group, operation, *rest)
+        return compare_calls(group, operation, *rest)
 
     def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "", agreed: bool = False) -> Tensor:
         calls[operation] += 1
         return all_to_all_rows(group, rows, send, recv, operation, agreed)
 
     with pytest.MonkeyPatch.context() as patch:
-        # Torchtitan makes meshes of GPUs, even where there are none.
+        # Torchtitan builds GPU meshes, even without GPUs.
         patch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
-        patch.setattr("fusedmoe.comm.exchange.begin", met)
+        patch.setattr("fusedmoe.comm.exchange.compare_calls", met)
         for module in ("exchange", "all_to_all"):
             patch.setattr(f"fusedmoe.comm.{module}.all_to_all_rows", counted)
         context = get_spmd_context(parallel_dims=dims)
@@ -552,7 +563,7 @@ def steps_on_ranks(
             )  # fmt: skip
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+                module.set_force_sum_reduction_for_comms(True)  # Gloo supports no other reduction
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         losses, grads, first = [], {}, {}
         for step in range(steps):
@@ -579,15 +590,15 @@ def steps_on_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
-def test_compiles_as_one_graph(cluster: Cluster, name: str) -> None:
-    assert largest(cluster.run(2, compiled, name)) < 1e-10
+def test_layer_compiles_as_one_graph(cluster: Cluster, name: str) -> None:
+    assert largest(cluster.run(2, compare_compiled, name)) < 1e-10
 
 
-def compiled(rank: int, world: int, name: str) -> float:
-    """The largest difference from what is not compiled, gradients included."""
+def compare_compiled(rank: int, world: int, name: str) -> float:
+    """Return the largest difference from eager mode, including gradients."""
     module, _ = split_over(world, rank, name)
     if name == OURS[0]:
-        # The definition of experts asks for numbers of rows, which no graph has.
+        # The definition of experts reads row counts, which a graph does not have.
         module.inner_experts.forward = lambda rows_RD, counts_e: rows_RD * 2  # type: ignore[method-assign]
     graph, worst = torch.compile(module, backend="aot_eager", fullgraph=True), 0.0
     for tokens in (5, 8):

@@ -1,4 +1,4 @@
-"""Blocks of torchtitan in micro-batches: losses and gradients are those of the blocks one after the other."""
+"""Blocks of torchtitan in micro-batches: losses and gradients equal those of the blocks without overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 import fusedmoe.titan
 from fusedmoe.blocks.cuts import ExternalCall
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from fusedmoe.titan import FAMILIES
 from tests.cluster import Cluster
 from tests.integrations.plans_run import forwards_of
@@ -41,7 +41,7 @@ def compare(
     # One sample on one rank, three on another.
     tokens = [batch(step, 2 * world + 1)[: (3, 1)[(rank + step) % 2]] for step in range(2)]
     model, context = parallel(rank, world, None, sizes)
-    for exchange in exchanges_of(model):
+    for exchange in exchanges_in(model):
         exchange.set_schedule("off")
     assert any(isinstance(module, FSDPModule) for module in model.modules())
     for name in cases:
@@ -67,18 +67,18 @@ def compare(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_two_ranks(cluster: Cluster) -> None:
+def test_micro_batched_blocks_equal_plain_blocks(cluster: Cluster) -> None:
     cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 3)], ("accumulated",))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_all_cases(cluster: Cluster) -> None:
+def test_micro_batched_blocks_in_every_trainer_case(cluster: Cluster) -> None:
     cluster.run(2, compare, {"dp_shard": 2, "tp": 1, "ep": 2}, [(2, 2), (3, 2)], tuple(CASES))
 
 
-class Mean(nn.Module):
-    """Stand-in for attention, which for some of the families needs GPUs: the mean of what came before, by position."""
+class MeanAttention(nn.Module):
+    """Stand-in for attention, which needs GPUs in some families: the mean of the earlier positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Mean(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A model without FSDP of blocks of one class, with torchtitan's experts or gpt-oss's."""
+    """Model without FSDP, of blocks of one class, with torchtitan's or gpt-oss's experts."""
 
     def __init__(self, kind: Any, world: int, rank: int) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Blocks(nn.Module):
         for number in range(5):
             block = kind.__new__(kind)
             nn.Module.__init__(block)
-            block.attention, block.feed_forward, block.attn_mask_key = Mean(), nn.Linear(DIM, DIM), ""
+            block.attention, block.feed_forward, block.attn_mask_key = MeanAttention(), nn.Linear(DIM, DIM), ""
             block.attention_norm, block.ffn_norm = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-            # All of gpt-oss's blocks have experts; of the others' some do not.
+            # All of gpt-oss's blocks have experts; in the other models some blocks have none.
             block.moe_enabled = number in (1, 2, 4) or kind is GptOssTransformerBlock
             if block.moe_enabled:
                 moe = config().layers[1].moe
@@ -122,7 +122,7 @@ class Blocks(nn.Module):
         return x_BLD
 
 
-def families(rank: int, world: int) -> None:
+def compare_families(rank: int, world: int) -> None:
     for kind in (DeepSeekV3TransformerBlock, GptOssTransformerBlock, Qwen3TransformerBlock):
         assert kind.__name__ in FAMILIES
         torch.manual_seed(0)
@@ -148,15 +148,15 @@ def families(rank: int, world: int) -> None:
         assert not any("forward" in vars(layer) for layer in model.layers.values())
 
 
-def refused(rank: int, world: int) -> None:
+def call_unsupported(rank: int, world: int) -> None:
     model, context = parallel(rank, world, activation_checkpoint.FullAC.Config(), {"dp_shard": 2, "tp": 1, "ep": 2})
-    with pytest.raises(ConfigError, match="layers.0 is a .*Checkpoint.*in place of activation checkpoints.*recompute"):
+    with pytest.raises(ConfigError, match="layers.0 is a .*Checkpoint.*recompute=True replaces activation checkpoints"):
         fusedmoe.titan.pipeline(model)
     model = Blocks(Qwen3TransformerBlock, world, rank)
     fusedmoe.titan.pipeline(model)
     x = torch.randn(2, 3, DIM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.titan._checks_types", lambda: True)
+        patch.setattr("fusedmoe.titan._is_type_checking", lambda: True)
         with pytest.raises(ConfigError, match="layers.1.*type checks.*spmd_typechecking"):
             model(x)
     model.layers["2"].compile(backend="eager")
@@ -167,25 +167,25 @@ def refused(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_families(cluster: Cluster) -> None:
-    cluster.run(2, families)
+def test_micro_batched_block_families_equal_plain(cluster: Cluster) -> None:
+    cluster.run(2, compare_families)
 
 
 @pytest.mark.slow
-def test_what_is_refused(cluster: Cluster) -> None:
-    cluster.run(2, refused)
+def test_unsupported_blocks_raise(cluster: Cluster) -> None:
+    cluster.run(2, call_unsupported)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("ep", [2, 4])
-def test_four_ranks(cluster: Cluster, ep: int) -> None:
+def test_micro_batched_blocks_equal_plain_on_four_ranks(cluster: Cluster, ep: int) -> None:
     cluster.run(4, compare, {"dp_shard": 4, "tp": 1, "ep": ep}, [(2, 3)], tuple(CASES), timeout_s=300)
 
 
 @pytest.mark.slow
-def test_a_mask_of_blocks_goes_with_its_samples() -> None:
-    """`BlockMask`s know samples by number."""
+def test_block_mask_is_sliced_with_its_samples() -> None:
+    """`BlockMask`s index samples by number."""
     lengths = torch.tensor([3, 130, 200])
     mask = create_block_mask(lambda b, h, q, kv: kv < lengths[b], 3, None, 200, 200, device="cpu")
     q, k, v = torch.randn(3, 3, 2, 200, 16).unbind(0)

@@ -1,4 +1,4 @@
-"""Torchtitan's experts with a schedule inside compiled blocks: no break, one graph for all, results as without."""
+"""Torchtitan's experts with a schedule inside compiled blocks: no graph break, one graph for all, the same results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.integrations import test_titan, test_titan_gpt_oss
 
 
 class TitanBlock(nn.Module):
-    """A block around routed experts; the first numbers of a token choose them."""
+    """Block around routed experts; a token's first values select its experts."""
 
     def __init__(self, family: str, mesh: DeviceMesh) -> None:
         super().__init__()
         cfg = test_titan_gpt_oss.config() if family == "gpt-oss" else test_titan.config().layers[0].moe.routed_experts
-        self.experts = test_titan_gpt_oss.made(fusedmoe.titan.routed_experts(cfg, timeout_s=60.0))
+        self.experts = test_titan_gpt_oss.build_module(fusedmoe.titan.routed_experts(cfg, timeout_s=60.0))
         split_experts(self.experts.inner_experts, mesh.get_local_rank(), mesh.size())
         self.experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
         self.double()
@@ -41,8 +41,8 @@ class TitanBlock(nn.Module):
         return y_TD
 
 
-def compiled(rank: int, world: int, family: str, count: int, sizes: list[int]) -> tuple[int, float]:
-    """How many graphs so many blocks need, and how far off they are."""
+def compile_blocks(rank: int, world: int, family: str, count: int, sizes: list[int]) -> tuple[int, float]:
+    """Return the graph count and the largest error of the blocks."""
     mesh = init_device_mesh("cpu", (world,))
     blocks: list[nn.Module] = [TitanBlock(family, mesh) for _ in range(count)]
     own_sizes = [size + 3 * rank for size in sizes]
@@ -50,8 +50,8 @@ def compiled(rank: int, world: int, family: str, count: int, sizes: list[int]) -
 
 
 @pytest.mark.slow
-def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
-    for graphs, worst in cluster.run(2, compiled, "qwen3", 2, [9]):
+def test_two_blocks_compile_to_one_graph(cluster: Cluster) -> None:
+    for graphs, worst in cluster.run(2, compile_blocks, "qwen3", 2, [9]):
         assert graphs == 1 and worst < 1e-10, (graphs, worst)
 
 
@@ -59,14 +59,16 @@ def test_one_graph_for_both_blocks(cluster: Cluster) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "count"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_one_graph_for_all_blocks_and_many_sizes(cluster: Cluster, world: int, count: int, family: str) -> None:
-    for graphs, worst in cluster.run(world, compiled, family, count, [*range(2, 22, 3)], timeout_s=550):
+def test_blocks_with_dynamic_sizes_share_compiled_graph(cluster: Cluster, world: int, count: int, family: str) -> None:
+    for graphs, worst in cluster.run(world, compile_blocks, family, count, [*range(2, 22, 3)], timeout_s=550):
         assert graphs <= 2 and worst < 1e-10, (graphs, worst)
 
 
-def compiled_by_torchtitan(rank: int, world: int, backend: str) -> tuple[int, float]:
-    """Has torchtitan compile its blocks, by FSDP or alike on all ranks: graphs, and the largest difference from blocks
-    that are not compiled and have no schedule."""
+def compile_by_torchtitan(rank: int, world: int, backend: str) -> tuple[int, float]:
+    """Let torchtitan compile its blocks, with FSDP or replicated; return the graph count and the error.
+
+    The error is the largest difference from eager blocks without a schedule.
+    """
     right = test_titan.steps_on_ranks(rank, world, "fusedmoe.titan.routed_experts", 2, backend)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -94,7 +96,7 @@ def compiled_by_torchtitan(rank: int, world: int, backend: str) -> tuple[int, fl
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
-def test_torchtitan_compiles_its_blocks(cluster: Cluster, backend: str) -> None:
-    """In float32, as torchtitan trains; blocks alone are compared in float64."""
-    for graphs, worst in cluster.run(2, compiled_by_torchtitan, backend, timeout_s=550):
+def test_blocks_compiled_by_torchtitan_equal_eager(cluster: Cluster, backend: str) -> None:
+    """In float32, as in torchtitan's training; single blocks are compared in float64."""
+    for graphs, worst in cluster.run(2, compile_by_torchtitan, backend, timeout_s=550):
         assert graphs <= 2 and worst < 1e-5, (graphs, worst)

@@ -1,4 +1,4 @@
-"""gpt-oss's experts in torchtitan with this library's override, against their definition in float64."""
+"""gpt-oss's experts in torchtitan with this library's override, compared with their definition in float64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config() -> RoutedExperts.Config:
     return RoutedExperts.Config(inner_experts=inner, token_dispatcher=sends)
 
 
-def made(cfg: RoutedExperts.Config) -> Any:
+def build_module(cfg: RoutedExperts.Config) -> Any:
     torch.manual_seed(1)
     module = cfg.build()
     module.init_states()
@@ -57,7 +57,7 @@ def made(cfg: RoutedExperts.Config) -> Any:
 
 
 def define(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, experts: Any) -> Tensor:
-    """Σ over each token's experts of score·FFN(x), one after the other."""
+    """Σ over each token's experts of score·FFN(x), expert by expert."""
     rows = []
     for x_D, scores_K, ids_K in zip(x_TD, scores_TK, ids_TK, strict=True):
         y_D = torch.zeros_like(x_D)
@@ -75,9 +75,9 @@ def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(9, [0, 1, 2, 3]), (1, [1, 3]), (0, [0, 1]), (30, [2, 0])])
-def test_is_the_definition(tokens: int, experts: list[int]) -> None:
-    """Values and all gradients, experts without a row included."""
-    module = made(fusedmoe.titan.routed_experts(config())).double()
+def test_gpt_oss_experts_equal_definition(tokens: int, experts: list[int]) -> None:
+    """Compare values and all gradients, including experts without rows."""
+    module = build_module(fusedmoe.titan.routed_experts(config())).double()
     given = inputs(tokens, experts, tokens)
     y = module(*given, torch.zeros(EXPERTS))
     exact = define(*(value[0] for value in given), module.inner_experts)[None]
@@ -86,9 +86,9 @@ def test_is_the_definition(tokens: int, experts: list[int]) -> None:
     compare([y, *found], [exact, *wanted])
 
 
-def test_is_what_torchtitan_computes() -> None:
-    """In bfloat16, as its own experts always do; names and shapes of parameters stay."""
-    theirs, ours = made(config()), made(fusedmoe.titan.routed_experts(config()))
+def test_gpt_oss_experts_equal_torchtitan_in_bfloat16() -> None:
+    """In bfloat16, as torchtitan's own experts always compute; parameter names and shapes stay."""
+    theirs, ours = build_module(config()), build_module(fusedmoe.titan.routed_experts(config()))
     assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
     x, scores, ids = (value.detach() for value in inputs(50, [0, 1, 2, 3], 0))
     count_E = torch.bincount(ids.flatten(), minlength=EXPERTS)
@@ -100,8 +100,8 @@ def test_is_what_torchtitan_computes() -> None:
     assert errors[0] < 1.5 * errors[1] < 0.05, errors
 
 
-def on_ranks(rank: int, world: int) -> None:
-    module, whole = (made(fusedmoe.titan.routed_experts(config(), timeout_s=40.0)).double() for _ in range(2))
+def run_on_ranks(rank: int, world: int) -> None:
+    module, whole = (build_module(fusedmoe.titan.routed_experts(config(), timeout_s=40.0)).double() for _ in range(2))
     module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
     for part in module.inner_experts.parameters():
         part.data = part.data.chunk(world)[rank].clone()
@@ -123,7 +123,7 @@ def on_ranks(rank: int, world: int) -> None:
 
 
 def tensor_parallel(rank: int, world: int, ep: int) -> None:
-    """A layer on ranks that share a sequence: each has a part of every expert, or all of some experts."""
+    """Run a layer on ranks that share a sequence: each has a part of every expert, or all of some experts."""
     set_spmd_backend("partial_dtensor")
     sizes = {"dp_replicate": 1, "cp": 1, "pp": 1, "dp_shard": 1, "tp": world, "ep": ep}
     dims = ParallelDims(**sizes, world_size=world, spmd_backend="partial_dtensor")
@@ -139,5 +139,5 @@ def tensor_parallel(rank: int, world: int, ep: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_two_ranks(cluster: Cluster) -> None:
-    cluster.run(2, on_ranks)
+def test_gpt_oss_experts_on_two_ranks_equal_definition(cluster: Cluster) -> None:
+    cluster.run(2, run_on_ranks)

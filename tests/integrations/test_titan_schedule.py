@@ -1,4 +1,4 @@
-"""Schedules at torchtitan's door: results and gradients are those without one, whatever else its trainer does."""
+"""Schedules of the torchtitan integration: results and gradients equal those without, under all trainer features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 import fusedmoe.titan
 from fusedmoe import Schedule
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.scheduled_exchange import exchanges_of
+from fusedmoe.layers.scheduled_exchange import exchanges_in
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.integrations.test_titan import (
@@ -51,7 +51,7 @@ SCHEDULE = Schedule("fsmoe", (2, 3))
 
 
 def found(model: nn.Module, tokens: list[Tensor], *, autocast: bool = False, last_syncs: bool = False) -> Any:
-    """Losses of batches whose gradients add up, and the gradients; with `last_syncs` these are reduced at the end."""
+    """Return losses and accumulated gradients of batches; with `last_syncs` gradients are reduced at the end."""
     losses = []
     for number, one in enumerate(tokens):
         for module in model.modules():
@@ -92,7 +92,7 @@ POLICIES = {
 
 
 def parallel(rank: int, world: int, policy: Any, sizes: dict[str, int]) -> tuple[nn.Module, Any]:
-    """The model in float64 over ranks as torchtitan sets it up, and the context that it runs in."""
+    """Build the model in float64 over ranks as torchtitan configures it; return it with the context of its runs."""
     backend = "partial_dtensor"
     set_spmd_backend(backend)
     dims = ParallelDims(dp_replicate=1, cp=1, pp=1, **sizes, world_size=world, spmd_backend=backend)
@@ -101,7 +101,7 @@ def parallel(rank: int, world: int, policy: Any, sizes: dict[str, int]) -> tuple
     given = {"timeout_s": 40.0, "schedule": SCHEDULE}
     apply_overrides(OverrideConfig(imports=[(OURS[1], given)]), made)
     with pytest.MonkeyPatch.context() as patch:
-        # Torchtitan makes meshes of GPUs, even where there are none.
+        # Torchtitan builds GPU meshes, even without GPUs.
         patch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
         patch.setitem(TORCH_DTYPE_MAP, "float32", torch.float64)
         context = get_spmd_context(parallel_dims=dims)
@@ -113,7 +113,7 @@ def parallel(rank: int, world: int, policy: Any, sizes: dict[str, int]) -> tuple
             )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # Gloo supports no other reduction
     return model, context
 
 
@@ -122,7 +122,7 @@ def compare(rank: int, world: int, sizes: dict[str, int], policies: Sequence[str
     for policy_name in policies:
         policy = POLICIES[policy_name]
         model, context = parallel(rank, world, policy, sizes)
-        exchanges = exchanges_of(model)
+        exchanges = exchanges_in(model)
         assert len(exchanges) == 2 and all(one.topology.ep.downward is not None for one in exchanges)
         for name, case in CASES.items() if policy is None else list(CASES.items())[:1]:
             values = {}
@@ -131,7 +131,7 @@ def compare(rank: int, world: int, sizes: dict[str, int], policies: Sequence[str
                     exchange.set_schedule(schedule)
                 with plans_run() as ran, context():
                     values[str(schedule)] = case(model, tokens)
-                # A selective checkpoint asks for operators, one after the other.
+                # A selective checkpoint needs operators without overlap.
                 by_plan = schedule is SCHEDULE and policy_name in ("none", "full")
                 assert set(ran) == ({SCHEDULE.degrees} if by_plan else set()), (policy_name, name, schedule)
             wanted, scheduled = values["off"], values[str(SCHEDULE)]
@@ -144,8 +144,8 @@ def compare(rank: int, world: int, sizes: dict[str, int], policies: Sequence[str
                     torch.testing.assert_close(scheduled[key], value, rtol=1e-10, atol=1e-10)
 
 
-def two_ranks(rank: int, world: int, policies: Sequence[str]) -> None:
-    # No tokens on a rank, no rows for another, all for one: values and gradients of the definition.
+def run_two_ranks(rank: int, world: int, policies: Sequence[str]) -> None:
+    # A rank without tokens, one without rows, one with all rows: values and gradients equal the definition's.
     with plans_run() as ran:
         assert definition_on_ranks(rank, world, OURS[1], SCHEDULE) < 1e-10
     assert set(ran) == {SCHEDULE.degrees}
@@ -153,12 +153,12 @@ def two_ranks(rank: int, world: int, policies: Sequence[str]) -> None:
         assert tensor_parallel(rank, world, world, SCHEDULE) < 1e-5
     assert ran
     compare(rank, world, {"dp_shard": world, "tp": 1, "ep": world}, policies)
-    nothing_of_the_experts_size_is_kept(rank, world)
-    sharded_apart(rank, world)
+    check_saved_tensors(rank, world)
+    shard_separately(rank, world)
 
 
-def nothing_of_the_experts_size_is_kept(rank: int, world: int) -> None:
-    """What backward needs of the parameters is the parameters, by a schedule, too."""
+def check_saved_tensors(rank: int, world: int) -> None:
+    """With a schedule, too, backward keeps only the parameters themselves."""
     module, _ = split_over(world, rank, OURS[1])
     module.token_dispatcher.exchange.set_schedule(SCHEDULE)
     x, scores, ids = inputs(3, [0, 1, 2, 3], rank)
@@ -178,29 +178,29 @@ def _nodes(node: Any) -> Any:
             yield from _nodes(child)
 
 
-def sharded_apart(rank: int, world: int) -> None:
+def shard_separately(rank: int, world: int) -> None:
     module, _ = split_over(world, rank, OURS[1])
     module.token_dispatcher.exchange.set_schedule(SCHEDULE)
     given = *inputs(3, [0, 1, 2, 3], rank), torch.zeros(EXPERTS)
     wanted = module(*given)
-    # Gathers the parameters for a call of the experts, which no chunk makes.
+    # FSDP gathers the parameters on a call of the experts, which chunks never make.
     fully_shard(module.inner_experts, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("own", "one"))["one"])
     torch.testing.assert_close(module(*given), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("policies", [["full"], *slowly(["none"])], ids=str)
-def test_two_ranks(cluster: Cluster, policies: Sequence[str]) -> None:
-    cluster.run(2, two_ranks, policies)
+def test_scheduled_model_equals_unscheduled(cluster: Cluster, policies: Sequence[str]) -> None:
+    cluster.run(2, run_two_ranks, policies)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_four_ranks(cluster: Cluster) -> None:
+def test_scheduled_model_equals_unscheduled_on_four_ranks(cluster: Cluster) -> None:
     cluster.run(4, compare, {"dp_shard": 4, "tp": 1, "ep": 2}, timeout_s=300)
 
 
-def test_a_wrong_schedule_is_refused() -> None:
+def test_unknown_schedule_raises() -> None:
     cfg = config().layers[0].moe.routed_experts
     with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto"):
         fusedmoe.titan.routed_experts(cfg, schedule="fast")

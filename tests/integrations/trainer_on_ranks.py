@@ -1,7 +1,7 @@
-"""Transformers' `Trainer` on a small Mixtral from a folder, alone or, under torchrun, with experts over the ranks.
+"""Run transformers' `Trainer` on a small Mixtral from a folder, alone or, under torchrun, with experts over the ranks.
 
-Rank 0 prints the loss and the gradients' norm of each step as JSON. With "blocks" as a second word the decoder blocks
-go in micro-batches.
+Rank 0 prints each step's loss and gradient norm as JSON. With the second argument "blocks", decoder blocks run in
+micro-batches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main(folder: str, *words: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         dist.init_process_group("gloo")
-    split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=fusedmoe.hf.NAME)
+    split = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="fusedmoe")
     model = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation=fusedmoe.hf.NAME, distributed_config=split if world > 1 else None
+        folder, experts_implementation="fusedmoe", distributed_config=split if world > 1 else None
     )
     if "blocks" in words:
         assert len(fusedmoe.hf.pipeline(model)) == 1

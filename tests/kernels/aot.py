@@ -1,18 +1,18 @@
-"""Compiles every Triton and Gluon kernel in every configuration ahead of time, for GPUs that need not be there.
+"""Compile every Triton and Gluon kernel in every configuration ahead of time, for GPUs that may be absent.
 
-    python -m tests.kernels.aot                 # all but the rare ones, and writes bench/aot.json: a quarter of an hour
-    python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
-    python -m tests.kernels.aot --write nvshmem # those whose name contains the word, and writes them beside the others
+    python -m tests.kernels.aot                 # all but the rare cases; writes bench/aot.json in a quarter of an hour
+    python -m tests.kernels.aot gather_sum 90   # cases whose name contains the first word, for one target
+    python -m tests.kernels.aot --write nvshmem # cases whose name contains the word; merges them into the record
 
-To have a kernel checked add it to a function `aot_cases()` of a module in tests/kernels/cases/, which says what a case
-is. Modules there are found by themselves.
+To check a kernel, add it to a function `aot_cases()` of a module in tests/kernels/cases/, whose docstring defines a
+case. Modules there are discovered automatically.
 
-A case fails if it does not compile, spills registers (takes memory for a stack), takes more shared memory than the GPU
-has, or lacks an instruction it is expected to have. Compiled kernels are kept in Triton's cache, and so is what was
-read from them: a run that was interrupted goes on where it was.
+A case fails if it does not compile, spills registers (uses a stack in memory), uses more shared memory than the GPU
+has, or lacks an expected instruction. Compiled kernels are kept in Triton's cache, with the values read from them: an
+interrupted run resumes from there.
 
-Cases that are linked with a library which is not installed are left out, and said to be; the whole record cannot be
-written without them.
+Cases that link a library which is not installed are skipped and reported; the whole record cannot be written without
+them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.kernels.cases import AotCase
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "aot.json"
-# What the record has of a case and target.
+# Recorded fields of a case and target.
 COLUMNS = ("registers", "stack", "shared")
 
 Found = dict[tuple[str, int], dict[str, Any]]
 
 
 def modules() -> Iterator[ModuleType]:
-    """Those with cases."""
+    """List the modules with cases."""
     import tests.kernels.cases as package
 
     for info in iter_modules(package.__path__, f"{package.__name__}."):
@@ -51,7 +51,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def cases() -> list[tuple[str, AotCase]]:
-    """(module, case) of everything there is."""
+    """List every (module, case)."""
     found = [(module.__name__, case) for module in modules() for case in module.aot_cases()]
     names = set()
     for _, case in found:
@@ -64,7 +64,7 @@ def cases() -> list[tuple[str, AotCase]]:
 
 
 def absent(case: AotCase) -> str:
-    """Why the case cannot be linked here; "" where it can."""
+    """Return the reason why the case cannot be linked here, or ""."""
     try:
         case.libraries()
     except ConfigError as error:
@@ -73,7 +73,7 @@ def absent(case: AotCase) -> str:
 
 
 def left_out(only: str = "", module: str = "") -> list[str]:
-    """Why cases are left out here, of those in question."""
+    """Return the reasons for skipped cases among the given ones."""
     found = (absent(case) for found_in, case in cases() if only in case.name and module in ("", found_in))
     return [why for why in found if why]
 
@@ -87,13 +87,14 @@ def check(
     part: slice = slice(None),
     progress: bool = False,
 ) -> Found:
-    """(case, target) -> what was found; "error" where it failed.
+    """(case, target) -> the measured values; "error" if it failed.
 
     Args:
         only: a part of the names.
-        quick: the small selection alone; rare: those cases too that are compiled where they are asked for by name.
+        quick: only the small selection.
+        rare: include the cases that are otherwise compiled only when requested by name.
         part: of all these, in their order.
-        progress: tell on stderr how far it is.
+        progress: report progress on stderr.
     """
     tasks = [
         (found_in, case.name, at)
@@ -122,7 +123,7 @@ def _cases_of(module: str) -> dict[str, AotCase]:
 
 
 def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
-    """What is found of one case, (module, name, target)."""
+    """Compile one case, (module, name, target), and return its measured values."""
     from triton.backends.compiler import GPUTarget
 
     module, name, target = task
@@ -130,7 +131,7 @@ def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
     try:
         options = {**case.options, "extern_libs": dict(case.libraries())}
         with driving(target):
-            case.kernel.create_binder()  # so that it compiles as it does for launches, Gluon as Gluon
+            case.kernel.create_binder()  # compile as launches do, Gluon as Gluon
             source = case.kernel.ASTSource(case.kernel, *case.specialise())
             compiled = case.kernel.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         return judge(compiled, target, case.expect.get(target, ()))
@@ -139,7 +140,7 @@ def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
 
 
 def write(found: Found) -> None:
-    """bench/aot.json, one line a case, so that two versions can be compared."""
+    """Write bench/aot.json, one line per case, so two versions can be compared."""
     import triton
 
     by_name: dict[str, dict[str, list[int]]] = {}
@@ -151,7 +152,7 @@ def write(found: Found) -> None:
 
 
 def recorded() -> tuple[str, Found]:
-    """Triton's version, and what bench/aot.json knows."""
+    """Return Triton's version and the contents of bench/aot.json."""
     record = json.loads(RECORD.read_text())
     found = {
         (name, int(target.removeprefix("sm_"))): dict(zip(record["columns"], values, strict=True))
@@ -162,10 +163,10 @@ def recorded() -> tuple[str, Found]:
 
 
 def beside_others(found: Found) -> Found:
-    """What was found, and of the other cases that there are what bench/aot.json knows.
+    """Merge new results with bench/aot.json's results of the other existing cases.
 
     Raises:
-        ValueError: the record was made by another Triton, so that only a whole one can be written.
+        ValueError: another Triton version made the record, so only a whole record can be written.
     """
     import triton
 
@@ -177,12 +178,12 @@ def beside_others(found: Found) -> Found:
 
 
 def missing(record: Found) -> list[tuple[str, int]]:
-    """What can be compiled and is not in the record."""
+    """List the compilable cases that are not in the record."""
     return [at for at in in_question() if at not in record]
 
 
 def in_question() -> dict[tuple[str, int], None]:
-    """What the record is of: (case, target) of all that are not rare."""
+    """List the (case, target) pairs that the record covers: all that are not rare."""
     return {(case.name, at): None for _, case in cases() if not case.rare for at in case.targets}
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what takes half of its time."""
+"""Triton's interpreter without the work that takes half of its time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import triton.language as tl
 
 
 def patch_once() -> None:
-    """Of other versions of Triton, which may do it elsewhere, everything stays as it is.
+    """Patch the interpreter; unknown versions of Triton, which may work differently, stay unchanged.
 
-    * Functions that kernels call do not put the interpreter's operations into the language where they are already. A
-      kernel's launch has done so; Triton does it again at each call, by going through all that its modules have.
-    * Sums and products of integers are not computed a second time in int64: Triton does so to compare them for an
-      overflow, and then drops what it has found, as its interpreter's options have no `debug`.
-    * The table of NumPy's types is not made anew for each value.
+    * Functions called by kernels do not patch the interpreter's operations into the language again. The kernel's launch
+      has done so; Triton repeats it at each call, by iterating over everything in its modules.
+    * Integer sums and products are not recomputed in int64: Triton does so to detect an overflow, and then discards the
+      finding, as its interpreter's options have no `debug`.
+    * The table of NumPy's types is not rebuilt for each value.
     """
     from triton.runtime import interpreter
 
@@ -45,7 +45,7 @@ def _languages(function: Any) -> list[ModuleType]:
 
 
 def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same for types of one element; those of blocks cannot be hashed."""
+    """Cached lookup for types of one element; block types cannot be hashed."""
     found: dict[str, Any] = {}
 
     def known(of: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operators and inputs for them: what must hold on every device."""
+"""Operators and their inputs: requirements on every device."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def cases(device: torch.device) -> Cases:
 
 
 def check(name: str, several: list[tuple[Any, ...]]) -> None:
-    """Schema, fake and gradient registration agree with what the operator does, eagerly and traced."""
+    """Schema, fake and gradient registration agree with the operator's results, eagerly and traced."""
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if not name.startswith("gate"):
-        tests.append("test_aot_dispatch_dynamic")  # which cannot add up experts' numbers and weights
+        tests.append("test_aot_dispatch_dynamic")  # cannot sum expert numbers and weights
     for inputs in several:
         torch.library.opcheck(getattr(torch.ops.fusedmoe, name).default, inputs, test_utils=tests)

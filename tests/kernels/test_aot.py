@@ -19,7 +19,7 @@ HOW = "python -m tests.kernels.aot writes bench/aot.json anew"
 
 
 def differences(found: aot.Found) -> list[str]:
-    """From the record, where it was made by the same compiler."""
+    """List differences from the record, if the same compiler made it."""
     version, record = aot.recorded()
     if version != triton.__version__:
         return []
@@ -31,7 +31,7 @@ def differences(found: aot.Found) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("module", [module.__name__ for module in aot.modules()])
 def test_every_kernel_compiles(module: str, target: int) -> None:
-    """A third of all configurations, another one each time; `python -m tests.kernels.aot` compiles all."""
+    """Compile a random third of all configurations; `python -m tests.kernels.aot` compiles all."""
     found = aot.check(module=module, target=target, part=slice(random.randrange(3), None, 3))
     if not found:
         pytest.skip("; ".join(aot.left_out(module=module)))
@@ -40,28 +40,28 @@ def test_every_kernel_compiles(module: str, target: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_selection_compiles_for_every_target() -> None:
+def test_quick_cases_compile_for_every_target() -> None:
     found = aot.check(quick=True)
     assert found and not aot.errors(found)
     assert not differences(found), HOW
 
 
-def test_the_record_has_every_case() -> None:
-    """One that was added is compiled and written down with it, one that is gone is gone there."""
+def test_record_has_every_case() -> None:
+    """A change that adds or removes a case must also compile and record it, or remove it from the record."""
     _, record = aot.recorded()
     missing = aot.missing(record)
     assert not missing, f"{len(missing)} cases are not recorded, e.g. {missing[:3]}: {HOW}"
     assert not record.keys() - aot.in_question().keys(), HOW
 
 
-def test_nothing_recorded_spills_or_is_too_large() -> None:
+def test_recorded_kernels_neither_spill_nor_exceed_limits() -> None:
     for (name, at), found in aot.recorded()[1].items():
         assert found["stack"] == 0, (name, at)
         assert 0 < found["registers"] <= 255 and 0 <= found["shared"] <= machine_code.SHARED[at], (name, at)
 
 
 def test_every_kernel_has_cases() -> None:
-    """Those that are launched are named so; the other functions on the device are parts of them."""
+    """Launched kernels are named accordingly; the other device functions are parts of them."""
     written = {
         f"{file.relative_to(aot.ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
         for folder in ("fusedmoe", "bench")
@@ -72,8 +72,8 @@ def test_every_kernel_has_cases() -> None:
     assert written == covered
 
 
-def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
-    """wgmma for all of them, and bulk copies wherever sizes are even."""
+def test_half_precision_cases_require_hopper_instructions() -> None:
+    """All of them use wgmma, and bulk copies for every even size."""
     products = [case for module, case in aot.cases() if module == "tests.kernels.cases.grouped" and 90 in case.targets]
     assert products
     for case in products:
@@ -94,8 +94,10 @@ def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
         ("unfenced", ["wgmma.mma_async in $L1"], "has no fence.proxy.async between asynchronous copies and wgmma"),
     ],
 )
-def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel is compiled, and then something made up is found in it."""
+def test_injected_compile_fault_is_reported(
+    function: str, wrong: object, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel is compiled, and then faults are inserted into its results."""
     module = "tests.kernels.cases.grouped"
     of_module = (case for found_in, case in aot.cases() if found_in == module)
     case = next(case for case in of_module if case.quick and "UTMALDG" in case.expect.get(90, ()))
@@ -115,7 +117,7 @@ LOOP = [
 
 
 def machine_text(*loops: list[str]) -> str:
-    """As cuobjdump prints code; each loop jumps back to its first instruction."""
+    """Build text in cuobjdump's format; each loop jumps back to its first instruction."""
     lines = ["MOV R1, c[0x0][0x28]"]
     for loop in loops:
         lines += [*loop, f"BRA 0x{16 * len(lines):x}"]
@@ -125,7 +127,7 @@ def machine_text(*loops: list[str]) -> str:
     return "\n".join(f"        /*{16 * i:04x}*/    {predicates[i % 3]}{line} ;" for i, line in enumerate(lines))
 
 
-def test_loops_in_which_products_run_on_and_on() -> None:
+def test_overlapped_product_loops_pass_check() -> None:
     assert machine_code.slow_loops(machine_text(LOOP, ["NOP"], LOOP)) == ""
 
 
@@ -139,10 +141,10 @@ def test_loops_in_which_products_run_on_and_on() -> None:
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "UTMALDG.2D [UR8], [UR6]", "has UTMALDG.2D"),
     ],
 )
-def test_loops_in_which_products_wait(line: str, wrong: str, text: str) -> None:
+def test_product_loops_with_waits_are_reported(line: str, wrong: str, text: str) -> None:
     slow = [wrong if one == line else one for one in LOOP]
     assert text in machine_code.slow_loops(machine_text(LOOP, slow))
 
 
-def test_each_group_of_warps_has_a_loop() -> None:
+def test_missing_warp_group_loop_is_reported() -> None:
     assert "has 1 loops" in machine_code.slow_loops(machine_text(LOOP))

@@ -7,8 +7,8 @@ from pathlib import Path
 import fusedmoe.kernels
 
 
-def test_whatever_has_kernels_has_a_contract() -> None:
-    """`kernels/triton/X` and `kernels/gluon/X`, files or folders, stand for `kernels/X.py`."""
+def test_every_kernel_module_has_plain_contract() -> None:
+    """`kernels/triton/X` and `kernels/gluon/X`, files or folders, implement `kernels/X.py`."""
     (folder,) = map(Path, fusedmoe.kernels.__path__)
     contracts = {file.stem for file in folder.glob("*.py")}
     written = [path for form in ("triton", "gluon") for path in (folder / form).glob("[a-z]*")]

@@ -1,4 +1,4 @@
-"""Tokens that travel once: what is chosen, what is read of codes, and which codes are refused."""
+"""Deduplicated tokens: the selection, decoding of packed expert assignments, and rejection of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 
 from fusedmoe.kernels.deduplicate import (
     decode,
+    deduplicate_tokens,
+    define_deduplicate_tokens,
     define_received,
-    define_sending,
+    find_invalid_codes,
     pack,
-    rows_of_counts,
-    sending,
+    pairs_from_counts,
     unpack,
-    wrong_codes,
 )
 from fusedmoe.kernels.layout import build_layout
 from tests.marks import slowly
 
 
-def drawn(seed: int) -> tuple[torch.Tensor, int, int, int | None]:
-    """Choices with ids of -1 and repeated ones, ranks, experts of each rank, and a capacity."""
+def random_choices(seed: int) -> tuple[torch.Tensor, int, int, int | None]:
+    """Choices with ids of -1 and repeated ids, ranks, experts of each rank, and a capacity."""
     generator = torch.Generator().manual_seed(seed)
 
     def number(least: int, most: int) -> int:
@@ -32,14 +32,13 @@ def drawn(seed: int) -> tuple[torch.Tensor, int, int, int | None]:
 
 
 @pytest.mark.parametrize("seed", range(90))
-def test_against_the_definitions(seed: int) -> None:
-    expert_SK, W, e, capacity = drawn(seed)
+def test_deduplicated_tokens_equal_definition(seed: int) -> None:
+    expert_SK, W, e, capacity = random_choices(seed)
     S, K = expert_SK.shape
     exact = build_layout(expert_SK, W * e, capacity)
     layout = exact.padded(S * K) if seed % 3 == 0 else exact
-    last_E = torch.rand(W * e, generator=torch.Generator().manual_seed(seed)) < 0.4 if seed % 4 in (1, 2) else None
-    tokens, pairs = define_sending(exact, W, () if last_E is None else last_E.nonzero()[:, 0].tolist())
-    sent = sending(layout, W, last_E).exact(len(tokens), len(pairs))
+    tokens, pairs = define_deduplicate_tokens(exact, W)
+    sent = deduplicate_tokens(layout, W).exact(len(tokens), len(pairs))
     assert sent.row_N is not None and sent.code_N is not None and sent.tokens.source_N is not None
     rank_T = [rank for rank, count in enumerate(sent.tokens.counts) for _ in range(count)]
     assert list(zip(rank_T, sent.tokens.source_N.tolist(), strict=True)) == tokens
@@ -61,46 +60,46 @@ def test_against_the_definitions(seed: int) -> None:
         assert made.counts == [len(of_expert) for of_expert in wanted] and made.source_N is not None
         got = list(zip(made.source_N.tolist(), order_N.tolist(), strict=True))
         assert got == [row for of_expert in wanted for row in of_expert]
-        # The layout that the tokens would have if they were local, but for the order in which choices come.
+        # The tables equal the layout of local tokens, except for the order of the choices.
         for row, pair in enumerate(made.pair_N.tolist()):
             assert made.row_SK.reshape(-1)[pair] == row and pair // K == made.source_N[row]
 
 
-def test_rows_of_their_own_are_not_deduplicated() -> None:
+def test_pairs_from_counts_are_not_deduplicated() -> None:
     counts_RE = torch.tensor([[2, 0, 1], [1, 1, 0]])
-    layout, order_N = rows_of_counts(counts_RE, 5).sort(5, 3, 1)
+    layout, order_N = pairs_from_counts(counts_RE, 5).sort(5, 3, 1)
     assert order_N.tolist() == [0, 1, 3, 4, 2] and layout.counts == [3, 1, 1]
     assert layout.row_SK.tolist() == [[0], [1], [4], [2], [3]]
 
 
 @pytest.mark.parametrize("seed", [*range(10), *slowly(*range(10, 40))])
-def test_codes_of_other_pairs_are_refused(seed: int) -> None:
-    expert_SK, W, e, _ = drawn(seed)
+def test_invalid_expert_codes_are_detected(seed: int) -> None:
+    expert_SK, W, e, _ = random_choices(seed)
     layout = build_layout(expert_SK, W * e)
-    tokens, pairs = define_sending(layout, W)
-    sent = sending(layout, W).exact(len(tokens), len(pairs))
+    tokens, pairs = define_deduplicate_tokens(layout, W)
+    sent = deduplicate_tokens(layout, W).exact(len(tokens), len(pairs))
     assert sent.code_N is not None
-    # As if one rank received all of it: what is sent to rank w is what comes from source w.
+    # One simulated receiver of all rows: the rows sent to rank w count as the rows from source w.
     counts_WE = layout.counts_E.view(W, e)
     tokens_W, K = sent.tokens.counts_E, expert_SK.shape[1]
-    assert not wrong_codes(sent.code_N, counts_WE, tokens_W, K).any()
+    assert not find_invalid_codes(sent.code_N, counts_WE, tokens_W, K).any()
     for at, code in enumerate(sent.code_N.tolist()):
         for other in {code ^ 1, -3, 2 * e, 2 * e + 1, (code + 2) % (2 * e)} - {code}:
             bad_N = sent.code_N.clone()
             bad_N[at] = other
-            assert wrong_codes(bad_N, counts_WE, tokens_W, K)[pairs[at][0]]
+            assert find_invalid_codes(bad_N, counts_WE, tokens_W, K)[pairs[at][0]]
 
 
-def test_more_pairs_of_a_token_than_it_may_have_are_refused() -> None:
+def test_too_many_pairs_per_token_are_detected() -> None:
     code_P = torch.tensor([1, 0, 0, 1], dtype=torch.int16)
     counts_RE, tokens_R = torch.tensor([[4]]), torch.tensor([2])
-    assert not wrong_codes(code_P, counts_RE, tokens_R, 3).any()
-    assert wrong_codes(code_P, counts_RE, tokens_R, 2).all()
+    assert not find_invalid_codes(code_P, counts_RE, tokens_R, 3).any()
+    assert find_invalid_codes(code_P, counts_RE, tokens_R, 2).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("pairs", [0, 1, 7])
-def test_messages(dtype: torch.dtype, pairs: int) -> None:
+def test_code_and_weight_messages_round_trip(dtype: torch.dtype, pairs: int) -> None:
     code_N, weight_N = torch.randint(0, 99, (pairs,)).to(torch.int16), torch.randn(pairs).to(dtype)
     both, codes = pack(code_N, weight_N), pack(code_N, None)
     assert both is not None and codes is not None and both.shape == (pairs, 2 + dtype.itemsize)

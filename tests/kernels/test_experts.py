@@ -1,4 +1,4 @@
-"""`experts` in plain PyTorch against loops in float64: values, all gradients, frozen parameters."""
+"""`experts` in plain PyTorch compared with loops in float64: values, all gradients, frozen parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusedmoe.kernels import experts
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     Gradients,
-    Wanted,
+    NeedsGrad,
     Weights,
     define_experts,
     experts_backward,
@@ -43,13 +43,13 @@ def compute(
 ) -> dict[str, torch.Tensor | None]:
     y_SM, h_NH = experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[name])
     grads = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
-    halves = in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, name)
+    halves = backward_in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, name)
     for one, other in zip(vars(grads).values(), vars(halves).values(), strict=True):
         assert other is one is None or torch.equal(one, other)  # the same products in the same order
     return {"y": y_SM, **{f"d{name}": value for name, value in vars(grads).items()}}
 
 
-def in_halves(
+def backward_in_halves(
     dy_SM: torch.Tensor,
     x_SM: torch.Tensor,
     h_NH: torch.Tensor,
@@ -67,7 +67,7 @@ def in_halves(
 def define(
     x_SM: torch.Tensor, dy_SM: torch.Tensor, layout: Layout, weight_N: torch.Tensor | None, weights: Weights, name: str
 ) -> dict[str, torch.Tensor | None]:
-    """The same in float64 through autograd of the definition."""
+    """Compute the same in float64, by autograd through the definition."""
 
     def leaf(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.detach().double().requires_grad_()
@@ -76,7 +76,7 @@ def define(
     assert x is not None
     exact = Weights(*(leaf(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
     y = define_experts(x, layout, s, exact, name)
-    if y.requires_grad:  # false when no row was routed
+    if y.requires_grad:  # false if no row was routed
         (y * dy_SM.double()).sum().backward()
     leaves = {"x_SM": x, "weight_N": s, "w1": exact.w1, "w2": exact.w2, "b1": exact.b1, "b2": exact.b2}
     grads = {
@@ -100,7 +100,7 @@ def compare(got: dict[str, torch.Tensor | None], exact: dict[str, torch.Tensor |
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("bias", ["", "full", "slice"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_every_activation_with_and_without_bias_and_weight(name: str, bias: str, weighted: bool) -> None:
+def test_experts_equal_loop_for_every_activation(name: str, bias: str, weighted: bool) -> None:
     layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(21)]), 4, capacity=9)
     x_SM, dy_SM = torch.randn(21, 10).double(), torch.randn(21, 10).double()
     weight_N = torch.rand(layout.rows).double() if weighted else None
@@ -119,10 +119,10 @@ def test_every_activation_with_and_without_bias_and_weight(name: str, bias: str,
         torch.full((4, 2), -1),
         torch.tensor([[1, -1], [-1, -1], [6, 1]]),
     ],
-    ids=["no token", "one token", "all on one expert", "a run of empty experts", "nobody routed", "empty slots"],
+    ids=["no_token", "one_token", "single_expert", "empty_experts", "no_routed_token", "empty_slots"],
 )
 @pytest.mark.parametrize("weighted", [False, True])
-def test_ugly_routings(expert_SK: torch.Tensor, weighted: bool) -> None:
+def test_experts_with_irregular_routings(expert_SK: torch.Tensor, weighted: bool) -> None:
     layout = build_layout(expert_SK, 7)
     x_SM, dy_SM = torch.randn(len(expert_SK), 5).double(), torch.randn(len(expert_SK), 5).double()
     weight_N = torch.rand(layout.rows).double() if weighted else None
@@ -130,7 +130,7 @@ def test_ugly_routings(expert_SK: torch.Tensor, weighted: bool) -> None:
     compare(compute(*case), define(*case), 1e-13)
 
 
-def test_rows_in_order_need_no_gather() -> None:
+def test_contiguous_rows_equal_loop() -> None:
     layout = contiguous_layout(torch.tensor([2, 0, 5]), 7)
     weights = make_weights(3, 5, 4, 1, "full", torch.float64)
     case = (torch.randn(7, 5).double(), torch.randn(7, 5).double(), layout, torch.rand(7).double(), weights, "gelu")
@@ -138,10 +138,8 @@ def test_rows_in_order_need_no_gather() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float32)], ids=str)
-def test_several_blocks_in_low_precision_and_non_contiguous_input(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # More rows on one expert than a block holds, so that weight gradients are sums over blocks.
+def test_several_row_blocks_in_low_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More rows on one expert than a block holds, so weight gradients are sums over blocks.
     expert_SK = torch.stack([torch.randperm(3)[:2] for _ in range(1000)])
     layout = build_layout(expert_SK, 3)
     monkeypatch.setattr(experts, "_BLOCK_ROWS", 300)
@@ -158,7 +156,7 @@ def test_several_blocks_in_low_precision_and_non_contiguous_input(
 @pytest.mark.parametrize(
     ("name", "bias", "weighted"), [("swiglu", "slice", True), ("gelu", "full", False), ("relu", "", True)]
 )
-def test_gradients_that_are_wanted_have_the_bits_of_all(
+def test_requested_gradients_are_bitwise_equal_to_all(
     name: str, bias: str, weighted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "_BLOCK_ROWS", 4)
@@ -171,16 +169,16 @@ def test_gradients_that_are_wanted_have_the_bits_of_all(
     parameters = [key for key in ("w1", "w2", "b1", "b2") if getattr(weights, key) is not None]
     totals = replace(whole, **{key: torch.rand_like(getattr(whole, key)) for key in parameters})
     for asked in itertools.product([False, True], repeat=6):
-        wanted = Wanted(*asked)
-        # What is not read need not be there.
+        wanted = NeedsGrad(*asked)
+        # Unread tensors may be absent.
         x, h = x_SM if wanted.w1 else None, h_NH if wanted.h_NH else None
-        grads = experts_backward(dy_SM, x, h, layout, weight_N, weights, activation, wanted=wanted)
+        grads = experts_backward(dy_SM, x, h, layout, weight_N, weights, activation, needs_grad=wanted)
         given = (layout, weight_N, weights)
         dx_SM, dweight_N, left = experts_backward_rows(dy_SM, h, *given, activation, wanted)
         later = experts_backward_weights(dy_SM, x, left, *given, None, wanted)
         into = replace(totals, **{key: getattr(totals, key).clone() for key in parameters})
         added = experts_backward_weights(dy_SM, x, left, *given, into, wanted)
-        for key, is_wanted in zip(Wanted._fields, wanted, strict=True):
+        for key, is_wanted in zip(NeedsGrad._fields, wanted, strict=True):
             one, right = getattr(grads, key), getattr(whole, key)
             other = {"x_SM": dx_SM, "weight_N": dweight_N}.get(key, getattr(later, key))
             if not is_wanted or right is None:
@@ -188,14 +186,14 @@ def test_gradients_that_are_wanted_have_the_bits_of_all(
                 continue
             assert torch.equal(one, right) and torch.equal(other, right), key
             if key in parameters:
-                # Half precision is added up in float32.
+                # Half precision is summed in float32.
                 total = at_least_float32(getattr(totals, key))
                 torch.testing.assert_close(getattr(added, key), total + right, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", ["", "full"])
-def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -> None:
+def test_weight_gradients_accumulate_into_addend(bias: str, dtype: torch.dtype) -> None:
     layout = build_layout(torch.tensor([[0, 2], [2, 0], [0, -1]]), 4)
     weights = make_weights(4, 10, 6, 2, bias, dtype)
     x_SM, dy_SM = torch.randn(3, 10).to(dtype), torch.randn(3, 10).to(dtype)
@@ -207,7 +205,7 @@ def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -
     into = Gradients(x_SM, None, *(None if g is None else g.clone() for g in given))  # type: ignore[arg-type]
     added = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, into)
     again = Gradients(x_SM, None, *(None if g is None else g.clone() for g in given))  # type: ignore[arg-type]
-    halves = in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, "swiglu", again)
+    halves = backward_in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, "swiglu", again)
     assert torch.equal(halves.w1, added.w1) and torch.equal(halves.w2, added.w2) and halves.w1 is again.w1
     assert torch.equal(added.x_SM, alone.x_SM) and added.w1 is into.w1 and added.w2 is into.w2
     for name, before in zip(("w1", "w2", "b1", "b2"), given, strict=True):
@@ -218,14 +216,14 @@ def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -
             torch.testing.assert_close(sum_, before + own.to(total), rtol=1e-12, atol=1e-12 if dtype == total else 1e-6)
 
 
-def test_frozen_experts_make_no_tensor_of_their_size() -> None:
-    # Tokens that are few beside the experts: nothing but a gradient of parameters is as large as these.
+def test_frozen_experts_allocate_no_expert_sized_tensor() -> None:
+    # Few tokens relative to the experts' size: only a parameter gradient is as large as the experts.
     layout = build_layout(torch.tensor([[0, 3], [5, 0], [7, 3]]), 8)
     weights = make_weights(8, 24, 32, 2, "full", torch.float32)
     x_SM, dy_SM, weight_N = torch.randn(3, 24), torch.randn(3, 24), torch.rand(layout.rows)
     swiglu, least = ACTIVATIONS["swiglu"], min(weights.w1[0].nbytes, weights.w2[0].nbytes)
     _, h_NH = experts_forward(x_SM, layout, weight_N, weights, swiglu)
-    for wanted, expected in ((Wanted(True, True, False, False, False, False), False), (Wanted(), True)):
+    for wanted, expected in ((NeedsGrad(True, True, False, False, False, False), False), (NeedsGrad(), True)):
         with PeakMemory() as memory:
-            experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, wanted=wanted)
+            experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, needs_grad=wanted)
         assert (memory.largest > 4 * least) == expected

@@ -1,4 +1,4 @@
-"""The launchers that put, wait and signal launch nothing but what is compiled ahead of time: peers near, and far."""
+"""Launchers that put, wait and signal launch only kernels that are compiled ahead of time, for near and far peers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytest.importorskip("triton")
 
 from bench.gpu import returned_rows
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Faults, Mark, Network, Put, ReceiveBuffer
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Faults, Network, PeerSignal, Put, ReceiveBuffer
 from fusedmoe.kernels.triton.one_sided import network, put, receive, remote
 from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
 PEERS, CAPACITY, WIDTH, TILE = 8, 4096, 4096, 128
 KERNELS = {
-    put: ("put_rows_kernel", "credit_kernel", "tell_faults_kernel", "put_values_kernel"),
+    put: ("put_rows_kernel", "credit_kernel", "send_faults_kernel", "put_values_kernel"),
     returned_rows: ("return_rows_kernel",),
     remote: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
@@ -47,7 +47,7 @@ def cases() -> dict[str, AotCase]:
 
 @pytest.fixture
 def launches(cases: dict[str, AotCase], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched goes here, and nowhere else. The cases are those of the real kernels."""
+    """Record all launches instead of running them. The cases are those of the real kernels."""
     found: list[Launch] = []
     for module, names in KERNELS.items():
         for name in names:
@@ -56,20 +56,22 @@ def launches(cases: dict[str, AotCase], monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: dict[str, AotCase]) -> None:
+def test_sending_launches_are_compiled_ahead_of_time(
+    far: bool, launches: list[Launch], cases: dict[str, AotCase]
+) -> None:
     leads = Network(empty(PEERS, dtype=I32), empty(1, dtype=I64), LIBRARIES) if far else None
     bounds = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
     tokens = window(WIDTH, CAPACITY, BF16, TILE, leads)
     metadata = window(2, 65536, I32, 1024, leads)
     peer_N, target_N = empty(500, dtype=I32), empty(500, dtype=I64) if far else None
     addresses = Addresses(peer_N, empty(500, dtype=I64), target_N, leads)
-    mark = Mark(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
-    wanted_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
-    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, wanted_W, signal_W, signal_W, mark)
+    mark = PeerSignal(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
+    num_rows_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
+    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, num_rows_W, num_rows_W, signal_W, signal_W, mark)
     faults = Faults(empty(1, dtype=I64), signal_W, signal_W, bounds)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
-    sent = put.SentRows(x_SM, source_WC, wanted_W, tokens, 1)
-    lines = put.SentRows(empty(9, 2, dtype=I32), empty(PEERS, 65536, dtype=I32), wanted_W, metadata, 1)
+    sent = put.SentRows(x_SM, source_WC, num_rows_W, tokens, 1)
+    lines = put.SentRows(empty(9, 2, dtype=I32), empty(PEERS, 65536, dtype=I32), num_rows_W, metadata, 1)
     for name, run in (
         ("put rows bfloat16 128x4096", lambda: put.put_rows(bounds, sent)),
         ("put metadata and rows bfloat16 128x4096", lambda: put.put_rows(bounds, lines, sent)),
@@ -79,7 +81,7 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
         ("credit 1", lambda: put.give_credit(tokens, 1)),
         ("credit 2 told", lambda: put.give_credit(tokens, 1, (metadata, 0), faults=faults)),
         ("credit 3", lambda: put.give_credit(tokens, 1, (metadata, 0), (tokens, 1))),
-        ("tell faults", lambda: put.tell_faults(faults, 3, leads)),
+        ("tell faults", lambda: put.send_faults(faults, 3, leads)),
         ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
         ("return rows bfloat16 4096", lambda: returned_rows.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):
@@ -93,8 +95,10 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_what_receives_is_compiled(far: bool, launches: list[Launch], cases: dict[str, AotCase]) -> None:
-    """Through a network credit is a launch of its own."""
+def test_receiving_launches_are_compiled_ahead_of_time(
+    far: bool, launches: list[Launch], cases: dict[str, AotCase]
+) -> None:
+    """Over a network, credit is a separate launch."""
     leads = Network(empty(PEERS, dtype=I32), empty(1, dtype=I64), LIBRARIES) if far else None
     tokens, results = window(WIDTH, CAPACITY, BF16, TILE, leads), window(WIDTH, CAPACITY, BF16, TILE, leads)
     words = empty(PEERS, dtype=I64)
@@ -114,8 +118,8 @@ def test_what_receives_is_compiled(far: bool, launches: list[Launch], cases: dic
             assert launch.is_case(cases[of]), (of, launch.arguments, cases[of].arguments, launch.options)
 
 
-def test_a_wait_that_reads_nothing_asks_nobody(launches: list[Launch]) -> None:
-    """Credits say what may be written."""
+def test_credit_wait_never_queries_nvshmem(launches: list[Launch]) -> None:
+    """A wait for credits only permits writing, so it does not query NVSHMEM."""
     bounds: Any = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
     remote.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), empty(PEERS, dtype=I64), bounds)
     (launch,) = launches

@@ -1,4 +1,4 @@
-"""`gather_sum`, `permute` and pair operators in plain PyTorch against their definitions."""
+"""`gather_sum`, `permute` and pair operators in plain PyTorch compared with their definitions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.routings import choose
     ("tokens", "slots", "experts", "empty", "capacity"),
     [(37, 2, 5, 0.0, None), (37, 2, 5, 0.3, 6), (16, 1, 4, 0.0, None), (9, 3, 3, 1.0, None), (0, 2, 4, 0.0, None)],
 )
-def test_gather_sum(
+def test_gather_sum_equals_definition(
     tokens: int, slots: int, experts: int, empty: float, capacity: int | None, weighted: bool, dtype: torch.dtype
 ) -> None:
     layout = build_layout(choose(tokens, slots, experts, empty), experts, capacity)
@@ -37,7 +37,7 @@ def test_gather_sum(
     assert torch.equal(got[dropped], torch.zeros_like(got[dropped]))
 
 
-def test_permute_and_contiguous() -> None:
+def test_permute_of_contiguous_layout_is_identity() -> None:
     layout = build_layout(choose(11, 2, 4, 0.0), 4)
     x_SM = torch.randn(11, 3)
     assert layout.source_N is not None
@@ -56,7 +56,7 @@ def test_integers_are_summed_exactly() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (21, None), (21, 4), (21, 0)])
-def test_put_pairs_is_the_adjoint_of_take_pairs(tokens: int, capacity: int | None) -> None:
+def test_put_pairs_is_adjoint_of_take_pairs(tokens: int, capacity: int | None) -> None:
     layout = build_layout(choose(tokens, 3, 6, 0.2), 6, capacity)
     a_SK, b_N = torch.randn(tokens, 3).double(), torch.randn(layout.rows).double()
     torch.testing.assert_close((take_pairs(a_SK, layout) * b_N).sum(), (a_SK * put_pairs(b_N, layout)).sum())

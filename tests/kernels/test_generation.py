@@ -1,4 +1,4 @@
-"""Which tables of tiles a GPU gets: by its products and its shared memory; and which GPUs are refused."""
+"""Selection of a GPU's tile tables by its tensor cores and its shared memory; and rejected GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import fusedmoe.kernels.triton
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.generation import NEEDED, generation, generation_of
+from fusedmoe.kernels.generation import TABLE_SHARED_BYTES, generation, generation_of
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, candidates
 
 KIB = 1024
@@ -37,13 +37,15 @@ KIB = 1024
         ((13, 0), 512, (8, 0)),
     ],
 )
-def test_tables(capability: tuple[int, int], shared_kib: int, table: tuple[int, int]) -> None:
+def test_tile_table_follows_capability_and_shared_memory(
+    capability: tuple[int, int], shared_kib: int, table: tuple[int, int]
+) -> None:
     assert generation(capability, shared_kib * KIB) == table
-    assert NEEDED[table] <= shared_kib * KIB
+    assert TABLE_SHARED_BYTES[table] <= shared_kib * KIB
 
 
 @pytest.mark.parametrize(("capability", "shared_kib"), [((7, 5), 64), ((7, 0), 96), ((7, 5), 512), ((8, 6), 64)])
-def test_a_gpu_without_room_is_refused(capability: tuple[int, int], shared_kib: int) -> None:
+def test_gpu_with_too_little_shared_memory_raises(capability: tuple[int, int], shared_kib: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"compute capability {capability[0]}.{capability[1]} with {shared_kib * KIB}"
     ):
@@ -51,18 +53,18 @@ def test_a_gpu_without_room_is_refused(capability: tuple[int, int], shared_kib: 
 
 
 @pytest.mark.skipif(INTERPRET, reason="the interpreter has no device")
-def test_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_candidates_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(major=12, minor=0, shared_memory_per_block_optin=99 * KIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     table = generation_of(torch.device("cuda", 0))
-    # Operands of all steps but one lie in shared memory, in half precision.
+    # Operands of all steps but one are in shared memory, in half precision.
     for operation in OPERATIONS:
         for config, *_ in candidates(operation, torch.bfloat16, table):
             assert (config.stages - 1) * (config.bm + config.bn) * config.bk * 2 <= 99 * KIB
 
 
 @pytest.mark.skipif(INTERPRET, reason="the interpreter needs no GPU")
-def test_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_gpu_raises_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     with pytest.raises(ConfigError, match=r"AMD GPUs \(ROCm 6.4.43482\)"):
         runpy.run_path(fusedmoe.kernels.triton.__file__)

@@ -1,4 +1,4 @@
-"""The launchers of the grouped products launch nothing but what is compiled ahead of time, and all of it."""
+"""The launchers of the grouped products launch exactly the kernels that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, Wait
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Network, PeerSignal, Put, Wait
 from fusedmoe.kernels.triton import tiles
 from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, up
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
-    Candidate,
     Config,
+    ConfigCandidate,
     Key,
     Variant,
     candidates,
@@ -37,7 +37,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     has_bulk_copies,
     is_even,
 )
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
 from tests.kernels.cases import gluon as gluon_cases
@@ -49,7 +49,7 @@ KERNELS = (up, dhidden, product, dweight)
 
 
 class Launch:
-    """A kernel's arguments by name, its options, and what it is linked with."""
+    """A kernel's arguments by name, its options, and its linked libraries."""
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         names = [parameter.name for parameter in kernel.params]
@@ -86,7 +86,7 @@ class Recorder:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What the launchers launch goes here, and nowhere else."""
+    """Record all launches instead of running them."""
     found: list[Launch] = []
     for module in KERNELS:
         name = f"{module.__name__.rpartition('.')[2]}_kernel"
@@ -96,7 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 class Flight(NamedTuple):
-    """What launches wait for, and put: from far peers and to them where there is a network."""
+    """Signals that launches wait for, and puts: from and to far peers if there is a network."""
 
     wait: Wait
     put: Put
@@ -115,9 +115,9 @@ def flight(variant: Variant, columns: int, far: bool) -> Flight:
     addresses = Addresses(empty(ROWS, dtype=i32), empty(ROWS, dtype=i64), target_N, network)
     weight_N = empty(ROWS, dtype=torch.float32) if variant.operation == "down" else None
     like = empty(1, columns, dtype=getattr(torch, variant.dtype))
-    mark = Mark(empty(2, PEERS, 8, dtype=i64), 5, empty(PEERS, dtype=i64))
-    wanted_W, counter_W, signal_W = (empty(PEERS, dtype=dtype) for dtype in (i32, i32, i64))
-    return Flight(wait, Put(like, addresses, weight_N, wanted_W, counter_W, signal_W, epoch, mark))
+    mark = PeerSignal(empty(2, PEERS, 8, dtype=i64), 5, empty(PEERS, dtype=i64))
+    num_rows_W, counter_W, signal_W = (empty(PEERS, dtype=dtype) for dtype in (i32, i32, i64))
+    return Flight(wait, Put(like, addresses, weight_N, num_rows_W, counter_W, signal_W, epoch, mark))
 
 
 def run(
@@ -128,10 +128,10 @@ def run(
     far: bool | None = None,
     widens: bool = False,
 ) -> Variant:
-    """Runs a variant's launcher on tensors without memory; returns what the launcher took it for.
+    """Run a variant's launcher on tensors without memory; return the variant that the launcher derived.
 
-    `widens`: the gradient of a matrix is added to one of half precision.
-    `far`: whether peers are far, of rows that are awaited and results that are put; None: there are none.
+    `widens`: the gradient of a matrix is added to one of half precision. `far`: whether peers of awaited rows and of
+    put results are far; None: no peers.
     """
     dtype = getattr(torch, variant.dtype)
     asked: list[Key] = []
@@ -174,8 +174,8 @@ def run(
     return key.variant
 
 
-def everything() -> Iterator[tuple[Variant, int, Config]]:
-    """Of every target, everything that can be chosen."""
+def all_choices() -> Iterator[tuple[Variant, int, Config]]:
+    """Yield every possible choice for every target."""
     for target in TARGETS:
         table = table_of(target)
         for variant in variants(has_bulk_copies(table)):
@@ -183,11 +183,11 @@ def everything() -> Iterator[tuple[Variant, int, Config]]:
                 yield variant, target, choice.config
 
 
-def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
+def test_launched_kernels_are_compiled_ahead_of_time(launches: list[Launch]) -> None:
     cases: dict[str, list[AotCase]] = {}
     for case in aot_cases():
         cases.setdefault(case.name, []).append(case)
-    for variant, target, config in everything():
+    for variant, target, config in all_choices():
         sides = EVEN if variant.even else ODD[0]
         for widens in (False, True)[: 1 + can_widen(variant)]:
             launches.clear()
@@ -199,7 +199,7 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
             assert launch.is_case(case), (name, launch.arguments, case.arguments)
 
 
-def test_what_the_gluon_form_launches_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_launches_are_compiled_ahead_of_time(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("up_kernel", "product_kernel", "dhidden_kernel", "dweight_kernel"):
         monkeypatch.setattr(gluon_launch, name, Recorder(getattr(gluon_launch, name), launches))
     monkeypatch.setattr(gluon_launch, "_grid", lambda config, out, most: (1,))
@@ -215,13 +215,13 @@ def test_what_the_gluon_form_launches_is_compiled(launches: list[Launch], monkey
     assert not cases
 
 
-def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near and far, of the variants that stand for others; and each launch that puts is finished."""
+def test_in_flight_launches_are_compiled_ahead_of_time(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near and far peers, for the variants that represent the rest; each launch that puts is completed by another."""
     finished: list[Put] = []
-    monkeypatch.setattr(product, "finish", finished.append)
+    monkeypatch.setattr(product, "finish_put", finished.append)
     cases = {case.name: case for case in aot_cases() if " in flight" in case.name}
     met = set()
-    for variant, target, config in everything():
+    for variant, target, config in all_choices():
         sides, puts = EVEN if variant.even else ODD[0], variant.operation in ("down", "dinput")
         name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)} in flight"
         if name not in cases:
@@ -232,7 +232,7 @@ def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypa
             assert run(variant, has_bulk_copies(table_of(target)), sides, config, far) == variant
             (launch,) = launches
             assert len(finished) == puts
-            taken = replace(config, registers=MOST_REGISTERS) if far and puts else config
+            taken = replace(config, registers=MAX_REGISTERS) if far and puts else config
             name = f"{variant} {taken}{'' if variant.even else ' {}x{}'.format(*sides)} in flight{' nvshmem' * far}"
             case = cases[name]
             assert target in case.targets and launch.is_case(case), (name, launch.arguments, case.arguments)
@@ -240,8 +240,8 @@ def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypa
     assert met == cases.keys() and any("dinput" in name for name in met)
 
 
-def test_every_variant_is_known() -> None:
-    """Whatever the launchers can take a call for is enumerated: all fields, with all values that they can have."""
+def test_variants_cover_all_launcher_variants() -> None:
+    """The enumeration contains every variant that launchers can derive: all fields, with all their values."""
     for bulk_copies in (False, True):
         known = set(variants(bulk_copies))
         taken = set()
@@ -261,18 +261,18 @@ def test_every_variant_is_known() -> None:
         assert taken == known
 
 
-def test_sizes_are_what_they_are_said_to_be() -> None:
+def test_case_sizes_cover_every_divisibility() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         assert is_even(*EVEN, dtype) and not any(is_even(*sides, dtype) for sides in ODD)
     kinds = {tuple("one" if n == 1 else "16" if n % 16 == 0 else "odd" for n in sides) for sides in ODD}
     assert kinds == {("odd", "odd"), ("16", "16"), ("16", "odd"), ("odd", "16"), ("one", "odd"), ("odd", "one")}
 
 
-def test_a_configuration_without_a_case_is_missed(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
-    """The cases follow the choice: what is added to the one is in the other, and then missing in the record."""
+def test_configuration_missing_from_record_is_detected(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """The cases follow the choice: an added configuration also becomes a case, which the record then lacks."""
     new = Config(64, 64, 64, 4, 2)
     module = "tests.kernels.cases.grouped"
-    more = [*candidates("up", torch.bfloat16, (9, 0)), Candidate(new)]
+    more = [*candidates("up", torch.bfloat16, (9, 0)), ConfigCandidate(new)]
 
     def with_another(operation: str, dtype: torch.dtype, capability: Any, even: bool = True) -> Any:
         found = candidates(operation, dtype, capability, even)

@@ -1,4 +1,4 @@
-"""The fence between asynchronous copies and products on Hopper and Blackwell: found missing, and put in."""
+"""The fence between asynchronous copies and products on Hopper and Blackwell: its absence is detected and repaired."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.triton.gate.router import logits
-from fusedmoe.kernels.triton.grouped.autotune import untuned
+from fusedmoe.kernels.triton.grouped.autotune import untuned_choice
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.up import up
@@ -43,38 +43,38 @@ def code(*lines: str) -> str:
         ((COPY, COMMIT, WAIT, BARRIER, MULTIPLY), True),
         ((COPY, COMMIT, WAIT, BARRIER, FENCE, MULTIPLY), False),
         ((COPY, COMMIT, WAIT, FENCE, BARRIER, MULTIPLY, MULTIPLY), False),
-        # A fence before the copies have ended is none for them.
+        # A fence before the copies have completed does not cover them.
         ((COPY, COMMIT, FENCE, WAIT, BARRIER, MULTIPLY), True),
         ((COPY, COMMIT, WAIT, FENCE, "cp.async.wait_all;", MULTIPLY), True),
         ((COPY, COMMIT, WAIT, "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;", MULTIPLY), True),
         ((WAIT, BARRIER, MULTIPLY), False),
-        # In a loop: the copies of one step are read in the next.
+        # In a loop: a step's copies are read in the next step.
         (("$L1:", WAIT, FENCE, MULTIPLY, COPY, COMMIT, "@%p1 bra $L1;"), False),
         (("$L1:", WAIT, MULTIPLY, FENCE, COPY, COMMIT, "@%p1 bra $L1;"), True),
-        # One of two ways has none, and it is a way that is taken.
+        # One of two paths has no fence, and that path can be taken.
         ((COPY, WAIT, "@%p1 bra $L1;", FENCE, "$L1:", MULTIPLY), True),
         ((COPY, WAIT, FENCE, "bra.uni $L2;", "$L1:", WAIT, "$L2:", MULTIPLY), False),
         (("@%p1 cp.async.ca.shared.global [%r1], [%rd1], 4;", WAIT, MULTIPLY.replace("wgmma", "@%p2 wgmma")), True),
         ((COPY, WAIT, "@%p1 tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p2;"), True),
     ],
 )
-def test_a_missing_fence_is_found(lines: tuple[str, ...], bad: bool) -> None:
+def test_missing_fence_is_detected_and_inserted(lines: tuple[str, ...], bad: bool) -> None:
     assert bool(unfenced(code(*lines))) == bad
     assert not unfenced(with_fences(code(*lines)))
 
 
-def test_other_code_stays_as_it_is() -> None:
+def test_code_without_wgmma_is_unchanged() -> None:
     text = code(COPY, COMMIT, WAIT, BARRIER, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1};")
     assert with_fences(text) == text and not unfenced(text)
 
 
-def test_products_that_are_not_found_are_an_error() -> None:
-    with pytest.raises(ValueError, match="not looked for"):
+def test_unrecognized_wgmma_raises() -> None:
+    with pytest.raises(ValueError, match="unexpected places"):
         unfenced(code(COPY, "{ .reg .pred p; " + MULTIPLY + " }"))
 
 
 def gathering_launches(target: int) -> list[standin.Launch]:
-    """One of each kernel in which tensor cores multiply rows that were looked up, and the gate's."""
+    """One launch of each kernel whose tensor cores multiply gathered rows, and of the gate's kernel."""
 
     def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -87,7 +87,7 @@ def gathering_launches(target: int) -> list[standin.Launch]:
         empty(333, 3, dtype=torch.int64),
     )
     with standin.recording(target) as launches:
-        call = GroupedCall(layout, empty(0), untuned(standin.table_of(target)), True)
+        call = GroupedCall(layout, empty(0), untuned_choice(standin.table_of(target)), True)
         up(call, empty(333, 512), Weights(empty(4, 2, 256, 512), empty(4, 512, 256)), ACTIVATIONS["swiglu"])
         dweight(call, "dw1", empty(999, 512), empty(333, 256), "right")
         logits(empty(333, 512), empty(4, 512))
@@ -101,8 +101,8 @@ def ptx(launch: standin.Launch, compiled: Any) -> str:
 
 @compiles
 @pytest.mark.parametrize("target", [90, pytest.param(100, marks=pytest.mark.slow)])
-def test_compiled_kernels_have_it(target: int) -> None:
-    """By this Triton or by our own doing; and without it they would be found out."""
+def test_compiled_kernels_contain_fence(target: int) -> None:
+    """Compiled kernels contain the fence, from Triton or from our repair; the check detects kernels without it."""
     launches = gathering_launches(target)
     assert len(launches) == 3
     for launch in launches:
@@ -144,8 +144,8 @@ print(*hits)
 
 @pytest.mark.slow
 @compiles
-def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
-    """3.6, and so this one made like it; what was compiled is found again."""
+def test_missing_fence_of_old_triton_is_inserted(tmp_path: Any) -> None:
+    """Triton 3.6 is repaired, and so is this Triton if altered to behave like 3.6; compiled kernels are cached."""
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", FORGETTING], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100
@@ -154,7 +154,7 @@ def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_old_triton_is_refused() -> None:
+def test_old_triton_raises_config_error() -> None:
     line = "import triton; triton.__version__ = '3.5.1'; import fusedmoe.kernels.triton.grouped.up"
     done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "ConfigError: these kernels need Triton 3.6 or newer, and this is 3.5.1" in done.stderr
+    assert "ConfigError: the kernels need Triton 3.6 or newer, found 3.5.1" in done.stderr

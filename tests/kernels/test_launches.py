@@ -1,4 +1,4 @@
-"""What the launchers really launch at the published shapes, compiled for GPUs that are not here; see bench/aot."""
+"""Actual launches at the published shapes, compiled for GPUs that are absent here; see bench/aot."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fusedmoe.kernels.backend import INTERPRET
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 
 ROOT = Path(__file__).parents[2]
-SEED = random.randrange(2**32)  # tests name it
+SEED = random.randrange(2**32)  # appears in the tests' names
 SOME = random.Random(SEED)
-# Of one generation, and of layers of one shape, in short tests: to take all launches down takes many seconds.
+# One generation, and layers of one shape, in short tests: recording all launches takes many seconds.
 TARGET, SHAPE = SOME.choice(TARGETS), SOME.choice(SHAPES)
 HOW = "make aot writes bench/launches.json anew"
 
@@ -53,7 +53,7 @@ def compile_and_compare(launches: list[Launch]) -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_launch_compiles(target: int) -> None:
-    """Every candidate of the tuner, and puts, too."""
+    """Compile every candidate of the tuner, including puts."""
     compile_and_compare(list(record.launches(target)))
 
 
@@ -63,7 +63,7 @@ def test_one_launch_compiles() -> None:
     compile_and_compare([SOME.choice(some_launches())])
 
 
-def test_the_record_has_some_launches() -> None:
+def test_record_has_sampled_launches() -> None:
     recorded = record.read()
     for version in record.versions(recorded):
         known = {title for title, made in recorded.items() if f"sm_{TARGET}" in made.get(version, {})}
@@ -71,8 +71,8 @@ def test_the_record_has_some_launches() -> None:
 
 
 @pytest.mark.slow
-def test_the_record_has_every_launch() -> None:
-    """Of a generation; for each Triton that it knows, and that is both of those that the library runs on."""
+def test_record_has_every_launch() -> None:
+    """Every launch of a generation is recorded for each Triton version in the record, which are all supported ones."""
     print(f"seed {SEED}")
     recorded = record.read()
     assert {version.rpartition(".")[0] for version in record.versions(recorded)} == {"3.6", "3.7"}
@@ -84,7 +84,7 @@ def test_the_record_has_every_launch() -> None:
         assert titles == known, HOW
 
 
-def test_nothing_recorded_spills_or_is_too_large() -> None:
+def test_recorded_launches_neither_spill_nor_exceed_limits() -> None:
     for title, made in record.read().items():
         for targets in made.values():
             for target, (registers, stack, shared) in targets.items():
@@ -92,7 +92,7 @@ def test_nothing_recorded_spills_or_is_too_large() -> None:
                 assert 0 <= shared <= SHARED[int(target.removeprefix("sm_"))], title
 
 
-def test_the_guide_has_what_was_compiled_and_timed() -> None:
+def test_gpu_guide_table_equals_records() -> None:
     guide, recorded = (ROOT / "docs" / "guides" / "gpu.md").read_text(), record.read()
     cases = json.loads((ROOT / "bench" / "aot.json").read_text())["cases"]
     for target in TARGETS:
@@ -109,7 +109,7 @@ def test_the_guide_has_what_was_compiled_and_timed() -> None:
         assert sorted(named) == sorted(files) and (run, timed == "no") == (("yes", False) if files else ("no", True))
 
 
-def test_another_tritons_numbers_stay_where_they_are_of_what_is_launched() -> None:
+def test_merge_preserves_records_of_other_triton_versions() -> None:
     def done(title: str, target: int, registers: int) -> record.Compiled:
         launch = Launch("module", title, target, DATA)
         return record.Compiled(launch, 1.0, False, "", {"registers": registers, "stack": 0, "shared": 5})

@@ -1,4 +1,4 @@
-"""`build_layout` against the definition of a layout, and its worked example."""
+"""`build_layout` compared with the definition of a layout, and its worked example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ cases = st.tuples(
 def test_layout_equals_its_definition(case: tuple[int, int, int, float, int | None, bool]) -> None:
     tokens, slots, more, empty, capacity, ranked = case
     expert_SK = choose(tokens, slots, slots + more, empty)
-    # Few distinct priorities, so that ties happen.
+    # Few distinct priorities, to produce ties.
     priority_S = torch.randint(0, 4, (tokens,)).double() if ranked else None
     got = build_layout(expert_SK, slots + more, capacity, priority_S)
     expected = define_layout(expert_SK, slots + more, capacity, priority_S)
@@ -32,7 +32,7 @@ def test_layout_equals_its_definition(case: tuple[int, int, int, float, int | No
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-def test_worked_example() -> None:
+def test_layout_of_worked_example() -> None:
     layout = build_layout(torch.tensor([[0, 1], [0, 1], [0, -1]]), 2, capacity=2)
     assert layout.counts == [2, 2] and layout.offsets_E1.tolist() == [0, 2, 4]
     assert layout.source_N is not None and layout.source_N.tolist() == [0, 1, 0, 1]

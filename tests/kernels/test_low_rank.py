@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen experts, against the experts of the sums in float64."""
+"""Low-rank adapters of frozen experts, compared in float64 with experts of the summed matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adapter(experts: int, out: int, width: int, rank: int, dtype: torch.dtype, s
 
 
 def network(activation: str, bias: bool, which: str, dtype: torch.dtype) -> tuple[Weights, Adapters]:
-    """Frozen experts and adapters of the products that `which` names; those of B lie with strides of their own."""
+    """Frozen experts with adapters on the products named in `which`; the B factors have unusual strides."""
     halves = (2,) if ACTIVATIONS[activation].gated else ()
     w1 = (torch.randn(E, *halves, H, M) / M**0.5).to(dtype)
     w2 = (torch.randn(E, M, H) / H**0.5).to(dtype)
@@ -61,7 +61,7 @@ def double(value: Any) -> Any:
 def compare(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, adapters: Adapters, name: str
 ) -> None:
-    """Results and all gradients, beside those of the definition in float64."""
+    """Compare results and all gradients with the definition in float64."""
     exact = Weights(*(double(getattr(weights, field.name)) for field in fields(weights)))
     exact_x, exact_w, pair = double(x_SM), double(weight_N), Adapters(*map(double, adapters))
     with poisoned():
@@ -83,7 +83,7 @@ def compare(
 
 
 def routed(tokens: int, empty: float = 0.2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Layout, Tensor]:
-    """Tokens whose memory is not contiguous, with an expert that nobody chose, and weights of their rows."""
+    """Return non-contiguous tokens, with an expert that nobody chose, and the rows' weights."""
     expert_SK = choose(tokens, 3, E, empty)
     expert_SK[expert_SK == 1] = -1
     layout = build_layout(expert_SK, E)
@@ -94,35 +94,35 @@ def routed(tokens: int, empty: float = 0.2, dtype: torch.dtype = torch.float64) 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("which", ["up", "down", "up and down"])
-def test_definition(activation: str, bias: bool, which: str) -> None:
+def test_low_rank_experts_equal_summed_matrices(activation: str, bias: bool, which: str) -> None:
     compare(*routed(23), *network(activation, bias, which, torch.float64), activation)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", [0, 1, 40])
-def test_dtypes_and_sizes(dtype: torch.dtype, tokens: int) -> None:
+def test_low_rank_experts_in_every_dtype_and_size(dtype: torch.dtype, tokens: int) -> None:
     compare(*routed(tokens, dtype=dtype), *network("swiglu", True, "up and down", dtype), "swiglu")
 
 
-def test_no_row_is_routed() -> None:
+def test_low_rank_experts_without_routed_rows() -> None:
     compare(*routed(6, empty=1.0), *network("swiglu", False, "up and down", torch.float64), "swiglu")
 
 
-def test_rows_as_they_lie_without_weights() -> None:
+def test_low_rank_experts_of_contiguous_rows() -> None:
     layout = contiguous_layout(torch.tensor([3, 0, 4, 0, 6]), 13)
     x_SM = torch.randn(13, M, dtype=torch.float64, requires_grad=True)
     compare(x_SM, layout, None, *network("geglu", True, "up and down", torch.float64), "geglu")
 
 
-def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts whose rows are several blocks add up their gradients; activations go slice by slice."""
+def test_low_rank_gradients_accumulate_over_row_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose rows fill several blocks accumulate gradients; activations are computed slice by slice."""
     monkeypatch.setattr(blocks, "_BLOCK_ROWS", 3)
     monkeypatch.setattr(blocks, "_SLICE_BYTES", 4 * H * 8)
     compare(*routed(50), *network("swiglu", True, "up and down", torch.float64), "swiglu")
 
 
-def test_gradients_that_nobody_wants() -> None:
-    """Frozen factors, or tokens, get none; the others are the same to the bit."""
+def test_frozen_factors_get_no_gradient() -> None:
+    """Frozen factors or tokens get no gradient; the remaining gradients keep their bits."""
     x_SM, layout, weight_N = routed(19)
     weights, adapters = network("swiglu", False, "up and down", torch.float64)
     assert adapters.up is not None and adapters.down is not None
@@ -137,8 +137,8 @@ def test_gradients_that_nobody_wants() -> None:
             assert leaf.grad is None if n in frozen else torch.equal(leaf.grad, every[n]), (frozen, n)
 
 
-def test_no_tensor_of_the_size_of_the_experts() -> None:
-    """Peak memory of both passes hardly grows with the number of experts that the same rows are spread over."""
+def test_low_rank_peak_memory_is_independent_of_expert_count() -> None:
+    """Peak memory of both passes hardly grows with the number of experts that share the same rows."""
     peaks = []
     for experts in (4, 64):
         weights = Weights(torch.randn(experts, 2, 64, 96), torch.randn(experts, 96, 64))
@@ -159,7 +159,7 @@ def test_no_tensor_of_the_size_of_the_experts() -> None:
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tokens", [0, 17])
-def test_linear(transposed: bool, bias: bool, tokens: int) -> None:
+def test_low_rank_linear_equals_summed_matrix(transposed: bool, bias: bool, tokens: int) -> None:
     layout = build_layout(choose(tokens, 2, E, 0.3), E)
     rows_NK = torch.randn(layout.rows, M, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(E, H, M, dtype=torch.float64)
@@ -183,8 +183,8 @@ def test_linear(transposed: bool, bias: bool, tokens: int) -> None:
         torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
 
 
-class Made:
-    """Matrices in sixteenths, each made when it is asked for; `made` counts those that live."""
+class LazyMatrices:
+    """Matrices in multiples of 1/16, each built on access; `made` counts the live matrices."""
 
     def __init__(self, matrices: Tensor) -> None:
         self.sixteenths, self.shape = (matrices * 16).round().to(torch.int8), matrices.shape
@@ -203,10 +203,10 @@ class Made:
 
 @pytest.mark.parametrize("which", ["", "up", "up and down"])
 @pytest.mark.parametrize("tokens", [0, 1, 31])
-def test_stored_weights(which: str, tokens: int) -> None:
-    """Weights that are made expert by expert give what they give as tensors, to the bit; one or two at a time live."""
+def test_lazily_built_weights_are_bitwise_equal(which: str, tokens: int) -> None:
+    """Weights built per expert give the same bits as tensors; at most one or two are alive at a time."""
     weights, adapters = network("swiglu", True, which, torch.float64)
-    up, down = Made(weights.w1.flatten(1, -2)), Made(weights.w2)
+    up, down = LazyMatrices(weights.w1.flatten(1, -2)), LazyMatrices(weights.w2)
     b1, b2 = torch.randn(E, 2, H).double(), torch.randn(E, M).double()
     plain, stored = (
         Weights(up.whole().view(E, 2, H, M), down.whole(), b1, b2),
@@ -224,7 +224,7 @@ def test_stored_weights(which: str, tokens: int) -> None:
         low_rank_experts(x_SM, layout, weight_N, StoredWeights(down, up), adapters, "swiglu")
 
 
-def test_refusals() -> None:
+def test_low_rank_rejects_trainable_or_mismatched_weights() -> None:
     x_SM, layout, weight_N = routed(5)
     weights, adapters = network("swiglu", False, "up and down", torch.float64)
     assert adapters.up is not None and adapters.down is not None

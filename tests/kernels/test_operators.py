@@ -1,4 +1,4 @@
-"""Operators of `torch.ops.fusedmoe`: schema, fake tensors and gradients agree with what they compute."""
+"""Operators of `torch.ops.fusedmoe`: schema, fake tensors and gradients agree with their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = {"low_rank_experts", "clamped_swiglu", "grouped_linear"}
 
 
 @pytest.mark.parametrize("name", [*sorted(cases(torch.device("cpu")).keys() - LONG), *slowly(*sorted(LONG))])
-def test_operator(name: str) -> None:
+def test_operator_passes_opcheck(name: str) -> None:
     check(name, cases(torch.device("cpu"))[name])
 
 
@@ -32,8 +32,8 @@ def test_padded_layouts_have_valid_slack() -> None:
                 assert torch.equal(one, other)
 
 
-def test_sizes_that_depend_on_values_are_known_to_be_unknown() -> None:
-    """Without padding the number of rows on a CPU is that of the rows kept; traced, it is a symbol."""
+def test_data_dependent_sizes_are_symbolic() -> None:
+    """Without padding the row count on a CPU is the number of kept rows; under tracing, it is a symbol."""
     expert_SK = choose(20, 3, 4, 0.3)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fusedmoe.order.default, (expert_SK, 4, None, None, False), test_utils=tests)

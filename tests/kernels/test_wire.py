@@ -1,4 +1,4 @@
-"""Packing rows to float8 and back: shapes, strides, and the definition by hand."""
+"""Packing rows to float8 and back: shapes, strides, and the definition computed by hand."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_rows_of_many_kinds(dtype: torch.dtype) -> None:
+def test_pack_rows_of_many_kinds(dtype: torch.dtype) -> None:
     check_fp8(rows_of_many_kinds(dtype))
     check_bf16(rows_of_many_kinds(dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape: tuple[int, int]) -> None:
+def test_pack_rows_of_any_shape(shape: tuple[int, int]) -> None:
     check_fp8(rows_of_shape(shape))
     check_bf16(rows_of_shape(shape))
 
 
-def test_strides() -> None:
+def test_pack_strided_rows() -> None:
     rows_NM = torch.randn(2 * 10, 90)
     for view in (rows_NM[::2, 20:70], rows_NM[:, ::3], rows_NM.t()):
         check_fp8(view)
@@ -32,8 +32,8 @@ def test_strides() -> None:
     assert torch.equal(unpack_fp8(packed[::2], torch.float32), unpack_fp8(packed, torch.float32)[::2])
 
 
-def test_definition_by_hand() -> None:
-    # Scale 1. Between 16 and 32 neighbours are 2 apart, below 2⁻⁶ they are 2⁻⁹ apart; ties go to the even one.
+def test_fp8_definition_equals_hand_computation() -> None:
+    # Scale 1. Neighbours are 2 apart between 16 and 32, and 2⁻⁹ apart below 2⁻⁶; ties round to even.
     rows_NM = torch.tensor([[448.0, -448.0, 17.0, 19.0, 2.0**-10, 3 * 2.0**-10, 0.0, math.nan, -math.inf]])
     packed = define_pack_fp8(rows_NM)
     assert packed[0, :7].tolist() == [0x7E, 0xFE, 0x58, 0x5A, 0x00, 0x02, 0x00]
@@ -42,7 +42,7 @@ def test_definition_by_hand() -> None:
     assert back[0, :7].tolist() == [448.0, -448.0, 16.0, 20.0, 0.0, 2.0**-8, 0.0] and back[0, 7:].isnan().all()
 
 
-def test_no_packed_rows() -> None:
+def test_unpack_rejects_unpacked_rows() -> None:
     for wrong in (torch.zeros(3, 8), torch.zeros(3, 3, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(ConfigError, match="M \\+ 4"):
             unpack_fp8(wrong, torch.float32)

@@ -1,4 +1,4 @@
-"""Rows that a wire format may get wrong, and what is asked of packing them. For the plain path and for the kernels."""
+"""Rows with difficult values for a wire format, and requirements on packing them, in plain torch and in kernels."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def rows_of_many_kinds(dtype: torch.dtype) -> Tensor:
     """[n, 131]"""
     rows = torch.randn(12, 131)
     rows[1] = 0
-    rows[2] *= torch.logspace(-30, 30, 131, 2)  # more than the range of e4m3
-    rows[3] *= 2.0**-130  # the smallest numbers there are
+    rows[2] *= torch.logspace(-30, 30, 131, 2)  # exceeds the range of e4m3
+    rows[3] *= 2.0**-130  # the smallest numbers
     rows[4] *= 1e37
     rows[5, 7] = math.nan
     rows[6, 3], rows[6, 9] = math.inf, -math.inf
     rows[7] = math.nan
     rows[7, ::2] = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # NaN with all bits set
     rows[8] = -0.0
-    # Every midpoint between two neighbours of e4m3, at scale 1, of either sign, and every number itself.
+    # Every midpoint between two neighbours of e4m3, at scale 1, of either sign, and every e4m3 number.
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     rows[9:12] = 448
     rows[9, :126] = (numbers[1:] + numbers[:-1]) / 2
@@ -48,7 +48,7 @@ def rows_of_many_kinds(dtype: torch.dtype) -> Tensor:
 
 
 def check_fp8(rows_NM: Tensor) -> None:
-    """Bits as defined, both ways, and errors as promised."""
+    """Check the bits in both directions, and the error bounds."""
     packed = pack_fp8(rows_NM)
     assert packed.dtype == torch.uint8 and packed.shape == (rows_NM.shape[0], rows_NM.shape[1] + 4)
     assert torch.equal(_unsigned_nan(packed), _unsigned_nan(define_pack_fp8(rows_NM)))
@@ -66,7 +66,7 @@ def check_fp8(rows_NM: Tensor) -> None:
 
 
 def _unsigned_nan(packed: Tensor) -> Tensor:
-    """NaN has no sign that a GPU would keep. The scale's bytes stay."""
+    """Clear the sign of NaN, which a GPU does not keep. The scale's bytes stay."""
     packed = packed.clone()
     codes = packed[:, :-SCALE_BYTES]
     codes[codes == 0xFF] = 0x7F

@@ -1,4 +1,4 @@
-"""Gates of every kind for tests, and the parts of a routing that a loop can check."""
+"""Gates of every kind, and routing results that a plain loop can check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.gates import GATES, Gate, Routing, SoftRouting
+from fusedmoe.gates import GATES, Gate, Routing
+from fusedmoe.gates.base import SoftRouting
 
 ROUTED = [name for name in GATES if name != "softmoe"]
 LEARNED = [name for name in GATES if name not in ("hash", "random")]
@@ -15,7 +16,7 @@ TOP_K = ["topk", "gshard", "sigmoid", "xmoe", "batch_prioritised", "hash", "rand
 
 
 def make(name: str, experts: int, k: int = 1, *, dim: int | None = None, dtype: Any = None, **options: Any) -> Gate:
-    """A gate by name with k where it has one; with ``dim`` set up, its parameters random and not small."""
+    """Build a gate by name, with k if the gate has one; with ``dim``, its parameters are random and not small."""
     if name not in ("switch", "softmoe"):
         options["k"] = k
     gate = GATES[name](experts=experts, **options)
@@ -29,7 +30,7 @@ def make(name: str, experts: int, k: int = 1, *, dim: int | None = None, dtype: 
 
 
 def parts(routing: Routing | SoftRouting) -> list[Tensor]:
-    """The floating-point results, aux loss last."""
+    """Return the floating-point results; the auxiliary loss is last."""
     if isinstance(routing, SoftRouting):
         return [routing.dispatch_SN, routing.combine_SN, routing.aux_loss]
     return [routing.weight_SK, routing.aux_loss]
@@ -41,5 +42,5 @@ def ids(routing: Routing | SoftRouting) -> Tensor:
 
 
 def best_first(scores: list[float], k: int) -> list[int]:
-    """The k highest, lower index first between equals."""
+    """Select the k highest scores; ties select the lower index."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]

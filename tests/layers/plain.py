@@ -1,6 +1,6 @@
-"""A layer's computation as a user would write it in plain torch: a loop over experts, each with products of its rows.
+"""A layer's computation in plain torch, as a user would write it: a loop over experts, each with products of its rows.
 
-It rounds like plain torch rounds, in any dtype: what it misses of the float64 result is what a dtype costs.
+Its rounding is plain torch's in any dtype, so its distance from the float64 result is the cost of the dtype.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fusedmoe.layers.moe import MoELayer
 
 
 def chosen_experts(layer: MoELayer, x_SM: Tensor) -> Tensor:
-    """expert_SK as the layer's gate decides them, so that a near tie cannot route two computations differently."""
+    """Return the layer's own gate decisions, expert_SK, so a near tie cannot route two computations differently."""
     with torch.no_grad():
         routing = layer.gate(x_SM)
     return routing.expert_SK
 
 
 def plain_moe(x_SM: Tensor, expert_SK: Tensor, p: dict[str, Tensor], activation: str) -> Tensor:
-    """Softmax over the chosen logits, experts on their rows, weighted sum; no capacity.
+    """Compute softmax over the chosen logits, the experts on their rows, and the weighted sum; no capacity.
 
     `p` holds the layer's parameters by name, in the dtype of the computation; the router computes in at least float32.
     """
@@ -43,7 +43,7 @@ def plain_moe(x_SM: Tensor, expert_SK: Tensor, p: dict[str, Tensor], activation:
 
 
 def gradients(layer: MoELayer, x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """y, dx and the gradient of every parameter by `plain_moe` in `dtype`, returned in float64."""
+    """Compute y, dx and the gradient of every parameter with `plain_moe` in `dtype`; return them in float64."""
     assert isinstance(layer.experts, FeedForward) and isinstance(layer.gate, TopK)
     p = {name: q.detach().to(dtype).requires_grad_() for name, q in layer.named_parameters()}
     x = x_SM.detach().to(dtype).requires_grad_()
@@ -53,7 +53,7 @@ def gradients(layer: MoELayer, x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, d
 
 
 def of_layer(layer: nn.Module, x_SM: Tensor, dy_SM: Tensor) -> dict[str, Tensor]:
-    """The same by the layer itself, in the dtypes of its parameters and input."""
+    """Compute the same results with the layer, in the dtypes of its parameters and input."""
     layer.zero_grad()
     x = x_SM.detach().clone().requires_grad_()
     y = layer(x)
@@ -67,5 +67,5 @@ def grad(tensor: Tensor) -> Tensor:
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Relative, in the 2-norm."""
+    """Relative error in the 2-norm."""
     return float((got.double() - exact.double()).norm() / exact.double().norm())

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a layer's experts, against the sums of matrices in float64, in one process and over ranks."""
+"""Low-rank adapters of a layer's experts, compared with summed matrices in float64, in one process and over ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from torch.nn.utils import parametrize
 
 from fusedmoe import MoELayer, Schedule, Topology, gates
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import (
-    Custom,
-    FeedForward,
-    LowRankUpdate,
-    SwiGLU,
-    add_adapters,
-    merge_adapters,
-    parameter_shardings,
-)
+from fusedmoe.experts import Custom, FeedForward, SwiGLU, add_adapters, merge_adapters
+from fusedmoe.experts.adapters import LowRankUpdate
+from fusedmoe.experts.sharding import parameter_shardings
 from fusedmoe.training import ShardedExperts, sync_gradients
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -32,7 +26,7 @@ E, M, H, T = 4, 6, 8, 11
 def build(
     kind: str = "swiglu", topology: Topology | None = None, names: Any = ("w1", "w2"), **options: Any
 ) -> MoELayer:
-    """A layer in float64 whose adapters have values, the same whoever builds it."""
+    """Build a layer in float64 with nonzero adapters; every rank builds the same values."""
     torch.manual_seed(3)
     networks = {"swiglu": lambda: SwiGLU(H), "biased": lambda: FeedForward(H, "gelu", bias=True)}
     layer = MoELayer(M, gates.TopK(E, k=2), networks[kind](), topology=topology, dtype=torch.float64, **options)
@@ -40,19 +34,19 @@ def build(
     return layer
 
 
-def fill(layer: MoELayer) -> MoELayer:
+def randomize_adapters(layer: MoELayer) -> MoELayer:
     for name, parameter in layer.experts.named_parameters():
         if name.endswith(".b"):
             torch.nn.init.normal_(parameter)
     return layer
 
 
-def summed() -> Any:
-    """Inside, parameters are read as the sums that PyTorch's parametrisation makes."""
-    return patch("fusedmoe.experts.networks.adapted", return_value=None)
+def without_separate_factors() -> Any:
+    """Context in which parameters are read as the sums that PyTorch's parametrisation computes."""
+    return patch("fusedmoe.experts.networks.frozen_weights_and_adapters", return_value=None)
 
 
-def numbers(layer: MoELayer, x: Tensor) -> list[Tensor]:
+def output_and_gradients(layer: MoELayer, x: Tensor) -> list[Tensor]:
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
@@ -62,20 +56,20 @@ def numbers(layer: MoELayer, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["swiglu", "biased"])
 @pytest.mark.parametrize("names", [("w1",), ("w2",), ("w1", "w2")])
-def test_one_process(kind: str, names: Any) -> None:
-    layer, x = fill(build(kind, names=names)), torch.randn(T, M, dtype=torch.float64)
+def test_adapters_equal_summed_weights(kind: str, names: Any) -> None:
+    layer, x = randomize_adapters(build(kind, names=names)), torch.randn(T, M, dtype=torch.float64)
     with patch.object(LowRankUpdate, "forward", side_effect=AssertionError("summed")):
-        got = numbers(layer, x)
-    with summed():
-        wanted = numbers(layer, x)
-    assert len(got) == len(wanted) == 2 + 1 + 2 * len(names)  # of the gate, and the factors
+        got = output_and_gradients(layer, x)
+    with without_separate_factors():
+        wanted = output_and_gradients(layer, x)
+    assert len(got) == len(wanted) == 2 + 1 + 2 * len(names)  # gate and factors
     for value, right in zip(got, wanted, strict=True):
         torch.testing.assert_close(value, right, rtol=0, atol=1e-12)
 
 
-def test_merge_and_state() -> None:
-    """Merged experts compute the same; a state loads with adapters, and copies and pickles keep them."""
-    layer, x = fill(build("biased")), torch.randn(T, M, dtype=torch.float64)
+def test_merged_loaded_and_copied_adapters_keep_results() -> None:
+    """Merged experts compute the same; a state loads with adapters; copies and pickles keep the adapters."""
+    layer, x = randomize_adapters(build("biased")), torch.randn(T, M, dtype=torch.float64)
     y, shardings = layer(x), dict(parameter_shardings(layer))
     assert shardings["experts.parametrizations.w1.0.a"] == {"ep": 0}
     other = build("biased")
@@ -85,15 +79,15 @@ def test_merge_and_state() -> None:
     merge_adapters(layer.experts)
     assert not parametrize.is_parametrized(layer.experts) and parameter_shardings(layer) == plain
     torch.testing.assert_close(layer(x), y, rtol=0, atol=1e-12)
-    merge_adapters(layer.experts)  # nothing is left to merge
+    merge_adapters(layer.experts)  # nothing left to merge
 
 
-def test_other_parametrisations_and_trained_weights_are_read() -> None:
+def test_other_parametrizations_and_trainable_weights_are_evaluated() -> None:
     x = torch.randn(T, M, dtype=torch.float64)
-    layer = fill(build())
+    layer = randomize_adapters(build())
     y = layer(x)
     layer.experts.parametrizations.w1.original.requires_grad_()
-    got = numbers(layer, x)
+    got = output_and_gradients(layer, x)
     assert layer.experts.parametrizations.w1.original.grad is not None
     torch.testing.assert_close(got[0], y, rtol=0, atol=1e-12)
     parametrize.register_parametrization(layer.experts, "w2", torch.nn.Softplus())
@@ -101,13 +95,13 @@ def test_other_parametrisations_and_trained_weights_are_read() -> None:
 
 
 @pytest.mark.parametrize("bias", ["b1", "b2"])
-def test_hooks_and_parametrised_biases(bias: str) -> None:
-    """Reading factors apart would skip a hook on an adapter; a parametrised bias is evaluated once."""
+def test_adapter_hooks_and_parametrized_biases_take_effect(bias: str) -> None:
+    """Reading factors separately would skip a hook on an adapter; a parametrised bias is evaluated once."""
     x = torch.randn(T, M, dtype=torch.float64)
-    layer = fill(build("biased"))
+    layer = randomize_adapters(build("biased"))
     layer.experts.parametrizations.w1[0].register_forward_hook(lambda _, __, w: w * 2)
     with torch.no_grad():
-        found, wanted = layer(x), fill(build("biased"))
+        found, wanted = layer(x), randomize_adapters(build("biased"))
         wanted.load_state_dict(layer.state_dict())
         doubled = wanted.experts.parametrizations.w1
         doubled.original.mul_(2)
@@ -122,43 +116,45 @@ def test_hooks_and_parametrised_biases(bias: str) -> None:
     assert len(calls) == 1
 
 
-def test_bfloat16_under_autocast() -> None:
-    layer, x = fill(build()).float(), torch.randn(T, M)
+def test_adapters_under_bfloat16_autocast() -> None:
+    layer, x = randomize_adapters(build()).float(), torch.randn(T, M)
     with torch.autocast("cpu", torch.bfloat16):
-        got = numbers(layer, x)
-        with summed():
-            wanted = numbers(layer, x)
+        got = output_and_gradients(layer, x)
+        with without_separate_factors():
+            wanted = output_and_gradients(layer, x)
     for value, right in zip(got, wanted, strict=True):
         assert value.dtype == right.dtype
         torch.testing.assert_close(value, right, rtol=0, atol=0.05 * float(right.abs().max()))
 
 
-def test_refusals() -> None:
+def test_add_adapters_rejects_invalid_arguments() -> None:
     layer = build()
     for given in ({"experts": SwiGLU(H)}, {"experts": Custom(torch.nn.Linear)}, {"rank": 0}, {"names": ["b1"]}, {}):
-        with pytest.raises(ConfigError, match="adapters|parametrised already"):
+        with pytest.raises(ConfigError, match="adapters|already parametrised"):
             add_adapters(**{"experts": layer.experts, "rank": 2, **given})
 
 
-def pieces(whole: Tensor, axes: dict[str, int], topology: Topology) -> Tensor:
+def shard_of(whole: Tensor, axes: dict[str, int], topology: Topology) -> Tensor:
     for axis, dim in axes.items():
         group = getattr(topology, axis)
         whole = whole.chunk(group.size, dim)[group.index]
     return whole
 
 
-def over_ranks(rank: int, world: int, kind: str, sizes: dict[str, int], tokens: list[Tensor], scheduled: bool) -> None:
-    """Outputs and gradients of each rank's tokens and factors, beside those of one process."""
+def compare_with_one_process(
+    rank: int, world: int, kind: str, sizes: dict[str, int], tokens: list[Tensor], scheduled: bool
+) -> None:
+    """Compare outputs and gradients of each rank's tokens and factors with one process."""
     schedule = {"schedule": Schedule("pipemoe", degrees=(2, 3))} if scheduled else {}
     with Topology.from_sizes(**sizes) as topology:
         layer, alone = build(kind, topology, **schedule), build(kind)
         shardings = parameter_shardings(layer)
         for (name, own), (_, whole) in zip(layer.named_parameters(), alone.named_parameters(), strict=True):
-            torch.testing.assert_close(own.detach(), pieces(whole, shardings.get(name, {}), topology).detach())
-        fill(alone)
+            torch.testing.assert_close(own.detach(), shard_of(whole, shardings.get(name, {}), topology).detach())
+        randomize_adapters(alone)
         with torch.no_grad():
             for (name, own), whole in zip(layer.named_parameters(), alone.parameters(), strict=True):
-                own.copy_(pieces(whole, shardings.get(name, {}), topology))
+                own.copy_(shard_of(whole, shardings.get(name, {}), topology))
         with patch.object(LowRankUpdate, "forward", side_effect=AssertionError("summed")):
             y = layer(tokens[rank])
             y.pow(2).sum().backward()
@@ -169,27 +165,27 @@ def over_ranks(rank: int, world: int, kind: str, sizes: dict[str, int], tokens: 
         for (name, own), whole in zip(layer.named_parameters(), alone.parameters(), strict=True):
             assert (own.grad is None) == (whole.grad is None) == ("original" in name or name.endswith((".b1", ".b2")))
             if own.grad is not None:
-                right = pieces(whole.grad, shardings.get(name, {}), topology)
+                right = shard_of(whole.grad, shardings.get(name, {}), topology)
                 torch.testing.assert_close(own.grad, right, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize(
     ("sizes", "scheduled"), [({"ep": 2}, True), ({"esp": 2}, False), *slowly(({"ep": 2}, False), ({"esp": 2}, True))]
 )
-def test_two_ranks(cluster: Cluster, sizes: dict[str, int], scheduled: bool) -> None:
-    """Split experts, and experts whose shards share a factor; by operators, and in chunks by a plan."""
+def test_adapters_on_two_ranks_equal_one_process(cluster: Cluster, sizes: dict[str, int], scheduled: bool) -> None:
+    """Split experts, and experts whose shards share a factor; through operators, and in chunks with a plan."""
     tokens = [torch.randn(count, M, dtype=torch.float64) for count in (5, 9)]
-    cluster.run(2, over_ranks, "swiglu" if scheduled else "biased", sizes, tokens, scheduled)
+    cluster.run(2, compare_with_one_process, "swiglu" if scheduled else "biased", sizes, tokens, scheduled)
 
 
 @pytest.mark.slow
-def test_four_ranks(cluster: Cluster) -> None:
+def test_adapters_on_four_ranks_equal_one_process(cluster: Cluster) -> None:
     tokens = [torch.randn(count, M, dtype=torch.float64) for count in (5, 0, 9, 1)]
-    cluster.run(4, over_ranks, "biased", {"ep": 2, "esp": 2}, tokens, False)
+    cluster.run(4, compare_with_one_process, "biased", {"ep": 2, "esp": 2}, tokens, False)
 
 
-def steps_that_move(rank: int, world: int, placement: Any) -> tuple[list[float], int]:
-    """Losses of some steps, and the bytes of experts that this rank has sent."""
+def train_with_placement(rank: int, world: int, placement: Any) -> tuple[list[float], int]:
+    """Return the losses of several steps, and the bytes of experts that this rank sent."""
     topology = Topology.from_sizes(ep=world, timeout_s=60)
     torch.manual_seed(3)
     layer = MoELayer(10, gates.TopK(4, 2), SwiGLU(12), topology=topology, placement=placement, dtype=torch.float64)
@@ -209,10 +205,10 @@ def steps_that_move(rank: int, world: int, placement: Any) -> tuple[list[float],
     if sharded is None or layer.placed is None:
         return losses, 0
     sharded.close()
-    return losses, layer.placed.sent_bytes
+    return losses, layer.placed.replicas.sent_bytes
 
 
-def test_experts_that_move(cluster: Cluster) -> None:
-    still, moving = (cluster.run(2, steps_that_move, placement) for placement in ("ep", "fssdp"))
+def test_moved_experts_keep_their_adapters(cluster: Cluster) -> None:
+    still, moving = (cluster.run(2, train_with_placement, placement) for placement in ("ep", "fssdp"))
     for (right, _), (losses, sent) in zip(still, moving, strict=True):
         assert losses == pytest.approx(right, rel=1e-10, abs=1e-10) and sent

@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` of models with the layer: one graph, and the results of the layer as it is."""
+"""`torch.compile(fullgraph=True)` of models with the layer: one graph, and the results of the eager layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
+from fusedmoe import handles
 from fusedmoe.autograd import exchange_operators
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.exchange import Part
+from fusedmoe.comm.exchange import RowExchange
 from fusedmoe.experts.networks import Experts
 from fusedmoe.gates import GATES
 from fusedmoe.training import save_communication
@@ -31,21 +32,23 @@ M = 32
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def reset_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        # torch's own, of versions that deprecate what their compiler still calls
+        # PyTorch deprecates functions that its own compiler still calls.
         warnings.simplefilter("ignore")
         yield
     torch._dynamo.reset()
 
 
-def a_model(layer: fusedmoe.MoELayer) -> nn.Module:
+def model_with(layer: fusedmoe.MoELayer) -> nn.Module:
     return nn.Sequential(nn.Linear(M, M), layer, nn.Tanh(), nn.Linear(M, M))
 
 
-def compare(layer: fusedmoe.MoELayer, backend: str, sizes: tuple[int, ...] = (41, 57), exact: bool = True) -> None:
-    model = a_model(layer)
+def compare_compiled_with_eager(
+    layer: fusedmoe.MoELayer, backend: str, sizes: tuple[int, ...] = (41, 57), exact: bool = True
+) -> None:
+    model = model_with(layer)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for size in sizes:
         x = torch.randn(size, M)
@@ -53,7 +56,7 @@ def compare(layer: fusedmoe.MoELayer, backend: str, sizes: tuple[int, ...] = (41
         assert_same_results(ours, theirs, *(() if exact else (1e-4, 1e-5)))
 
 
-# With a capacity or without one: test_mask.py compiles the gates that have both the other way.
+# With or without a capacity: test_mask.py compiles the gates that support both the other way.
 _OTHERS = sorted(GATES.keys() - {"expert_choice"})
 
 
@@ -62,10 +65,10 @@ _OTHERS = sorted(GATES.keys() - {"expert_choice"})
     ("name", "capacity_factor"),
     [("expert_choice", 0.7), *((name, (0.7, None)[place % 2]) for place, name in enumerate(_OTHERS))],
 )
-def test_gates(name: str, capacity_factor: float | None) -> None:
+def test_compiled_gates_equal_eager(name: str, capacity_factor: float | None) -> None:
     options = {} if name == "softmoe" else {"capacity_factor": capacity_factor}
     layer = fusedmoe.MoELayer(M, make(name, 6, 2, **options), fusedmoe.experts.SwiGLU(24)).eval()
-    compare(layer, "aot_eager")
+    compare_compiled_with_eager(layer, "aot_eager")
 
 
 @pytest.mark.slow
@@ -74,19 +77,21 @@ def test_gates(name: str, capacity_factor: float | None) -> None:
     [fusedmoe.experts.FeedForward(24), fusedmoe.experts.FeedForward(24, "relu", bias=False)],
     ids=["bias", "no bias"],
 )
-def test_experts(experts: Experts) -> None:
+def test_compiled_experts_equal_eager(experts: Experts) -> None:
     shared = fusedmoe.experts.SwiGLU(16)
-    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41,))
+    compare_compiled_with_eager(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41,))
 
 
 @pytest.mark.slow
-def test_tokens_of_several_sizes_and_none() -> None:
+def test_compiled_layer_with_varying_and_zero_tokens() -> None:
     experts, shared = fusedmoe.experts.FeedForward(24), fusedmoe.experts.SwiGLU(16)
-    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41, 57, 1, 0))
+    compare_compiled_with_eager(
+        fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41, 57, 1, 0)
+    )
 
 
 @pytest.mark.slow
-def test_the_load_between_updates_counts_every_step() -> None:
+def test_compiled_layer_accumulates_load_between_updates() -> None:
     layer = fusedmoe.MoELayer(M, make("deepseek_v3", 6, 2), fusedmoe.experts.SwiGLU(24))
     twin = fusedmoe.MoELayer(M, make("deepseek_v3", 6, 2), fusedmoe.experts.SwiGLU(24))
     twin.load_state_dict(layer.state_dict())
@@ -99,7 +104,7 @@ def test_the_load_between_updates_counts_every_step() -> None:
 
 
 @pytest.mark.slow
-def test_under_autocast() -> None:
+def test_compiled_layer_under_autocast() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(41, M)
@@ -109,7 +114,7 @@ def test_under_autocast() -> None:
 
 
 @pytest.mark.slow
-def test_bad_logits_end_it() -> None:
+def test_compiled_layer_raises_on_nan_logits() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(41, M)
@@ -119,9 +124,9 @@ def test_bad_logits_end_it() -> None:
         compiled(x)
 
 
-def test_checkpointed_in_a_compiled_model() -> None:
+def test_activation_checkpoint_in_compiled_model() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24))
-    model = a_model(layer)
+    model = model_with(layer)
 
     def checkpointed(x: Tensor) -> Tensor:
         return checkpoint(model, x, use_reentrant=False)
@@ -131,9 +136,9 @@ def test_checkpointed_in_a_compiled_model() -> None:
     assert_same_results(run_passes(model, x, call=compiled, seed=0), run_passes(model, x, seed=0))
 
 
-def test_layers_that_exchange_are_called_as_they_are() -> None:
+def test_compiled_model_runs_layer_with_hooks_eagerly() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24), hooks=[fusedmoe.Hooks()])
-    model = a_model(layer)
+    model = model_with(layer)
     x = torch.randn(41, M)
     compiled = torch.compile(model, backend="aot_eager")
     assert_same_results(run_passes(model, x, call=compiled, seed=0), run_passes(model, x, seed=0))
@@ -141,12 +146,12 @@ def test_layers_that_exchange_are_called_as_they_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_by_the_default_compiler() -> None:
+def test_inductor_results_are_close_to_eager() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2, capacity_factor=0.7), fusedmoe.experts.SwiGLU(24))
-    compare(layer, "inductor", exact=False)
+    compare_compiled_with_eager(layer, "inductor", exact=False)
 
 
-def a_layer_over(rank: int, world: int, capacity_factor: float | None = None) -> fusedmoe.MoELayer:
+def layer_over_ranks(rank: int, world: int, capacity_factor: float | None = None) -> fusedmoe.MoELayer:
     torch._dynamo.reset()
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
     torch.manual_seed(0)
@@ -154,29 +159,29 @@ def a_layer_over(rank: int, world: int, capacity_factor: float | None = None) ->
     return fusedmoe.MoELayer(M, gate, fusedmoe.experts.SwiGLU(24), topology=topology)
 
 
-def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: str, sizes: int = 4) -> None:
-    """Uneven and empty ranks, sizes that the graph has not seen, the bits of the layer as it is."""
-    layer = a_layer_over(rank, world, capacity_factor)
+def compare_over_ranks(rank: int, world: int, capacity_factor: float | None, backend: str, sizes: int = 4) -> None:
+    """Uneven and empty ranks, and sizes new to the graph; results equal the eager layer's bit for bit."""
+    layer = layer_over_ranks(rank, world, capacity_factor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         batches = (41 - 11 * rank, 20 * rank, 57, 13 * (1 - rank % 2))
-        compare(layer, backend, batches[:sizes], exact=backend == "aot_eager")
+        compare_compiled_with_eager(layer, backend, batches[:sizes], exact=backend == "aot_eager")
 
 
 @pytest.mark.parametrize(("capacity_factor", "sizes"), slowly((0.7, 2), (None, 4), (0.7, 4)))
-def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None, sizes: int) -> None:
-    cluster.run(2, over_ranks, capacity_factor, "aot_eager", sizes)
+def test_compiled_exchange_equals_eager(cluster: Cluster, capacity_factor: float | None, sizes: int) -> None:
+    cluster.run(2, compare_over_ranks, capacity_factor, "aot_eager", sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rows_travel_by_the_default_compiler(cluster: Cluster) -> None:
-    cluster.run(2, over_ranks, 0.7, "inductor", timeout_s=240)
+def test_inductor_exchange_is_close_to_eager(cluster: Cluster) -> None:
+    cluster.run(2, compare_over_ranks, 0.7, "inductor", timeout_s=240)
 
 
-def many_sizes(rank: int, world: int) -> int:
-    """How many graphs 20 numbers of tokens need; and logits that are not finite on one rank end the step on both."""
-    layer, counter = a_layer_over(rank, world), CompileCounterWithBackend("aot_eager")
+def count_graphs_of_many_sizes(rank: int, world: int) -> int:
+    """Count the graphs for 20 token counts; non-finite logits on one rank end the step on both."""
+    layer, counter = layer_over_ranks(rank, world), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -190,8 +195,8 @@ def many_sizes(rank: int, world: int) -> int:
 
 
 @pytest.mark.slow
-def test_two_graphs_for_all_numbers_of_tokens(cluster: Cluster) -> None:
-    assert max(cluster.run(2, many_sizes)) <= 2
+def test_two_graphs_serve_all_token_counts(cluster: Cluster) -> None:
+    assert max(cluster.run(2, count_graphs_of_many_sizes)) <= 2
 
 
 class Block(nn.Module):
@@ -204,16 +209,18 @@ class Block(nn.Module):
         return y
 
 
-def block_by_block(rank: int, world: int) -> dict[str, int]:
-    """How many graphs ten equal blocks need for two steps, with each kind of layer; results are those of the blocks as
-    they are. One topology is closed meanwhile, whose process groups others use, too."""
+def count_graphs_of_blocks(rank: int, world: int) -> dict[str, int]:
+    """Count the graphs that ten equal blocks need for two steps; results equal the eager blocks'.
+
+    Runs each kind of layer. Meanwhile one topology is closed whose process groups are still in use elsewhere.
+    """
     from fusedmoe.tutel.moe import moe_layer
 
     def topology() -> fusedmoe.Topology:
         return fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
 
     def layer(topology: fusedmoe.Topology, **more: Any) -> fusedmoe.MoELayer:
-        gate = make("deepseek_v3", 4, 2)  # it has a buffer, and a load that is counted
+        gate = make("deepseek_v3", 4, 2)  # has a buffer, and a load count
         return fusedmoe.MoELayer(M, gate, fusedmoe.experts.SwiGLU(8), topology=topology, **more)
 
     one, closed, found = topology(), topology(), {}
@@ -250,33 +257,33 @@ def block_by_block(rank: int, world: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_one_graph_for_all_blocks_of_a_model(cluster: Cluster) -> None:
-    """A call of what stays outside of graphs has one before it and one behind it, however many blocks there are."""
-    assert cluster.run(2, block_by_block) == [{"in graphs": 1, "scheduled": 2, "Tutel's": 2}] * 2
+def test_one_graph_serves_all_blocks(cluster: Cluster) -> None:
+    """A call that stays outside the graphs has one graph before it and one after it, for any number of blocks."""
+    assert cluster.run(2, count_graphs_of_blocks) == [{"in graphs": 1, "scheduled": 2, "Tutel's": 2}] * 2
 
 
-def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
-    """How often rows travel in a step that keeps what has travelled; gradients are those of a plain step."""
-    layer, seen = a_layer_over(rank, world), Counter[str]()
-    model, x = a_model(layer), torch.randn(30 + rank, M)
+def count_exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
+    """Count row exchanges in a step that saves received rows; gradients equal those of a plain step."""
+    layer, seen = layer_over_ranks(rank, world), Counter[str]()
+    model, x = model_with(layer), torch.randn(30 + rank, M)
 
     def checkpointed(x: Tensor) -> Tensor:
         return checkpoint(model, x, use_reentrant=False, context_fn=save_communication)
 
     call = torch.compile(checkpointed, backend="aot_eager", fullgraph=True) if compiles else checkpointed
     theirs = run_passes(model, x, seed=0)
-    # What the layer tells of itself (loads, auxiliary loss) is not to be told again by a recomputation.
+    # A recomputation must not report the layer's statistics (loads, auxiliary loss) again.
     quiet = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
         for name in ("dispatch", "combine"):
-            whole = getattr(Part, name)
+            whole = getattr(RowExchange, name)
 
-            def counted(part: Part, rows: Tensor, name: str = name, whole: Any = whole) -> Tensor:
+            def counted(part: RowExchange, rows: Tensor, name: str = name, whole: Any = whole) -> Tensor:
                 seen[name] += rows.shape[1] == M
                 return whole(part, rows)
 
-            patch.setattr(Part, name, counted)
+            patch.setattr(RowExchange, name, counted)
         ours = run_passes(model, x, call=call, seed=0)
     assert_same_results(ours, theirs)
     return dict(seen)
@@ -284,21 +291,21 @@ def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiles", [False, True])
-def test_rows_travel_once_under_a_selective_checkpoint(cluster: Cluster, compiles: bool) -> None:
+def test_selective_checkpoint_exchanges_rows_once(cluster: Cluster, compiles: bool) -> None:
     once = {"dispatch": 2, "combine": 2}  # forward and backward
-    assert cluster.run(2, exchanges, compiles) == [once, once]
+    assert cluster.run(2, count_exchanges, compiles) == [once, once]
 
 
 def check_operators(rank: int, world: int) -> None:
-    """Schema, fake and gradient agree with what the operators do."""
+    """Schema, fake and gradient agree with the operators' results."""
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
-    way = exchange_operators.Way(topology, make_all_to_all("direct", topology))
+    way = exchange_operators.CollectiveRoute(topology, make_all_to_all("direct", topology))
     ops, tests = torch.ops.fusedmoe, ("test_schema", "test_autograd_registration", "test_faketensor")
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, requires_grad=True)
 
-    # Tokens with several pairs on a rank, and rows that are tokens of their own; both with two rows of padding.
+    # Tokens with several pairs on a rank, and rows with one token each; both with two rows of padding.
     layout = fusedmoe.autograd.order(torch.tensor([[0, 1, 2], [1, 1, 3], [rank, -1, 0]]), 4)
     tokens_W, *_, row_N, code_N = ops.deduplicate(layout.tensors, world)
     for counts, tokens, pairs, k in (
@@ -322,17 +329,17 @@ def check_operators(rank: int, world: int) -> None:
             torch.library.opcheck(operator.default, inputs, test_utils=tests)
 
 
-def test_exchange_operators(cluster: Cluster) -> None:
+def test_exchange_operators_pass_opcheck(cluster: Cluster) -> None:
     cluster.run(2, check_operators)
 
 
-def test_a_layer_that_is_gone() -> None:
-    class Own:  # no other way in this process has its name
+def test_exchange_operator_of_freed_layer_raises() -> None:
+    class Own:  # a data path name unique in this process
         group, identity = fusedmoe.Topology().ep, "a way of its own"
 
-    way = exchange_operators.Way(fusedmoe.Topology(), Own())  # type: ignore[arg-type]
+    way = exchange_operators.CollectiveRoute(fusedmoe.Topology(), Own())  # type: ignore[arg-type]
     name = way.name
     del way
-    assert name not in exchange_operators._ways, "a job that makes many topologies keeps nothing of them"
-    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"exchange_metadata: the layer of {name} is gone")):
+    assert handles.find(name) is None, "a job that makes many topologies keeps nothing of them"
+    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"exchange_metadata: the layer of {name} was freed")):
         torch.ops.fusedmoe.exchange_metadata(torch.tensor([1]), None, None, torch.float32, 4, 1, None, name)

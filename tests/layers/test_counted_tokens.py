@@ -1,4 +1,4 @@
-"""Which forwards count: those with gradients, once whatever checkpoints compute again. And the dtype of the bias."""
+"""Counted loads: forwards with gradients count, once even if a checkpoint recomputes them. Also the bias dtype."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def expected_load(layer: fusedmoe.MoELayer, *batches: Tensor) -> list[int]:
     return expert_load(torch.cat(chosen), E).tolist()
 
 
-def told(layer: fusedmoe.MoELayer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The load that the gate is told."""
+def reported_load(layer: fusedmoe.MoELayer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the load that the gate receives."""
     loads: list[list[int]] = []
     monkeypatch.setattr(layer.gate, "update", lambda load_E: loads.append(load_E.tolist()))
     layer.update_gate()
@@ -56,15 +56,15 @@ CALLS = {
     "plain": plain,
     "checkpoint": checkpointed(False),
     "reentrant checkpoint": checkpointed(True),
-    "checkpoint in a checkpoint": nested(False, False),
-    "checkpoint in a reentrant one": nested(True, False),
-    "reentrant checkpoint in one that is not": nested(False, True),
-    "reentrant checkpoint in another": nested(True, True),
+    "checkpoint in checkpoint": nested(False, False),
+    "checkpoint in reentrant checkpoint": nested(True, False),
+    "reentrant checkpoint in checkpoint": nested(False, True),
+    "reentrant checkpoint in reentrant checkpoint": nested(True, True),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_only_forwards_with_gradients_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_training_forwards_are_counted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, call = make_layer(), CALLS[name]
     metrics = Metrics(layer)
     trained, other = torch.randn(9, M, requires_grad=True), torch.randn(40, M) + 5
@@ -81,19 +81,19 @@ def test_only_forwards_with_gradients_count(name: str, monkeypatch: pytest.Monke
     load = expected_load(layer, trained, trained)
     collected = metrics.collect(per_expert=True)
     assert [collected[f"moe/layer/load/{e}"] for e in range(E)] == load
-    assert told(layer, monkeypatch) == load
-    assert told(layer, monkeypatch) == [0] * E
+    assert reported_load(layer, monkeypatch) == load
+    assert reported_load(layer, monkeypatch) == [0] * E
 
 
 class Twice(nn.Module):
-    """A dense part without parameters."""
+    """Dense part without parameters."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_blocks_in_micro_batches(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_micro_batches_equals_whole_batch(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer()
     run = fusedmoe.pipeline([Parts(Twice(), layer)], (2, 2))
     x = torch.randn(4, 3, M, requires_grad=True)
@@ -101,10 +101,10 @@ def test_blocks_in_micro_batches(reentrant: bool | None, monkeypatch: pytest.Mon
         run(torch.randn(4, 3, M) + 5)
     z = run(x) if reentrant is None else checkpoint(run, x, use_reentrant=reentrant)
     z.square().sum().backward()
-    assert told(layer, monkeypatch) == expected_load(layer, x.reshape(-1, M))
+    assert reported_load(layer, monkeypatch) == expected_load(layer, x.reshape(-1, M))
 
 
-def test_the_bias_is_float32_whatever_is_loaded() -> None:
+def test_bias_stays_float32_after_bfloat16_load() -> None:
     small = {"bias_E": torch.ones(E, dtype=torch.bfloat16)}
     for assign in (True, False):
         gate = DeepSeekV3(E, K)
@@ -116,7 +116,7 @@ def test_the_bias_is_float32_whatever_is_loaded() -> None:
         assert gate.state_dict()["bias_E"].dtype == torch.float32
 
 
-def test_a_state_that_is_assigned_to_a_layer_on_meta() -> None:
+def test_assigned_state_on_meta_keeps_float32_bias() -> None:
     layer = make_layer()
     state = {
         name: value.bfloat16() if value.is_floating_point() else value for name, value in layer.state_dict().items()
@@ -126,7 +126,7 @@ def test_a_state_that_is_assigned_to_a_layer_on_meta() -> None:
     assert empty.gate.bias_E.dtype == torch.float32 and empty.gate.weight_EM.dtype == torch.bfloat16
 
 
-def test_a_bias_that_was_cast_by_hand() -> None:
+def test_manually_cast_bias_is_restored_to_float32() -> None:
     for cast in (
         lambda gate: setattr(gate, "bias_E", gate.bias_E.bfloat16()),
         lambda gate: setattr(gate.bias_E, "data", gate.bias_E.data.bfloat16()),

@@ -1,4 +1,4 @@
-"""Experts that call collectives: right without a schedule, and refused by name inside the chunks of one."""
+"""Experts that call collectives: correct without a schedule, and rejected by name inside a schedule's chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _ReducedBackward(torch.autograd.Function):
 
 
 class Talking(nn.Module):
-    """One expert, which calls a collective in one of its passes."""
+    """Single expert that calls a collective in one of its passes."""
 
     def __init__(self, dim: int, where: str) -> None:
         super().__init__()
@@ -42,25 +42,25 @@ class Talking(nn.Module):
     def forward(self, x: Tensor, *ctx: Any) -> Tensor:
         if self.where == "forward":
             dist.all_reduce(torch.ones(1))
-        if self.where == "gathering objects":
+        if self.where == "all-gather of objects":
             dist.all_gather_object([None] * dist.get_world_size(), 1)
-        if self.where == "Tutel's gathering":
+        if self.where == "Tutel all-gather":
             net.zero_gather(torch.ones(2))
         y: Tensor = self.linear(x)
         return _ReducedBackward.apply(y) if self.where == "backward" else y
 
 
-WHERE = ["forward", "backward", "gathering objects", "Tutel's gathering"]
+WHERE = ["forward", "backward", "all-gather of objects", "Tutel all-gather"]
 
 
 class Doubled(nn.Module):
-    """A dense part."""
+    """Dense part."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, 2 * x
 
 
-def with_a_schedule(rank: int, world: int, where: str, integration: str) -> tuple[str, str]:
+def error_with_schedule(rank: int, world: int, where: str, integration: str) -> tuple[str, str]:
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     x = torch.randn(12, M).requires_grad_()
     if integration == "tutel":
@@ -82,19 +82,19 @@ def with_a_schedule(rank: int, world: int, where: str, integration: str) -> tupl
     [
         ("forward", "layer"),
         ("backward", "layer"),
-        *slowly(("gathering objects", "layer"), ("Tutel's gathering", "layer"), ("Tutel's gathering", "tutel")),
+        *slowly(("all-gather of objects", "layer"), ("Tutel all-gather", "layer"), ("Tutel all-gather", "tutel")),
         *slowly(("forward", "blocks"), ("backward", "blocks")),
     ],
 )
-def test_a_schedule_refuses_them(cluster: Cluster, where: str, integration: str) -> None:
-    errors = cluster.run(2, with_a_schedule, where, integration)
+def test_schedule_rejects_communicating_experts(cluster: Cluster, where: str, integration: str) -> None:
+    errors = cluster.run(2, error_with_schedule, where, integration)
     assert "ConfigError" in {kind for kind, _ in errors}
     for _, text in errors:
         assert "Talking" in text or "Custom" in text
         assert "while the collectives of a schedule run" in text and "run it without a schedule" in text
 
 
-def without_a_schedule(rank: int, world: int, where: str) -> None:
+def compare_without_schedule(rank: int, world: int, where: str) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     gate, experts = fusedmoe.gates.TopK(2 * world, 2), fusedmoe.experts.Custom(lambda dim: Talking(dim, where))
     layer = fusedmoe.MoELayer(M, gate, experts, topology=topology, dtype=torch.float64)
@@ -104,5 +104,5 @@ def without_a_schedule(rank: int, world: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", [*slowly(*WHERE)])
-def test_they_are_right_without_a_schedule(cluster: Cluster, where: str) -> None:
-    cluster.run(2, without_a_schedule, where)
+def test_communicating_experts_without_schedule_equal_dense(cluster: Cluster, where: str) -> None:
+    cluster.run(2, compare_without_schedule, where)

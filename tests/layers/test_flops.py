@@ -1,4 +1,4 @@
-"""PyTorch's counter of FLOPs sees the products of experts and router, forward and backward."""
+"""PyTorch's FLOP counter includes the products of experts and router, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.cluster import Cluster
 
 D, E, K, H, S = 16, 4, 2, 32, 24
 ROUTER = 2 * S * D * E
-PRODUCT = 2 * S * K * D * H  # of all rows with one matrix each
+PRODUCT = 2 * S * K * D * H  # all rows with one matrix each
 
 
 def _counted(run: Callable[[], Any]) -> int:
@@ -51,21 +51,21 @@ def _own(model_dim: int) -> nn.Module:
         (lambda: Custom(_own), 2),
     ],
 )
-def test_products_of_a_layer(make: Callable[[], Experts], products: int) -> None:
+def test_flops_of_layer_equal_formula(make: Callable[[], Experts], products: int) -> None:
     layer, x = _layer(make()), torch.randn(S, D, requires_grad=True)
     forward = ROUTER + products * PRODUCT
     assert _counted(lambda: layer(x)) == forward
     with torch.no_grad():
         assert _counted(lambda: layer(x.detach())) == forward
     assert _counted(lambda: layer(x).sum().backward()) == 3 * forward
-    # What is computed again counts again.
+    # Recomputed products count again.
     assert _counted(lambda: checkpoint(layer, x, use_reentrant=False).sum().backward()) == 4 * forward
-    # Without gradients of parameters only those of the rows are computed.
+    # Without parameter gradients, only the rows' gradients are computed.
     layer.experts.requires_grad_(False)
     assert _counted(lambda: layer(x).sum().backward()) == 3 * ROUTER + 2 * products * PRODUCT
 
 
-def test_products_of_low_rank_experts() -> None:
+def test_flops_of_low_rank_adapters_equal_formula() -> None:
     rank, layer = 2, _layer(SwiGLU(H))
     add_adapters(layer.experts, rank=rank)
     x = torch.randn(S, D, requires_grad=True)
@@ -76,7 +76,7 @@ def test_products_of_low_rank_experts() -> None:
     assert _counted(lambda: layer(x).sum().backward()) == 3 * ROUTER + 2 * 3 * PRODUCT + 3 * factors
 
 
-def test_products_of_operators() -> None:
+def test_flops_of_grouped_linear_equal_formula() -> None:
     x, weight = torch.randn(S, D, requires_grad=True), torch.randn(E, H, D, requires_grad=True)
     layout = autograd.order(torch.randint(0, E, (S, K)), E)
     rows = autograd.permute(x, layout)
@@ -91,7 +91,7 @@ def _on_all_ranks(topology: Topology, count: int) -> int:
 
 
 def _over_ranks(rank: int, world: int, schedule: Any) -> None:
-    """What all ranks count is what one process does, whichever of them computes it."""
+    """The sum over ranks equals one process's count, whichever rank computes which expert."""
     topology = Topology.from_sizes(ep=world)
     layer = _layer(SwiGLU(H), topology=topology, mp_input="split", schedule=schedule)
     x = torch.randn(S - rank, D, requires_grad=True)
@@ -106,7 +106,7 @@ def _over_ranks(rank: int, world: int, schedule: Any) -> None:
     assert _on_all_ranks(topology, _counted(lambda: backward(layer(x)))) == 3 * forward
     with torch.no_grad():
         assert _on_all_ranks(topology, _counted(lambda: layer(x.detach()))) == forward
-    # As graphs of a compiler have it: one operator.
+    # As in a compiler's graph: one operator.
     weight_SK = torch.rand(len(x), K, requires_grad=True)
     routed = Routed(x, autograd.order(torch.randint(0, E, (len(x), K)), E), weight_SK)
     assert isinstance(layer.dispatcher, Collectives)
@@ -120,7 +120,7 @@ def _over_ranks(rank: int, world: int, schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("degrees", [None, (2, 2), (3, 1)])
-def test_products_over_ranks(cluster: Cluster, degrees: tuple[int, int] | None) -> None:
+def test_flops_summed_over_ranks_equal_one_process(cluster: Cluster, degrees: tuple[int, int] | None) -> None:
     cluster.run(2, _over_ranks, "off" if degrees is None else Schedule("fsmoe", degrees=degrees))
 
 
@@ -135,5 +135,5 @@ assert counter.get_total_flops() > 2 * 5 * 4 * 2, "the router alone"
 """
 
 
-def test_a_counter_that_is_imported_after_the_first_layer() -> None:
+def test_flop_counter_imported_after_first_layer() -> None:
     assert subprocess.run([sys.executable, "-c", IMPORTED_LATER], timeout=120).returncode == 0

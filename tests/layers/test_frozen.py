@@ -1,5 +1,7 @@
-"""Experts that are frozen, whole or in part: gradients of the rest have the bits that they have when all learns, and
-nothing is kept or computed for what has none."""
+"""Fully or partly frozen experts: remaining gradients have the same bits as without freezing.
+
+Nothing is saved or computed for frozen parts.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,21 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import autograd
-from fusedmoe.comm.exchange import Part
+from fusedmoe.autograd.experts import WeightParts, experts_in_parts
+from fusedmoe.comm.exchange import RowExchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.experts import add_adapters
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_memory import saved_elements
-from tests.layers.test_pipeline import Attention, one_after_the_other
+from tests.layers.test_pipeline import Attention, without_overlap
 from tests.layers.test_pipeline_parts import make
 from tests.layers.test_pipeline_plans import costs_of, halves
 from tests.marks import slowly
 
 M, H, E, K = 10, 12, 4, 2
-#: What is frozen of the experts.
+#: Frozen parts of the experts.
 FROZEN = ("w1 w2 b1 b2", "w1", "w2 b2", "b1 b2", "w1 b1 b2")
 
 
@@ -47,7 +50,7 @@ def gradients(layer: nn.Module, rank: int = 0, learns: bool = True) -> dict[str,
     return {"y": y_SM.detach(), "x": x_SM.grad} | {name: one.grad for name, one in layer.named_parameters()}
 
 
-def require_same(found: dict[str, Tensor | None], whole: dict[str, Tensor | None], frozen: str) -> None:
+def assert_same_gradients(found: dict[str, Tensor | None], whole: dict[str, Tensor | None], frozen: str) -> None:
     assert found.keys() == whole.keys()
     for name, right in whole.items():
         got = found[name]
@@ -58,25 +61,27 @@ def require_same(found: dict[str, Tensor | None], whole: dict[str, Tensor | None
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_one_rank(frozen: str) -> None:
+def test_frozen_weights_keep_other_gradients(frozen: str) -> None:
     whole = gradients(make_layer(""))
-    require_same(gradients(make_layer(frozen)), whole, frozen)
+    assert_same_gradients(gradients(make_layer(frozen)), whole, frozen)
     without_x = gradients(make_layer(frozen), learns=False)
     assert without_x.pop("x") is None
-    require_same(without_x, {name: one for name, one in whole.items() if name != "x"}, frozen)
-    require_same(gradients(make_layer(frozen, schedule=fusedmoe.Schedule("fsmoe", degrees=(1, 1)))), whole, frozen)
+    assert_same_gradients(without_x, {name: one for name, one in whole.items() if name != "x"}, frozen)
+    assert_same_gradients(
+        gradients(make_layer(frozen, schedule=fusedmoe.Schedule("fsmoe", degrees=(1, 1)))), whole, frozen
+    )
 
 
 @pytest.mark.parametrize("frozen", ["w1 b1 b2", *slowly(*(one for one in FROZEN if one != "w1 b1 b2"))])
-def test_compiled(frozen: str) -> None:
+def test_frozen_weights_in_compiled_layer(frozen: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(make_layer(frozen), backend="aot_eager", fullgraph=True)
     found = {name.removeprefix("_orig_mod."): one for name, one in gradients(compiled).items()}
-    require_same(found, gradients(make_layer("")), frozen)
+    assert_same_gradients(found, gradients(make_layer("")), frozen)
 
 
-def test_what_no_gradient_needs_is_not_kept() -> None:
-    # x is kept by the router as well, so the operation by itself tells: x, and pre-activations of 2·H a row.
+def test_tensors_of_frozen_weights_are_not_saved() -> None:
+    # The router saves x too, so only the operation alone shows the saving: x, and pre-activations of 2·H per row.
     layout = autograd.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
     x_SM, weight_N = torch.randn(17, M, requires_grad=True), torch.rand(layout.rows, requires_grad=True)
     shapes = {"w1": (E, 2, H, M), "w2": (E, M, H), "b1": (E, 2, H), "b2": (E, M)}
@@ -85,7 +90,7 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
         ("w1 w2 b1 b2", True, sum(rows)), ("w2 b1 b2", True, rows[1]), ("", True, rows[1]),
         ("w1", False, sum(rows)), ("w2", False, rows[1]), ("b2", False, 0),
     ):  # fmt: skip
-        # Cast copies of parameters, as autocast makes them: kept where the backward reads them.
+        # Cast copies of parameters, as autocast makes them, are saved if backward reads them.
         leaves = {name: torch.randn(shape).requires_grad_(name in learns.split()) for name, shape in shapes.items()}
         weights = Weights(*leaves.values())
         x, weight = (x_SM, weight_N) if tokens else (x_SM.detach(), weight_N.detach())
@@ -105,15 +110,15 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
         y_SM.sum().backward()
 
 
-def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None) -> None:
+def compare_on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     schedule = None if degrees is None else fusedmoe.Schedule("fsmoe", degrees=degrees)
     layers = [make_layer(names, topology, schedule) for names in ("", frozen)]
     found = [gradients(layer, rank) for layer in layers]
-    require_same(found[1], found[0], frozen)
+    assert_same_gradients(found[1], found[0], frozen)
     x_SM = torch.randn(20, M, dtype=torch.float64, requires_grad=True)
     kept = [saved_elements(layer, x_SM)[torch.float64] for layer in layers]
-    # Received rows are kept for the gradient of w1 alone.
+    # Received rows are saved only for the gradient of w1.
     assert (kept[1] < kept[0]) == ("w1" in frozen.split())
 
 
@@ -126,12 +131,12 @@ def on_ranks(rank: int, world: int, frozen: str, degrees: tuple[int, int] | None
     ],
     ids=str,
 )
-def test_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
-    cluster.run(2, on_ranks, frozen, degrees)
+def test_frozen_weights_on_two_ranks(cluster: Cluster, frozen: str, degrees: tuple[int, int] | None) -> None:
+    cluster.run(2, compare_on_ranks, frozen, degrees)
 
 
 class Plain(nn.Module):
-    """An expert by autograd."""
+    """Expert differentiated by autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +147,7 @@ class Plain(nn.Module):
 
 
 def make_first_layer(kind: str, topology: Topology, schedule: Any) -> fusedmoe.MoELayer:
-    """A layer whose experts learn, or the adapters on them."""
+    """Build a layer with trainable experts, or with trainable adapters on frozen experts."""
     if kind == "custom":
         torch.manual_seed(3)
         gate, experts = fusedmoe.gates.TopK(E, K), fusedmoe.experts.Custom(lambda *_: Plain())
@@ -156,19 +161,22 @@ def make_first_layer(kind: str, topology: Topology, schedule: Any) -> fusedmoe.M
     return layer
 
 
-def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | None) -> None:
-    """Rows and weights that go back, for tokens of all ranks, of one and of none that learn; a router that learns."""
+def check_backward_traffic(rank: int, world: int, kind: str, degrees: tuple[int, int] | None) -> None:
+    """Count rows and weights sent in backward, if all, one or no ranks' tokens need gradients.
+
+    Also with a trainable router.
+    """
     topology, sent = Topology.from_sizes(ep=world, timeout_s=30), Counter[int]()
     layer = make_first_layer(kind, topology, None if degrees is None else fusedmoe.Schedule("fsmoe", degrees=degrees))
-    combine = Part.combine
+    combine = RowExchange.combine
 
-    def counted(part: Part, rows: Tensor) -> Tensor:
+    def counted(part: RowExchange, rows: Tensor) -> Tensor:
         sent[rows.shape[1]] += len(rows)
         return combine(part, rows)
 
     both, found = 0, {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Part, "combine", counted)
+        patch.setattr(RowExchange, "combine", counted)
         for learns in (True, False, rank == 0):
             for router in (True, False):
                 layer.gate.requires_grad_(router)
@@ -177,7 +185,8 @@ def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | Non
                 grads = gradients(layer, rank, learns)
                 both = both or sent[M]
                 anybody = learns or len(found) >= 4
-                # Results come back in the forward pass, gradients of tokens in the other; M wide, of weights 1.
+                # Results return in the forward pass and token gradients in backward, both M wide; gradients of weights
+                # are 1 wide.
                 assert sent[M] == (both if anybody else both / 2), (dict(sent), learns, router)
                 assert bool(sent[1]) == (router or anybody), (dict(sent), learns, router)
                 found[len(found), learns] = grads
@@ -198,12 +207,14 @@ def first_layer(rank: int, world: int, kind: str, degrees: tuple[int, int] | Non
     ],
     ids=str,
 )
-def test_tokens_that_need_no_gradient(cluster: Cluster, kind: str, degrees: tuple[int, int] | None) -> None:
-    cluster.run(2, first_layer, kind, degrees)
+def test_tokens_without_gradient_send_nothing_in_backward(
+    cluster: Cluster, kind: str, degrees: tuple[int, int] | None
+) -> None:
+    cluster.run(2, check_backward_traffic, kind, degrees)
 
 
-def frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
-    """Blocks of which nothing learns: gradients of some ranks' inputs need the backward of all, and of no rank none."""
+def check_frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
+    """Fully frozen blocks: if some ranks' inputs need gradients, all ranks run backward; if none do, no rank does."""
     blocks = make(Topology.from_sizes(ep=world, timeout_s=30), Attention)
     modules = nn.ModuleList([module for block in blocks for module in block]).requires_grad_(False)
     run = fusedmoe.pipeline(blocks, degrees)
@@ -211,7 +222,7 @@ def frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
     x, dz = torch.randn(2, 3 + rank, 5, blocks[0].experts.model_dim, dtype=torch.float64)
     found = []
     for learns in (True, rank == 1, False):
-        torch.manual_seed(30 + rank)  # of the gates' noise
+        torch.manual_seed(30 + rank)  # for the gates' noise
         leaf = x.clone().requires_grad_(learns)
         z = run(leaf)
         aux = torch.stack([block.experts.aux_loss for block in blocks]).sum()
@@ -225,15 +236,15 @@ def frozen_blocks(rank: int, world: int, degrees: tuple[int, int]) -> None:
             assert torch.equal(one, right)
     torch.manual_seed(30 + rank)
     leaf = x.clone().requires_grad_()
-    z = one_after_the_other(blocks)(leaf)
+    z = without_overlap(blocks)(leaf)
     ((z * dz).sum() + torch.stack([block.experts.aux_loss for block in blocks]).sum()).backward()
     for got, want in zip(found[0][::2], (z.detach(), leaf.grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     assert all(parameter.grad is None for parameter in modules.parameters())
 
 
-def same_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> None:
-    """Tokens that MP ranks have in common, of which one rank alone needs the gradient: all put it together."""
+def check_shared_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> None:
+    """MP ranks share tokens, and only one rank needs their gradient: all ranks assemble it together."""
     found = []
     for in_blocks in (False, True):
         for learns in (True, rank == 1):
@@ -241,8 +252,8 @@ def same_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> N
             nn.ModuleList([module for block in blocks for module in block]).requires_grad_(not frozen)
             torch.manual_seed(20)
             x, dz = torch.randn(2, 4, 5, blocks[0].experts.model_dim, dtype=torch.float64)
-            run = fusedmoe.pipeline(blocks, (2, 1)) if in_blocks else one_after_the_other(blocks)
-            torch.manual_seed(30)  # of the gates' noise
+            run = fusedmoe.pipeline(blocks, (2, 1)) if in_blocks else without_overlap(blocks)
+            torch.manual_seed(30)  # for the gates' noise
             leaf = x.clone().requires_grad_(learns)
             (run(leaf) * dz).sum().backward()
             assert (leaf.grad is not None) == learns
@@ -258,15 +269,13 @@ def same_tokens(rank: int, world: int, sizes: dict[str, int], frozen: bool) -> N
     [({"mp": 2}, True), *slowly(({"mp": 2}, False), ({"mp": 2, "ep": 2}, True), ({"mp": 2, "esp": 2}, False))],
     ids=str,
 )
-def test_tokens_in_common_of_which_one_rank_needs_the_gradient(
-    cluster: Cluster, sizes: dict[str, int], frozen: bool
-) -> None:
-    cluster.run(2, same_tokens, sizes, frozen)
+def test_gradient_of_shared_tokens_needed_on_one_mp_rank(cluster: Cluster, sizes: dict[str, int], frozen: bool) -> None:
+    cluster.run(2, check_shared_tokens, sizes, frozen)
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_blocks_that_are_frozen_whole(cluster: Cluster, degrees: tuple[int, int]) -> None:
-    cluster.run(2, frozen_blocks, degrees)
+def test_fully_frozen_blocks_in_backward(cluster: Cluster, degrees: tuple[int, int]) -> None:
+    cluster.run(2, check_frozen_blocks, degrees)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +287,7 @@ def test_blocks_that_are_frozen_whole(cluster: Cluster, degrees: tuple[int, int]
     ],
     ids=str,
 )
-def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, int]) -> None:
+def test_frozen_blocks_with_weight_gradient_tasks(frozen: str, degrees: tuple[int, int]) -> None:
     found = []
     for names in ("", frozen):
         blocks = make(Topology(), Attention)
@@ -287,8 +296,8 @@ def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, 
                 if (parameter := getattr(block.experts.experts, name)) is not None:
                     parameter.requires_grad_(False)
         run = fusedmoe.pipeline(blocks, degrees)
-        costs = costs_of(Topology(), len(blocks), blocks[0].experts.parts, run.waits[0])
-        # A plan that was made before experts were frozen may have tasks for their gradients, which do nothing then.
+        costs = costs_of(Topology(), len(blocks), blocks[0].experts.parts, run.routes_first[0])
+        # A plan from before freezing may still contain the experts' gradient tasks; these are then no-ops.
         run.set_plan(halves(micro_schedule(costs, StepSplit(*degrees, weights=True)).plan()))
         torch.manual_seed(9)
         x = torch.randn(6, 5, blocks[0].experts.model_dim, dtype=torch.float64, requires_grad=True)
@@ -305,8 +314,8 @@ def test_blocks_with_weight_gradients_as_tasks(frozen: str, degrees: tuple[int, 
 
 
 @pytest.mark.parametrize("frozen", ["", "0", "1", "2", "0 2", "1 2", "0 1 2"])
-def test_weights_in_parts(frozen: str) -> None:
-    """Parts are both halves of w1, and w2."""
+def test_frozen_parts_of_split_weights(frozen: str) -> None:
+    """The parts are both halves of w1, and w2."""
     torch.manual_seed(1)
     layout = autograd.order(torch.stack([torch.randperm(E)[:K] for _ in range(17)]), E)
     shapes = ((17, M), (layout.rows,), (E, H, M), (E, M, H), (E, H, M))
@@ -317,7 +326,7 @@ def test_weights_in_parts(frozen: str) -> None:
         asked.append((dw1.untyped_storage().nbytes() > 8, dw2.untyped_storage().nbytes() > 8))
         return dw1.unbind(1)[0], dw2, dw1.unbind(1)[1]
 
-    how = autograd.WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
+    how = WeightParts(lambda parts: (torch.stack((parts[0], parts[2]), 1), parts[1].contiguous()), split)
     found = []
     for names in ([], frozen.split()):
         leaves = [value.double().requires_grad_() for value in values]
@@ -325,7 +334,7 @@ def test_weights_in_parts(frozen: str) -> None:
             leaves[2 + int(name)].requires_grad_(False)
         x, weight, *parts = leaves
         asked.clear()
-        autograd.experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
+        experts_in_parts(x, layout, weight, parts, how, "swiglu").square().sum().backward()
         found.append([leaf.grad for leaf in leaves])
     for number, (right, got) in enumerate(zip(*found, strict=True)):
         if str(number - 2) in frozen.split():

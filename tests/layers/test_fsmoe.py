@@ -1,4 +1,4 @@
-"""The FSMoE paper's Listings 1 and 2, as printed but for the package's name."""
+"""The FSMoE paper's Listings 1 and 2, as printed except for the package's name."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ kwargs)
 """
 
 
-def run(listings: str, **kwargs: object) -> dict[str, object]:
+def run_listing(listings: str, **kwargs: object) -> dict[str, object]:
     names: dict[str, object] = {"kwargs": kwargs}
     exec(listings, names)
     return names
 
 
-def test_listing_2() -> None:
-    module = run(LISTING_2, model_dim=M)["moe_module"]
+def test_paper_listing_2_runs() -> None:
+    module = run_listing(LISTING_2, model_dim=M)["moe_module"]
     assert isinstance(module, nn.Module)
     x = torch.randn(3, 7, M, requires_grad=True)
     module(x).sum().backward()
     assert x.grad is not None and all(p.grad is not None for p in module.parameters())
 
 
-def test_listing_1() -> None:
-    names = run(LISTING_1)
+def test_paper_listing_1_runs() -> None:
+    names = run_listing(LISTING_1)
     assert issubclass(names["CustomizedExpert"], ExpertBase)  # type: ignore[arg-type]
     callback = names["CustomizedCallBack"]()  # type: ignore[operator]
     x = torch.randn(7, M)
     torch.manual_seed(0)
-    one = run(LISTING_2, model_dim=M, callbacks=[callback])["moe_module"]
+    one = run_listing(LISTING_2, model_dim=M, callbacks=[callback])["moe_module"]
     torch.manual_seed(0)
-    other = run(LISTING_2, model_dim=M)["moe_module"]
+    other = run_listing(LISTING_2, model_dim=M)["moe_module"]
     torch.testing.assert_close(one(x), other(x))  # type: ignore[operator]
 
 
-def test_experts_that_return_nothing_are_told_so() -> None:
-    names = run(LISTING_1)
-    module = run(LISTING_2, model_dim=M, experts=names["CustomizedExpert"]())["moe_module"]  # type: ignore[operator]
+def test_experts_returning_none_raise() -> None:
+    names = run_listing(LISTING_1)
+    module = run_listing(LISTING_2, model_dim=M, experts=names["CustomizedExpert"]())["moe_module"]  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"CustomizedExpert was given rows of shape \[.*, 12\] and returned None"):
         module(torch.randn(7, M))  # type: ignore[operator]
 
 
 class Tanh(ExpertBase):
-    """tanh(x·A_e)·B_e, one expert after another."""
+    """tanh(x·A_e)·B_e, expert by expert."""
 
     def make_parameters(self, model_dim: int, place: Place) -> None:
         self.a = nn.Parameter(torch.randn(place.local, model_dim, H))
@@ -84,7 +84,7 @@ class Tanh(ExpertBase):
 
 
 class Count(CallbackBase):
-    """Counts the calls and the elements at each of the paper's six hooks."""
+    """Count the calls and the elements at each of the paper's six hooks."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -115,7 +115,7 @@ class Count(CallbackBase):
 SEAMS = ["before_moe_start", "before_dispatch", "after_dispatch", "before_combine", "after_combine", "before_moe_end"]
 
 
-def test_experts_that_compute_and_callbacks_that_count() -> None:
+def test_custom_experts_and_callbacks() -> None:
     count = Count()
     gate = LinearGate(experts=4, capacity_factor=None)
     module = MOELayer(gate, SimpleOrder(), model_dim=M, experts=Tanh(), callbacks=[count], dtype=torch.float64)
@@ -144,7 +144,7 @@ class Replace(CallbackBase):
             args.tensor = 2 * args.tensor
 
 
-def test_a_callback_may_put_another_tensor_in_place() -> None:
+def test_callback_may_replace_tensor() -> None:
     modules = []
     for callbacks in ([Replace()], []):
         torch.manual_seed(0)
@@ -153,14 +153,14 @@ def test_a_callback_may_put_another_tensor_in_place() -> None:
     torch.testing.assert_close(modules[0](x), modules[1](2 * x))
 
 
-def over_ranks(rank: int, world: int) -> None:
+def check_over_ranks(rank: int, world: int) -> None:
     topology = Topology.from_sizes(world)
     module = MOELayer(LinearGate(), SimpleOrder(), model_dim=M, experts=Tanh(), topology=topology)
     x = torch.randn(5, M, requires_grad=True)
     module(x).sum().backward()
     assert x.grad is not None and module.experts.a.shape == (8 // world, M, H)
     every = all_gather_rows(topology.world, module.experts.a.detach(), [8 // world] * world)
-    assert len({float(a.sum()) for a in every}) == 8  # no expert starts as a copy of another rank's
+    assert len({float(a.sum()) for a in every}) == 8  # no expert is initialized as a copy of another rank's
 
     class Unsaid(Tanh):
         def make_parameters(self, model_dim: int, place: Place) -> None:
@@ -171,5 +171,5 @@ def over_ranks(rank: int, world: int) -> None:
         MOELayer(LinearGate(), SimpleOrder(), model_dim=M, experts=Unsaid(), topology=topology)
 
 
-def test_over_ranks(cluster: Cluster) -> None:
-    cluster.run(2, over_ranks)
+def test_custom_experts_over_ranks(cluster: Cluster) -> None:
+    cluster.run(2, check_over_ranks)

@@ -1,5 +1,4 @@
-"""schedule="fused": between collectives and kernels that send by themselves a layer chooses by cost, among what it can
-run."""
+"""schedule="fused": a layer chooses by cost between collectives and sending kernels, among the kinds it can run."""
 
 from __future__ import annotations
 
@@ -28,21 +27,22 @@ def costs_of(link: Line, gemm: Line, signal_s: float, tile_rows: int = 128) -> C
     return CostModel({**lines, "gemm": gemm}, fused=FusedCosts(tile_rows, {"intra": signal_s, "inter": signal_s}))
 
 
-@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["experts", "shards"])
+@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["over experts", "over shards"])
 @pytest.mark.parametrize(
     ("what", "costs", "chosen"),
     [
-        # Links take longer: two chunks already hide the experts, and only starts are to be saved.
-        ("link-bound, starts are cheap", costs_of(Line(0.0, 1e-9), Line(0.0, 1e-12), 1e-2), False),
-        ("link-bound, starts are dear", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 1e-6), True),
-        ("link-bound, signals are dear, too", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 9e-2), False),
-        # Experts take longer: of chunks the first and the last are bare, of tiles as well, but these are smaller.
-        ("compute-bound, starts are dear", costs_of(Line(3e-3, 1e-10), Line(1e-6, 1e-11), 1e-6), True),
-        ("compute-bound, tiles are large", costs_of(Line(1e-6, 1e-10), Line(1e-9, 1e-11), 1e-6, 4096), False),
-        ("nothing costs anything", costs_of(Line(0.0, 0.0), Line(0.0, 0.0), 0.0), False),
+        # The links take longer: two chunks already hide the experts, so only start-up latencies can be saved.
+        ("link-bound, low latency", costs_of(Line(0.0, 1e-9), Line(0.0, 1e-12), 1e-2), False),
+        ("link-bound, high latency", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 1e-6), True),
+        ("link-bound, high latency and signal time", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 9e-2), False),
+        # The experts take longer: the first and last chunks are exposed. So are the first and last tiles, but tiles are
+        # smaller.
+        ("compute-bound, high latency", costs_of(Line(3e-3, 1e-10), Line(1e-6, 1e-11), 1e-6), True),
+        ("compute-bound, large tiles", costs_of(Line(1e-6, 1e-10), Line(1e-9, 1e-11), 1e-6, 4096), False),
+        ("zero costs", costs_of(Line(0.0, 0.0), Line(0.0, 0.0), 0.0), False),
     ],
 )
-def test_the_choice_flips_where_it_should(
+def test_fused_is_chosen_if_predicted_faster(
     what: str, costs: CostModel, chosen: bool, where: tuple[Workload, tuple[str, ...], str]
 ) -> None:
     workload, parts, kind = where
@@ -50,12 +50,12 @@ def test_the_choice_flips_where_it_should(
     for plan in (plans.forward, plans.backward):
         assert {task.kind for task in plan} == ({kind} if chosen else set(parts)), what
         assert plan == Plan.parse(str(plan))
-    assert not chosen or len(plans.forward) == len(plans.backward) == 1  # what more take is known where they ran
+    assert not chosen or len(plans.forward) == len(plans.backward) == 1  # more chunks need measured times
 
 
-@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["experts", "shards"])
-def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...], str]) -> None:
-    """The best of all pairs that ran, with the copy that different numbers cost; else one chunk, by the lines."""
+@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["over experts", "over shards"])
+def test_measured_times_select_chunks_of_each_pass(where: tuple[Workload, tuple[str, ...], str]) -> None:
+    """Select the fastest measured pair, including the copy between chunk counts; else one chunk by the cost model."""
     workload, parts, kind = where
     rng, seen, copies = random.Random(), set(), (0.0, 0.3)
     for _ in range(40):
@@ -69,17 +69,17 @@ def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...],
         }
         rows = rng.choice((None, workload.rows / 2))
         costs = replace(slow, lines=lines, observed={workload.shapes: Observed(ran, rows)})
-        limit, any_degree = rng.choice((1, 4, 8)), rng.choice((True, False))
+        limit, can_regroup = rng.choice((1, 4, 8)), rng.choice((True, False))
         share = 1 if rows is None else 2
         took = {
             (there.chunks, back.chunks): share * (ran[there] + ran[back]) + copy_s * (there.chunks != back.chunks)
             for there in ran
             for back in ran
             if (there.phase, back.phase) == PHASES and max(there.chunks, back.chunks) <= limit
-            if any_degree or there.chunks == back.chunks
+            if can_regroup or there.chunks == back.chunks
         }
         schedule = Schedule("joint", costs=costs, limit=limit, puts=True)
-        plans = schedule.plans((*parts, kind), workload, any_degree=any_degree)
+        plans = schedule.plans((*parts, kind), workload, can_regroup=can_regroup)
         found = len(plans.forward), len(plans.backward)
         assert {task.kind for plan in (plans.forward, plans.backward) for task in plan} == {kind}
         assert found == (min(took, key=took.__getitem__) if took else (1, 1))
@@ -88,8 +88,8 @@ def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...],
 
 
 @pytest.mark.parametrize("schedule", [*layer_policies(), FUSED_POLICY])
-def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
-    """Whatever the costs say, by hand as well; and "fused" where it can by what is shorter."""
+def test_plans_contain_only_runnable_tasks(schedule: str) -> None:
+    """Plans contain only tasks that the layer can run; "fused" is chosen if possible and faster."""
     rng, seen = random.Random(), set()
     for _ in range(20):
         workload, parts, kind = rng.choice([OVER_EXPERTS, OVER_SHARDS])
@@ -119,6 +119,6 @@ def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
     "given",
     [{"row_factor": 1.5}, *({"row_factor": factor, "puts": True} for factor in (0.0, -1.0, math.inf, math.nan))],
 )
-def test_bounds_on_rows_that_are_refused(given: dict[str, Any]) -> None:
+def test_invalid_row_factor_is_rejected(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Schedule: row_factor = .*; give a positive number"):
         Schedule("joint", **given)

@@ -1,4 +1,4 @@
-"""What every gate keeps: shapes, dtypes, edges, errors, seeds."""
+"""Properties of every gate: shapes, dtypes, edge cases, errors, seeds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fusedmoe.gates import (
     Hash,
     Routing,
     SoftMoE,
-    SoftRouting,
     Switch,
     TopK,
     XMoE,
 )
+from fusedmoe.gates.base import SoftRouting
 from fusedmoe.gates.topk import top_experts
 from tests.layers.gate_cases import LEARNED, ROUTED, TOP_K, ids, make, parts
 from tests.marks import slowly
@@ -35,7 +35,7 @@ from tests.marks import slowly
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    print("seed", torch.seed())  # shown when a test fails
+    print("seed", torch.seed())  # shown on failure
 
 
 def check_routing(routing: Routing | SoftRouting, gate: Gate, S: int, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ def check_routing(routing: Routing | SoftRouting, gate: Gate, S: int, dtype: tor
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("S, E, k", [(0, 4, 2), (1, 4, 2), (5, 1, 1), (7, 4, 4), (33, 6, 3), (3, 40, 36)])
 @pytest.mark.parametrize("name", GATES)
-def test_shapes_and_ranges(name: str, S: int, E: int, k: int, training: bool) -> None:
+def test_routing_shapes_and_ranges(name: str, S: int, E: int, k: int, training: bool) -> None:
     gate = make(name, E, k, dim=5).train(training)
     x = torch.randn(S, 5, requires_grad=True)
     routing = gate(x)
@@ -87,7 +87,7 @@ def test_shapes_and_ranges(name: str, S: int, E: int, k: int, training: bool) ->
         (torch.float64, torch.float64),
     ],
 )
-def test_router_maths_are_at_least_float32(name: str, given: torch.dtype, inside: torch.dtype) -> None:
+def test_router_computes_in_at_least_float32(name: str, given: torch.dtype, inside: torch.dtype) -> None:
     gate = make(name, 4, 2, dim=8).eval()
     exact = copy.deepcopy(gate).double()
     x = torch.randn(20, 8, dtype=given, requires_grad=True)
@@ -104,7 +104,7 @@ def test_router_maths_are_at_least_float32(name: str, given: torch.dtype, inside
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_half_precision_parameters(name: str) -> None:
+def test_gates_with_bfloat16_parameters(name: str) -> None:
     gate = make(name, 4, 2, dim=8, dtype=torch.bfloat16)
     routing = gate(torch.randn(6, 8, dtype=torch.bfloat16))
     check_routing(routing, gate, 6, torch.float32)
@@ -114,7 +114,7 @@ def test_half_precision_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_autocast_changes_nothing(name: str) -> None:
+def test_autocast_does_not_change_routing(name: str) -> None:
     gate = make(name, 4, 2, dim=64)
     x = torch.randn(50, 64, requires_grad=True)
 
@@ -124,7 +124,7 @@ def test_autocast_changes_nothing(name: str) -> None:
         x.grad = None
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             routing = gate(x)
-            # backward inside autocast too, as activation checkpointing does
+            # Backward also runs inside autocast, as in activation checkpointing.
             sum(part.square().sum() for part in parts(routing)).backward()
         gradients = [p.grad.clone() for p in gate.parameters() if p.grad is not None]
         return [*(part.detach() for part in parts(routing)), x.grad.clone(), *gradients]
@@ -164,7 +164,7 @@ def test_non_finite_input_keeps_ids_in_range(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TOP_K if name not in ("hash", "random")])
-def test_equal_logits_choose_the_lower_expert(name: str) -> None:
+def test_equal_logits_choose_lowest_experts(name: str) -> None:
     gate = make(name, 8, 3, dim=4).eval()
     with torch.no_grad():
         for parameter in gate.parameters():
@@ -175,7 +175,7 @@ def test_equal_logits_choose_the_lower_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_seed_repeats_the_result(name: str, training: bool) -> None:
+def test_equal_seeds_give_equal_routing(name: str, training: bool) -> None:
     gate = make(name, 4, 2, dim=6).train(training)
     x = torch.randn(64, 6)
     torch.manual_seed(11)
@@ -201,7 +201,7 @@ def test_only_the_stated_gates_draw_random_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_initial_weights_follow_from_the_seed_alone(name: str) -> None:
+def test_initial_weights_depend_on_seed_only(name: str) -> None:
     def initial(**make_options: Any) -> list[torch.Tensor]:
         torch.manual_seed(21)
         gate = make(name, 4, 2)
@@ -222,7 +222,7 @@ def test_initial_weights_follow_from_the_seed_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_set_up_once(name: str) -> None:
+def test_setup_is_required_and_idempotent(name: str) -> None:
     gate = make(name, 4, 2)
     with pytest.raises(ConfigError, match=r"call setup\(model_dim\)"):
         gate(torch.randn(3, 5))
@@ -230,7 +230,7 @@ def test_set_up_once(name: str) -> None:
     parameters = dict(gate.named_parameters())
     gate.setup(5)
     assert all(parameters[n] is p for n, p in gate.named_parameters())
-    with pytest.raises(ConfigError, match="already set up for model_dim = 5, asked for 6"):
+    with pytest.raises(ConfigError, match="already set up for model_dim = 5, got 6"):
         gate.setup(6)
     for bad in (torch.randn(3, 6), torch.randn(2, 3, 5), torch.zeros(3, 5, dtype=torch.int64)):
         with pytest.raises(ConfigError, match=r"input must be floats \[tokens, 5\]"):
@@ -239,7 +239,7 @@ def test_set_up_once(name: str) -> None:
         make(name, 4, 2).setup(0)
 
 
-def test_state_goes_through_a_state_dict() -> None:
+def test_state_dict_round_trip() -> None:
     for name in GATES:
         gate, other = make(name, 4, 2, dim=6), make(name, 4, 2, dim=6)
         other.load_state_dict(gate.state_dict())
@@ -262,17 +262,17 @@ def test_state_goes_through_a_state_dict() -> None:
         (lambda: TopK(experts=4, capacity_factor=0), "capacity_factor must be positive"),
         (lambda: TopK(experts=4, capacity_factor=math.nan), "capacity_factor must be positive"),
         (lambda: TopK(experts=4, noise=-1), "noise must be at least 0"),
-        (lambda: TopK(experts=4, aux={"balanced": 1.0}), "'balanced' is not defined here; defined: balance,"),
+        (lambda: TopK(experts=4, aux={"balanced": 1.0}), "'balanced' is not defined by this gate; defined: balance,"),
         (lambda: TopK(experts=4, aux={"z": math.inf}), "coefficient of 'z' must be finite"),
-        (lambda: TopK(experts=4, aux={"importance_load": 1.0}), "give noise > 0"),
+        (lambda: TopK(experts=4, aux={"importance_load": 1.0}), "pass noise > 0"),
         (lambda: Switch(experts=4, aux={"importance_load": 1.0}), "Switch gate: auxiliary loss 'importance_load'"),
         (lambda: Switch(experts=4, jitter=1), "jitter must be at least 0 and below 1"),
         (lambda: Hash(experts=4, k=5), "Hash gate: k = 5 is more than its 4 experts"),
         (lambda: XMoE(experts=4, proj_dim=0), "proj_dim must be an integer"),
         (lambda: XMoE(experts=4, temperature=0), "temperature must be at least 0.01"),
         (lambda: SoftMoE(experts=4, slots=0), "slots must be an integer"),
-        (lambda: SoftMoE(experts=4, aux={"balance": 1.0}), "'balance' is not defined here; defined: z"),
-        (lambda: ExpertChoice(experts=4, capacity_factor=None), "capacity_factor sets how many tokens"),
+        (lambda: SoftMoE(experts=4, aux={"balance": 1.0}), "'balance' is not defined by this gate; defined: z"),
+        (lambda: ExpertChoice(experts=4, capacity_factor=None), "capacity_factor determines how many tokens"),
         (lambda: DeepSeekV3(experts=4, k=2, groups=3), "4 experts do not divide into 3 groups"),
         (lambda: DeepSeekV3(experts=4, k=1, groups=2, groups_kept=3), "groups_kept = 3 is more than its 2 groups"),
         (lambda: DeepSeekV3(experts=8, k=3, groups=4, groups_kept=1), "k = 3 is more than the 2 experts of 1 groups"),
@@ -280,21 +280,21 @@ def test_state_goes_through_a_state_dict() -> None:
         (lambda: DeepSeekV3(experts=8, k=2, route_scale=0), "route_scale must be positive"),
     ],
 )
-def test_bad_arguments_are_named(make_bad: Any, text: str) -> None:
+def test_argument_error_names_argument(make_bad: Any, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_bad()
     assert text in str(error.value)
 
 
-def test_row_capacity_is_the_rounded_up_share() -> None:
+def test_row_capacity_is_rounded_up() -> None:
     gate = TopK(experts=8, k=2, capacity_factor=1.25)
     assert [gate.row_capacity(S) for S in (0, 1, 8, 8192)] == [0, 1, 3, 2560]
-    assert TopK(experts=2, k=1, capacity_factor=1.1).row_capacity(100) == 55  # just above 55 in floats
+    assert TopK(experts=2, k=1, capacity_factor=1.1).row_capacity(100) == 55  # just above 55 in floating point
     assert TopK(experts=8).row_capacity(100) is None
     assert SoftMoE(experts=8, slots=3).row_capacity(100) == 3
 
 
-def test_which_gates_need_the_whole_batch() -> None:
+def test_only_whole_batch_gates_reject_splits() -> None:
     assert {name for name, gate in GATES.items() if not gate.splits} == {
         "softmoe",
         "expert_choice",
@@ -303,7 +303,7 @@ def test_which_gates_need_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ROUTED if GATES[name].splits and name != "random"])
-def test_a_gate_that_allows_it_may_be_split_along_the_batch(name: str) -> None:
+def test_split_batch_routes_like_whole_batch(name: str) -> None:
     gate = make(name, 6, 2, dim=8).eval()
     x = torch.randn(31, 8, dtype=torch.float64)
     whole = gate(x)
@@ -313,7 +313,7 @@ def test_a_gate_that_allows_it_may_be_split_along_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_auxiliary_losses_are_weighted_and_added(name: str) -> None:
+def test_auxiliary_losses_are_weighted_sums(name: str) -> None:
     options: dict[str, Any] = {"noise": 1.0} if name in ("topk", "batch_prioritised") else {}
     gates = {term: make(name, 5, 2, aux={term: 1.0}, **options) for term in GATES[name].losses}
     if not gates:
@@ -339,7 +339,7 @@ def test_default_auxiliary_losses() -> None:
         assert make(name, 4, 2).aux == ({"balance": 1.0} if name in softmax else {})
 
 
-def test_nothing_wide_is_kept_for_backward_but_the_input_itself() -> None:
+def test_only_wide_tensor_saved_for_backward_is_input() -> None:
     for name in ("topk", "gshard", "sigmoid", "xmoe", "expert_choice", "batch_prioritised", "deepseek_v3"):
         gate = make(name, 4, 2, dim=256)
         x = torch.randn(100, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -356,7 +356,7 @@ def test_nothing_wide_is_kept_for_backward_but_the_input_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "deepseek_v3", *slowly("gshard", "hash")])
-def test_torch_compile_needs_no_graph_break(name: str) -> None:
+def test_compiled_gate_has_no_graph_break(name: str) -> None:
     gate = make(name, 6, 2, dim=8).eval()
     x = torch.randn(12, 8)
     expected = gate(x)
@@ -371,18 +371,18 @@ def test_torch_compile_needs_no_graph_break(name: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_gshard_keeps_its_noise_weights_without_noise() -> None:
+def test_gshard_has_zero_initialized_noise_weights() -> None:
     assert set(dict(make("gshard", 4, 2, dim=3).named_parameters())) == {"weight_EM", "noise_weight_EM"}
     fresh = GShard(experts=4)
     fresh.setup(3)
     assert torch.equal(fresh.noise_weight_EM, torch.zeros(4, 3))
 
 
-def test_the_worked_example_of_a_gate() -> None:
-    """The gate in `Gate`'s docstring routes, learns, and gives micro-batches what it gives the whole batch."""
-    _, example = (Gate.__doc__ or "").split("nearest to it:\n")
+def test_docstring_example_gate_routes_and_trains() -> None:
+    """`Gate`'s example routes, trains, and returns equal results for micro-batches and the whole batch."""
+    _, example = (Gate.__doc__ or "").split("nearest vectors:\n")
     names: dict[str, Any] = {"Gate": Gate, "torch": torch, "top_experts": top_experts}
-    exec(textwrap.dedent(example.split("Ranks compare the arguments")[0]), names)
+    exec(textwrap.dedent(example.split("When a layer is created")[0]), names)
     gate = names["Nearest"](experts=5, k=2)
     gate.setup(4)
     assert gate.splits
@@ -393,8 +393,8 @@ def test_the_worked_example_of_a_gate() -> None:
     assert torch.equal(ids(whole), torch.cat([ids(gate(part)) for part in x.split(4)]))
 
 
-def test_traits_hold_for_the_methods_of_the_class_that_says_them() -> None:
-    """A method that a mixin puts in front is a new one, too."""
+def test_overridden_methods_reset_gate_traits() -> None:
+    """A mixin's override of a method replaces the traits of the classes after it."""
 
     class Routes:
         def route(self, x_SM: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's gate: groups, and a bias that evens the load without touching weights or gradients."""
+"""DeepSeek-V3's gate: groups, and a bias that balances the load without changing weights or gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.layers.gate_cases import best_first
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    print("seed", torch.seed())  # shown when a test fails
+    print("seed", torch.seed())  # shown on failure
 
 
 def prepared(gate: DeepSeekV3, dim: int = 6) -> DeepSeekV3:
@@ -36,7 +36,7 @@ def prepared(gate: DeepSeekV3, dim: int = 6) -> DeepSeekV3:
         (8, 8, 2, 2, True),
     ],
 )
-def test_equals_its_definition(E: int, k: int, groups: int, kept: int, normalize: bool) -> None:
+def test_deepseek_gate_equals_definition(E: int, k: int, groups: int, kept: int, normalize: bool) -> None:
     S, size = 19, E // groups
     gate = prepared(
         DeepSeekV3(E, k, groups=groups, groups_kept=kept, normalize=normalize, route_scale=2.5, aux={"balance": 1.0})
@@ -60,7 +60,7 @@ def test_equals_its_definition(E: int, k: int, groups: int, kept: int, normalize
     assert routing.aux_loss.item() == pytest.approx(aux)
 
 
-def test_balance_per_sequence() -> None:
+def test_balance_loss_per_sequence() -> None:
     whole = prepared(DeepSeekV3(4, 2, sequence=5, aux={"balance": 1.0}))
     one = DeepSeekV3(4, 2, aux={"balance": 1.0})
     one.setup(6, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_balance_per_sequence() -> None:
         whole(x[:14])
 
 
-def test_update_moves_the_bias_by_the_sign() -> None:
+def test_update_moves_bias_by_sign_of_load() -> None:
     gate = DeepSeekV3(4, 2, bias_rate=0.25)
     gate.setup(6)
     gate.update(torch.tensor([10, 2, 6, 6]))
@@ -88,7 +88,7 @@ def test_update_moves_the_bias_by_the_sign() -> None:
         DeepSeekV3(4, 2).update(torch.zeros(4))
 
 
-def test_the_bias_evens_a_skewed_load() -> None:
+def test_bias_updates_balance_skewed_load() -> None:
     E, k, S, rate = 8, 2, 2048, 0.01
     gate = DeepSeekV3(E, k, bias_rate=rate)
     gate.setup(16)
@@ -108,7 +108,7 @@ def test_the_bias_evens_a_skewed_load() -> None:
     assert load().max() < 1.25 * mean and load().min() > 0.75 * mean
 
 
-def test_the_bias_changes_choices_but_not_scores_or_gradients() -> None:
+def test_bias_changes_choices_only() -> None:
     gate = prepared(DeepSeekV3(4, 4, normalize=False))  # all experts: the bias can only reorder them
     x = torch.randn(9, 6, dtype=torch.float64)
 
@@ -129,7 +129,7 @@ def test_the_bias_changes_choices_but_not_scores_or_gradients() -> None:
     assert not gate.bias_E.requires_grad
 
 
-def test_the_bias_is_kept_exactly() -> None:
+def test_bias_stays_float32_after_casts() -> None:
     gate = DeepSeekV3(4, 2)
     gate.setup(6)
     gate.bias_E.fill_(1.001)

@@ -1,4 +1,4 @@
-"""Each gate against a loop over tokens and experts in float64, and its gradients against differences."""
+"""Each gate compared with a loop over tokens and experts in float64; gradients compared with finite differences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ S, M = 17, 6
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    print("seed", torch.seed())  # shown when a test fails
+    print("seed", torch.seed())  # shown on failure
 
 
 def prepared(gate: Gate) -> Gate:
@@ -82,7 +82,7 @@ def assert_routed(gate: Gate, x: Tensor, chosen: list[list[int]], weights: list[
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("kind", [TopK, BatchPrioritised])
-def test_top_k(kind: Callable[..., TopK], normalize: bool, k: int) -> None:
+def test_top_k_equals_reference(kind: Callable[..., TopK], normalize: bool, k: int) -> None:
     gate, x = prepared(kind(5, k, normalize=normalize, aux={"balance": 2.0, "z": 0.5})), tokens()
     logits = linear(x, gate.weight_EM)
     probs = [softmax(row) for row in logits]
@@ -100,7 +100,7 @@ def test_top_k(kind: Callable[..., TopK], normalize: bool, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_top_k_noise(k: int) -> None:
+def test_noisy_top_k_equals_reference(k: int) -> None:
     gate, x = prepared(TopK(4, k, noise=3.0, aux={})), tokens()
     torch.manual_seed(7)
     routing = gate(x)
@@ -113,7 +113,7 @@ def test_top_k_noise(k: int) -> None:
     assert gate(x).expert_SK.tolist() == [best_first(row, k) for row in linear(x, gate.weight_EM)]
 
 
-def test_switch() -> None:
+def test_switch_equals_reference() -> None:
     gate, x = prepared(Switch(5, jitter=0.5)), tokens()
     torch.manual_seed(7)
     routing = gate(x)
@@ -137,7 +137,7 @@ def cv_squared(values: list[float]) -> float:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_gshard(k: int, training: bool) -> None:
+def test_gshard_equals_reference(k: int, training: bool) -> None:
     E = 4
     gate, x = prepared(GShard(E, k, aux={"importance_load": 2.0, "balance": 1.0})).train(training), tokens()
     clean = linear(x, gate.weight_EM)
@@ -164,7 +164,7 @@ def test_gshard(k: int, training: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [TopK, BatchPrioritised])
-def test_importance_and_load_of_plain_noise(kind: Callable[..., TopK]) -> None:
+def test_importance_load_loss_of_fixed_noise_equals_reference(kind: Callable[..., TopK]) -> None:
     E, k = 5, 2
     gate, x = prepared(kind(E, k, noise=2.0, aux={"importance_load": 1.0})), tokens()
     clean = linear(x, gate.weight_EM)
@@ -181,7 +181,7 @@ def test_importance_and_load_of_plain_noise(kind: Callable[..., TopK]) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_sigmoid(k: int) -> None:
+def test_sigmoid_gate_equals_reference(k: int) -> None:
     gate, x = prepared(Sigmoid(4, k, aux={"balance": 1.0})), tokens()
     logits = linear(x, gate.weight_EM)
     chosen = [best_first(row, k) for row in logits]
@@ -192,7 +192,7 @@ def test_sigmoid(k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_xmoe(k: int) -> None:
+def test_xmoe_equals_reference(k: int) -> None:
     gate, x = prepared(XMoE(5, k, proj_dim=3)), tokens()
 
     def unit(v: list[float]) -> list[float]:
@@ -209,7 +209,7 @@ def test_xmoe(k: int) -> None:
     assert_routed(gate, x, chosen, weights, balance(probs, chosen, 5))
 
 
-def test_xmoe_starts_at_its_temperature_and_bounds_it() -> None:
+def test_xmoe_temperature_is_initialized_and_bounded() -> None:
     gate = XMoE(4, temperature=0.2)
     gate.setup(M, dtype=torch.float64)
     x = tokens()
@@ -221,7 +221,7 @@ def test_xmoe_starts_at_its_temperature_and_bounds_it() -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_soft_moe(slots: int, normalize: bool) -> None:
+def test_soft_moe_equals_reference(slots: int, normalize: bool) -> None:
     gate, x = prepared(SoftMoE(4, slots, normalize=normalize, aux={"z": 1.0})), tokens()
     weight, inputs = gate.weight_NM, x
     if normalize:
@@ -238,7 +238,7 @@ def test_soft_moe(slots: int, normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("k, factor, count", [(2, 1.0, S), (1, 0.3, S), (4, 2.0, S), (2, 1.0, 1), (1, 1.0, 3)])
-def test_expert_choice(k: int, factor: float, count: int) -> None:
+def test_expert_choice_equals_reference(k: int, factor: float, count: int) -> None:
     E = 4
     gate, x = prepared(ExpertChoice(E, k, factor, aux={})), tokens(count)
     probs = [softmax(row) for row in linear(x, gate.weight_EM)]
@@ -255,7 +255,7 @@ def test_expert_choice(k: int, factor: float, count: int) -> None:
     assert ((gate(x).expert_SK >= 0).sum(0) == rows).all()
 
 
-def test_expert_choice_takes_the_lower_token_of_equals() -> None:
+def test_expert_choice_ties_choose_lowest_tokens() -> None:
     gate = prepared(ExpertChoice(4, 1))
     x = tokens(1).expand(12, M).clone()
     picked = gate(x).expert_SK >= 0
@@ -284,7 +284,7 @@ def hashed(key: int, experts: int, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("k, seed", [(1, 0), (3, 5), (4, -2)])
-def test_hash_of_ids(k: int, seed: int) -> None:
+def test_hash_of_token_ids_equals_reference(k: int, seed: int) -> None:
     gate = Hash(4, k, seed=seed)
     gate.setup(M)
     token_ids = torch.randint(-(2**40), 2**40, (3, 6))
@@ -301,7 +301,7 @@ def test_hash_of_ids(k: int, seed: int) -> None:
         gate(tokens(18))
 
 
-def test_hash_of_rows() -> None:
+def test_hash_of_rows_equals_reference() -> None:
     gate = Hash(8, 2)
     gate.setup(M)
     x = tokens(200)
@@ -312,13 +312,13 @@ def test_hash_of_rows() -> None:
         key = (sum(b * f for b, f in zip(bits, factor, strict=True)) + 2**31) % 2**32 - 2**31
         assert first[s].tolist() == best_first(hashed(key, 8, 0), 2)
     order = torch.randperm(200)
-    assert torch.equal(gate(x[order]).expert_SK, first[order])  # of the row alone
+    assert torch.equal(gate(x[order]).expert_SK, first[order])  # depends on the row only
     assert torch.equal(gate(x.float()).expert_SK, first)
     assert torch.equal(gate(torch.zeros(1, M)).expert_SK, gate(-torch.zeros(1, M)).expert_SK)
 
 
 @pytest.mark.parametrize("source", ["ids", "rows", "random"])
-def test_hash_and_random_spread_evenly(source: str) -> None:
+def test_hash_and_random_are_uniform(source: str) -> None:
     n, E, k = 20000, 5, 2
     gate = Random(E, k) if source == "random" else Hash(E, k)
     gate.setup(M)
@@ -329,11 +329,11 @@ def test_hash_and_random_spread_evenly(source: str) -> None:
     assert pairs.diagonal().sum() == 0
     expected = n / (E * (E - 1))
     off = pairs[~torch.eye(E, dtype=torch.bool)]
-    # five standard deviations of a binomial count, for each of the 20 ordered pairs
+    # Five standard deviations of a binomial count, for each of the 20 ordered pairs.
     assert ((off - expected).abs() < 5 * math.sqrt(expected)).all()
 
 
-def test_hash_seeds_differ() -> None:
+def test_hash_depends_on_seed() -> None:
     chosen = []
     for seed in (0, 1):
         gate = Hash(8, seed=seed)
@@ -343,7 +343,7 @@ def test_hash_seeds_differ() -> None:
     assert 50 < (chosen[0] == chosen[1]).sum() < 250  # one in eight
 
 
-def test_random_differs_from_call_to_call_in_evaluation() -> None:
+def test_random_gate_differs_between_calls_in_evaluation() -> None:
     gate = Random(8)
     gate.setup(M)
     gate.eval()
@@ -370,7 +370,7 @@ def test_random_differs_from_call_to_call_in_evaluation() -> None:
         ),
     ],
 )
-def test_gradients(make_gate: Callable[[], Gate]) -> None:
+def test_gate_gradients_equal_finite_differences(make_gate: Callable[[], Gate]) -> None:
     gate = prepared(make_gate())
     x = tokens(6).requires_grad_()
     names = [name for name, _ in gate.named_parameters()]
@@ -384,7 +384,7 @@ def test_gradients(make_gate: Callable[[], Gate]) -> None:
     assert torch.autograd.gradcheck(run, (x, *parameters), eps=1e-7, atol=1e-4, rtol=1e-4)
 
 
-def test_second_derivatives_of_the_router_product() -> None:
+def test_second_derivatives_equal_finite_differences() -> None:
     gate = prepared(TopK(4, 2))
     x = tokens(3).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: gate(x).weight_SK, x)
@@ -392,7 +392,7 @@ def test_second_derivatives_of_the_router_product() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("E, k", [(1, 1), (6, 1), (6, 6), (40, 3), (40, 33), (40, 40)])
-def test_top_experts_among_many_ties(E: int, k: int, dtype: torch.dtype) -> None:
+def test_top_experts_with_ties_equals_reference(E: int, k: int, dtype: torch.dtype) -> None:
     score = torch.randint(-2, 3, (50, E)).to(dtype)
     if dtype == torch.int64:
         score[0] = torch.iinfo(dtype).min

@@ -1,4 +1,4 @@
-"""Six hooks, in order, with the direction; and two uses of them: compression and another layout of tokens."""
+"""Six hooks, in order, with the direction; and two uses: compression, and another layout of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEAMS = ["before_moe_start", "before_dispatch", "after_dispatch", "before_combin
 
 
 class Note(Hooks):
-    """Writes down each call: seam, direction, chunk, and the tensor."""
+    """Record each call: seam, direction, chunk, and the tensor."""
 
     def __init__(self, log: list[tuple[str, Any, HookContext, Tensor]], name: str = "") -> None:
         self.log, self.name = log, name
@@ -53,7 +53,7 @@ def build(hooks: list[Hooks], topology: Topology | None = None, gate: Gate | Non
     return layer
 
 
-def fire(rank: int, world: int, ep: int, esp: int) -> None:
+def check_order_and_direction(rank: int, world: int, ep: int, esp: int) -> None:
     log: list[tuple[str, Any, HookContext, Tensor]] = []
     layer = build([Note(log)], Topology.from_sizes(ep, esp))
     x = torch.randn(5 + 6 * rank, M).requires_grad_()
@@ -69,38 +69,38 @@ def fire(rank: int, world: int, ep: int, esp: int) -> None:
     backward = [tensor for *_, tensor in log]
     for ours, theirs in zip((forward[0], forward[5], backward[0], backward[5]), (x, y, dy, x.grad), strict=True):
         assert theirs is not None and torch.equal(ours, theirs)
-    # A token goes once to each rank that has experts for it.
+    # Each token is sent once per rank with experts for it.
     rank_SK = layer.gate(x).expert_SK // (E // ep)
     sent, received = sum(len(set(ranks)) for ranks in rank_SK.tolist()), len(forward[2])
-    for tensors in (forward, backward):  # a gradient's way to the experts is a dispatch
+    for tensors in (forward, backward):  # backward sends gradients to the experts with a dispatch
         assert [len(tensor) for tensor in tensors[1:5]] == [sent, received, received, sent]
-    # What is dispatched in backward is dy of each token; what is dispatched in forward is x of each token.
+    # Backward dispatches dy of each token; forward dispatches x of each token.
     token_N = [int((row == x).all(1).nonzero()) for row in forward[1]]
     assert torch.equal(backward[1], dy[token_N])
-    # dx is the sum of its rows that came back, besides the gate's part.
+    # dx is the sum of its returned rows plus the gate's contribution.
     assert {c.direction for _, _, c, _ in log} == {"backward"}
     assert log[1][2] is log[2][2] and log[3][2] is log[4][2] and log[2][2] is not log[3][2]
 
 
-def test_order_and_direction() -> None:
-    fire(0, 1, 1, 1)
+def test_hook_order_and_direction() -> None:
+    check_order_and_direction(0, 1, 1, 1)
 
 
 @pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2)])
-def test_order_and_direction_over_ranks(cluster: Cluster, ep: int, esp: int) -> None:
-    cluster.run(2, fire, ep, esp)
+def test_hook_order_and_direction_over_ranks(cluster: Cluster, ep: int, esp: int) -> None:
+    cluster.run(2, check_order_and_direction, ep, esp)
 
 
 @pytest.mark.parametrize("gate", [fusedmoe.gates.SoftMoE(experts=E), fusedmoe.gates.TopK(experts=E, capacity_factor=1)])
 @pytest.mark.parametrize("order", list(fusedmoe.orders.ORDERS.values()))
-def test_every_order_fires_them(gate: Gate, order: type[fusedmoe.orders.Order]) -> None:
+def test_hooks_fire_under_every_layout_order(gate: Gate, order: type[fusedmoe.orders.Order]) -> None:
     log: list[tuple[str, Any, HookContext, Tensor]] = []
     layer = build([Note(log)], gate=gate if gate.model_dim is None else type(gate)(experts=E), order=order())
     layer(torch.randn(9, M).requires_grad_()).sum().backward()
     assert [seam for seam, *_ in log] == SEAMS * 2
 
 
-def test_pairs_nest() -> None:
+def test_hook_pairs_nest() -> None:
     log: list[tuple[str, Any, HookContext, Tensor]] = []
     layer = build([Note(log, "outer"), Note(log, "inner")])
     layer(torch.randn(3, M))
@@ -117,14 +117,14 @@ class Scale(Hooks):
         return y.tanh() if context.direction == "forward" else None
 
 
-def run(layer: torch.nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx and the gradients of the parameters."""
+def run_layer(layer: torch.nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Return y, dx and the parameters' gradients."""
     results = run_passes(layer, x, dy=dy, aux=1.0)
     gradients = [value for name, value in results.items() if name.startswith("gradient")]
     return [value for value in (results["y"], results["dx"], *gradients) if value is not None]
 
 
-def test_what_the_outer_hooks_compute_is_differentiated() -> None:
+def test_outer_hooks_are_differentiated() -> None:
     bare = build([])
 
     class Plain(torch.nn.Module):
@@ -136,16 +136,16 @@ def test_what_the_outer_hooks_compute_is_differentiated() -> None:
             return self.layer(3 * x).tanh()
 
     x, dy = torch.randn(7, M), torch.randn(7, M)
-    for ours, theirs in zip(run(build([Scale()]), x, dy), run(Plain(), x, dy), strict=True):
+    for ours, theirs in zip(run_layer(build([Scale()]), x, dy), run_layer(Plain(), x, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 class Images(Hooks):
-    """Images [B, M, h, w] as tokens [B, h·w, M], and back."""
+    """View images [B, M, h, w] as tokens [B, h·w, M], and invert."""
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
         if context.direction == "backward":
-            assert x.shape[1] == M and x.dim() == 4  # the gradient of what the layer returned
+            assert x.shape[1] == M and x.dim() == 4  # gradient of the layer's output
             return None
         self.size = x.shape[2:]
         return x.flatten(2).transpose(1, 2)
@@ -158,28 +158,28 @@ class Images(Hooks):
 
 
 class Flatten(Hooks):
-    """[B, L, M] -> [B·L, M] for good: the layer returns tokens."""
+    """[B, L, M] -> [B·L, M] without inverse: the layer returns tokens."""
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
         return x.flatten(0, 1) if context.direction == "forward" else None
 
 
-def test_other_layouts_of_tokens() -> None:
+def test_hooks_change_token_layout() -> None:
     x, dy = torch.randn(2, M, 3, 5), torch.randn(2, M, 3, 5)
     tokens, dtokens = (t.permute(0, 2, 3, 1).reshape(-1, M) for t in (x, dy))
-    expected = run(build([]), tokens, dtokens)
-    ours = run(build([Images()]), x, dy)
+    expected = run_layer(build([]), tokens, dtokens)
+    ours = run_layer(build([Images()]), x, dy)
     for i in (0, 1):
         assert ours[i].shape == x.shape
         torch.testing.assert_close(ours[i].permute(0, 2, 3, 1).reshape(-1, M), expected[i])
     for ours_p, theirs in zip(ours[2:], expected[2:], strict=True):
         torch.testing.assert_close(ours_p, theirs)
-    flat = run(build([Flatten()]), tokens.view(2, 15, M), dtokens)
+    flat = run_layer(build([Flatten()]), tokens.view(2, 15, M), dtokens)
     assert flat[0].shape == (30, M) and flat[1].shape == (2, 15, M)
     torch.testing.assert_close(flat[1].view(-1, M), expected[1])
 
 
-def compressed(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> None:
+def check_wire_cast(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> None:
     topology = Topology.from_sizes(ep, esp)
     generator = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(40, M, generator=generator) for _ in range(2))
@@ -191,11 +191,11 @@ def compressed(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> 
             sent.append((operation, rows.dtype, rows.numel() * rows.itemsize))
         return move(group, rows, send, recv, operation, agreed)
 
-    exact = run(build([], topology), x, dy)
+    exact = run_layer(build([], topology), x, dy)
     with patch.object(all_to_all, "all_to_all_rows", spy):
-        run(build([], topology), x, dy)
+        run_layer(build([], topology), x, dy)
         usual, sent[:] = list(sent), []
-        ours = run(build([WireCast(dtype)], topology), x, dy)
+        ours = run_layer(build([WireCast(dtype)], topology), x, dy)
     assert [name for name, *_ in sent] == ["dispatch", "combine", "dispatch", "combine"] == [name for name, *_ in usual]
     for (_, on_wire, size), (_, wide, full) in zip(sent, usual, strict=True):
         assert on_wire == dtype and wide == torch.float32 and size * 4 // dtype.itemsize == full > 0
@@ -205,26 +205,27 @@ def compressed(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> 
         error = float((got - want).norm() / want.norm())
         assert unit / 100 < error < 4 * unit, (error, unit)
     if esp == 1:
-        # Nothing else is rounded: one process that rounds where rows would travel gets the same, save a few elements
-        # that another order of sums takes to the other side of a rounding.
-        # With one expert a token: of several, each rank's sum is rounded by itself.
+        # Nothing else is rounded. One process that rounds at the send points gets the same results, except for a few
+        # elements that another summation order rounds differently. One expert per token: with several, each rank's sum
+        # is rounded separately.
         gates = [fusedmoe.gates.TopK(experts=E, k=1) for _ in range(2)]
         ours, alone = (
-            run(build([WireCast(dtype)], of, gate), x, dy) for of, gate in zip((topology, None), gates, strict=True)
+            run_layer(build([WireCast(dtype)], of, gate), x, dy)
+            for of, gate in zip((topology, None), gates, strict=True)
         )
         assert all((ours[i] - alone[i]).norm() < unit / 5 * alone[i].norm() for i in (0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_wire_cast(cluster: Cluster, dtype: torch.dtype) -> None:
-    cluster.run(2, compressed, 2, 1, dtype)
+def test_wire_cast_rounds_sent_rows(cluster: Cluster, dtype: torch.dtype) -> None:
+    cluster.run(2, check_wire_cast, 2, 1, dtype)
 
 
 def test_wire_cast_with_expert_shards(cluster: Cluster) -> None:
-    cluster.run(4, compressed, 2, 2, torch.bfloat16)
+    cluster.run(4, check_wire_cast, 2, 2, torch.bfloat16)
 
 
-def in_a_selective_checkpoint(rank: int, world: int, options: dict[str, Any]) -> None:
+def check_selective_checkpoint(rank: int, world: int, options: dict[str, Any]) -> None:
     layer = build(options.pop("hooks", []), Topology.from_sizes(world), dtype=torch.float64, **options)
     x = torch.randn(3 + rank, M, dtype=torch.float64, requires_grad=True)
 
@@ -238,13 +239,13 @@ def in_a_selective_checkpoint(rank: int, world: int, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("options", [{"hooks": [Hooks()]}, {"placement": "fssdp"}], ids=["hooks", "placement"])
-def test_in_a_selective_checkpoint(cluster: Cluster, options: dict[str, Any]) -> None:
-    """It keeps none of what goes otherwise than by operators, and nothing is confused by it."""
-    cluster.run(2, in_a_selective_checkpoint, options)
+def test_hooks_and_placement_in_selective_checkpoint(cluster: Cluster, options: dict[str, Any]) -> None:
+    """A selective checkpoint saves no exchange outside the operators, and results stay correct."""
+    cluster.run(2, check_selective_checkpoint, options)
 
 
-def test_wire_casts_stack() -> None:
+def test_stacked_wire_casts() -> None:
     x, dy = torch.randn(9, M), torch.randn(9, M)
-    both, one = (run(build(hooks), x, dy) for hooks in ([WireCast(), WireCast(torch.float8_e4m3fn)], [Hooks()]))
+    both, one = (run_layer(build(hooks), x, dy) for hooks in ([WireCast(), WireCast(torch.float8_e4m3fn)], [Hooks()]))
     assert both[0].dtype == torch.float32
     assert 0.001 < (both[0] - one[0]).norm() / one[0].norm() < 0.2

@@ -1,8 +1,9 @@
-"""On CUDA the host waits for the device once in a forward over ranks, for sizes, refusals and bad logits alike; and
-once more in each pass whose chunks are new, for how many pairs each has.
+"""On CUDA the host waits for the device once per forward over ranks, and once per pass with new chunks.
 
-CPU ranks stand for GPUs: their tensors say that they lie on one, and every way in which the host can read a number of
-such a tensor is counted. Plain torch stands for kernels; what that reads on the way does not count.
+The first wait covers sizes, refusals and non-finite logits together, the second the pair count of each chunk.
+
+CPU ranks stand in for GPUs: their tensors report a CUDA device, and every method by which the host can read a value of
+such a tensor is counted. Plain torch stands in for kernels; its own reads do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.training.placed import Between
 M, E, K = 6, 8, 2
 CHUNKS = Schedule("fsmoe", degrees=(2, 3))
 _READS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index__")
-# Operators whose result's size the host has to know, or that are a number for it.
+# Operators that return a number to the host, or whose result size the host must know.
 _OF_LAYOUTS = ("counts", "exact", "cut", "rows", "__getattr__")
 _WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "unique_dim", "masked_select")
 
@@ -56,15 +57,15 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def as_on_cuda(topology: Topology) -> Iterator[list[str]]:
-    """Has tensors and groups say that they are on a GPU; gives the places where the host reads of one, as they come."""
+    """Make tensors and groups report a GPU; return the source locations at which the host reads one, in order."""
     waits: list[str] = []
-    # One flag for each thread: with a schedule a read on one thread overlaps a read on another.
+    # One flag per thread: with a schedule, reads on two threads overlap.
     reading = threading.local()
 
     def note(how: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "/fusedmoe/" in frame.filename]
         while frames and frames[-1].filename.endswith("kernels/layout.py") and frames[-1].name in _OF_LAYOUTS:
-            frames.pop()  # whoever asks a layout
+            frames.pop()  # count the layout's caller
         kernel = frames and "/kernels/" in frames[-1].filename and not frames[-1].filename.endswith("deduplicate.py")
         if not (getattr(reading, "inside", False) or kernel):
             waits.append(f"{how} in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else how)
@@ -81,7 +82,7 @@ def as_on_cuda(topology: Topology) -> Iterator[list[str]]:
             finally:
                 reading.inside = outer
             if name == "cpu":
-                found = found.clone()  # on the host now, and read as often as it likes
+                found = found.clone()  # on the host from here on; later reads are free
                 found.on_host = True
             return found
 
@@ -108,8 +109,8 @@ def make(topology: Topology, schedule: Any = None) -> fusedmoe.MoELayer:
     return fusedmoe.MoELayer(M, gate, experts, topology=topology, schedule=schedule, dtype=torch.float64)
 
 
-def places_of_waits(rank: int, world: int, esp: int, schedule: Any) -> list[list[str]]:
-    """In the forward, in the backward, and in a forward whose exchange does not tell of bad logits."""
+def wait_locations(rank: int, world: int, esp: int, schedule: Any) -> list[list[str]]:
+    """Return the wait locations of a forward, a backward, and a forward without non-finite report in its exchange."""
     topology = Topology.from_sizes(world // esp, esp)
     layer = make(topology, schedule)
     x_SM = torch.randn(5 + rank, M, dtype=torch.float64).requires_grad_()
@@ -127,9 +128,9 @@ def places_of_waits(rank: int, world: int, esp: int, schedule: Any) -> list[list
 @pytest.mark.parametrize(
     ("world", "esp", "schedule"), [(2, 1, None), (2, 1, CHUNKS), pytest.param(4, 2, None, marks=pytest.mark.slow)]
 )
-def test_a_forward_waits_once(cluster: Cluster, world: int, esp: int, schedule: Any) -> None:
+def test_forward_waits_for_device_once(cluster: Cluster, world: int, esp: int, schedule: Any) -> None:
     chunks = ["kernels/deduplicate.py"] * (schedule is not None)
-    for places in cluster.run(world, places_of_waits, esp, schedule):
+    for places in cluster.run(world, wait_locations, esp, schedule):
         files = [[place.split("/fusedmoe/")[1].split(":")[0] for place in of] for of in places]
         assert files[0] == ["comm/exchange.py", *chunks], places[0]
         assert files[1] == chunks, places[1]
@@ -138,13 +139,13 @@ def test_a_forward_waits_once(cluster: Cluster, world: int, esp: int, schedule: 
 
 @pytest.mark.parametrize("real", [[1, 1, 1, 0, 0, 0, 1, 1, 1], [0] * 9, [1] * 9, [1, 1, 1, 0, 1, 0, 0, 0, 0]])
 @pytest.mark.parametrize("sequence", [None, 3, 1])
-def test_a_mask_waits_once(real: list[int], sequence: int | None) -> None:
-    """For the number of tokens, with which the host learns whether the mask cuts a sequence that a loss is taken in."""
+def test_mask_waits_for_device_once(real: list[int], sequence: int | None) -> None:
+    """One wait for the token count, which also reports whether the mask cuts a sequence of a loss."""
     gate = fusedmoe.gates.DeepSeekV3(E, K, groups=1, groups_kept=1, sequence=sequence, aux={"balance": 1.0})
     mask_BL, x_BLM = torch.tensor(real).bool().view(3, 3), torch.randn(3, 3, M)
     wanted_S = mask_BL.flatten().nonzero().squeeze(1)
     with as_on_cuda(Topology()) as waits:
-        real_S, refusal = input_checks.real_tokens(mask_BL, x_BLM, None, gate)
+        real_S, refusal = input_checks.find_tokens(mask_BL, x_BLM, None, gate)
     assert [wait.split(" ")[0] for wait in waits] == ["nonzero"]
     if sequence == 3 and sum(real) == 4:
         assert refusal is not None and "cuts sequences of 3 tokens" in refusal and len(real_S) == 0
@@ -152,8 +153,10 @@ def test_a_mask_waits_once(real: list[int], sequence: int | None) -> None:
         assert refusal is None and torch.equal(real_S, wanted_S)
 
 
-def tells(rank: int, world: int, culprits: list[int], esp: int, schedule: Any, blocks: bool) -> None:
-    """Logits that are counted on a device end all ranks, by the name of the first that has some, and no later batch."""
+def check_non_finite_ends_all_ranks(
+    rank: int, world: int, culprits: list[int], esp: int, schedule: Any, blocks: bool
+) -> None:
+    """Non-finite logits counted on a device end all ranks in the same batch and name the first bad rank."""
     topology = Topology.from_sizes(world // esp, esp)
     layer = make(topology, schedule)
     call: Callable[[Tensor], Tensor] = layer
@@ -181,6 +184,6 @@ def tells(rank: int, world: int, culprits: list[int], esp: int, schedule: Any, b
         *slowly((2, 1, None, False), (2, 2, None, False)),
     ],
 )
-def test_bad_logits_end_all_ranks(cluster: Cluster, world: int, esp: int, schedule: Any, blocks: bool) -> None:
+def test_non_finite_logits_end_all_ranks(cluster: Cluster, world: int, esp: int, schedule: Any, blocks: bool) -> None:
     culprits = sorted(random.sample(range(world), random.randint(1, world - 1)))
-    cluster.run(world, tells, culprits, esp, schedule, blocks)
+    cluster.run(world, check_non_finite_ends_all_ranks, culprits, esp, schedule, blocks)

@@ -1,4 +1,4 @@
-"""The layer inside what PyTorch puts around models: activation checkpointing, torch.compile, data parallelism."""
+"""The layer inside PyTorch's model wrappers: activation checkpointing, torch.compile, data parallelism."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ M, H, E = 8, 12, 4
 
 
 class Held:
-    """Something that a graph holds; alive while the graph is."""
+    """Object held by a graph; alive as long as the graph is."""
 
 
 class Watched(torch.autograd.Function):
-    """x², and a note of what its node keeps alive."""
+    """x², with a record of the object that its node keeps alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[weakref.ref[Held]]) -> Tensor:
@@ -45,7 +45,7 @@ class Watched(torch.autograd.Function):
 
 
 class Gate(fusedmoe.gates.DeepSeekV3):
-    """Remembers the load it was told."""
+    """Record the reported load."""
 
     def update(self, load_E: Tensor) -> None:
         self.told_E = load_E.clone()
@@ -53,7 +53,7 @@ class Gate(fusedmoe.gates.DeepSeekV3):
 
 
 class Block(nn.Module):
-    """Something before the layer, and after it something that keeps tensors."""
+    """A module before the layer, and one after it that saves tensors."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def checkpointing(rank: int, world: int, mode: str) -> None:
+def compare_checkpointed(rank: int, world: int, mode: str) -> None:
     topology = Topology.from_sizes(world)
     usual, thrifty = Model(topology), Model(topology, mode)
     x = torch.randn(10 + rank, M, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -104,12 +104,12 @@ def checkpointing(rank: int, world: int, mode: str) -> None:
             assert torch.equal(one.moe.load_E, other.moe.load_E)
             one.moe.update_gate()
             other.moe.update_gate()
-            assert one.moe.gate.told_E.sum() == 2 * (10 * world + sum(range(world)))  # once for each token and slot
+            assert one.moe.gate.told_E.sum() == 2 * (10 * world + sum(range(world)))  # once per token and slot
             assert torch.equal(one.moe.gate.told_E, other.moe.gate.told_E)
 
 
-def ending_early(rank: int, world: int) -> None:
-    """A recomputation ends inside the layer, with an exception, when no tensor is missing any more."""
+def recompute_ending_early(rank: int, world: int) -> None:
+    """Recomputation ends inside the layer, with an exception, as soon as no tensor is missing."""
     topology = Topology.from_sizes(world)
     layer = Model(topology).blocks[0].moe
     x = torch.randn(10, M, requires_grad=True)
@@ -118,29 +118,29 @@ def ending_early(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
-def test_activation_checkpointing(mode: str) -> None:
-    checkpointing(0, 1, mode)
+def test_activation_checkpointing_equals_plain(mode: str) -> None:
+    compare_checkpointed(0, 1, mode)
 
 
 def test_activation_checkpointing_over_ranks(cluster: Cluster) -> None:
-    cluster.run(2, checkpointing, "non-reentrant")
+    cluster.run(2, compare_checkpointed, "non-reentrant")
 
 
-def test_recomputation_that_ends_early_is_no_failure(cluster: Cluster) -> None:
-    cluster.run(2, ending_early)
+def test_early_end_of_recomputation_is_not_an_error(cluster: Cluster) -> None:
+    cluster.run(2, recompute_ending_early)
 
 
-def a_layer() -> MoELayer:
+def layer_with_losses() -> MoELayer:
     gate = fusedmoe.gates.TopK(E, 2, aux={"balance": 0.1, "z": 0.1})
     return MoELayer(M, gate, fusedmoe.experts.FeedForward(H), dtype=torch.float64)
 
 
-def a_layer_of_tutel() -> Any:
+def tutel_layer() -> Any:
     experts = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H}
     return moe.moe_layer({"type": "top", "k": 2}, M, experts).double()
 
 
-def without_losses() -> MoELayer:
+def layer_without_losses() -> MoELayer:
     return MoELayer(M, fusedmoe.gates.TopK(E, 2, aux={}), fusedmoe.experts.FeedForward(H), dtype=torch.float64)
 
 
@@ -148,69 +148,83 @@ def aux_of(layer: Any) -> Tensor:
     return layer.aux_loss if isinstance(layer, MoELayer) else layer.l_aux
 
 
-def with_aux(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def call_with_aux(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return layer(x), aux_of(layer)
 
 
-def attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def reentrant_then_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return checkpoint(layer, x, use_reentrant=True), aux_of(layer)
 
 
-def nested(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(attribute, layer, x, use_reentrant=True)
+def nested_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(reentrant_then_attribute, layer, x, use_reentrant=True)
 
 
-def nested_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(lambda x: attribute(layer, x)[0], x, use_reentrant=True), aux_of(layer)
+def nested_reentrant_then_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: reentrant_then_attribute(layer, x)[0], x, use_reentrant=True), aux_of(layer)
 
 
-def inside_another(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(lambda x: attribute(layer, x)[0], x, use_reentrant=False), aux_of(layer)
+def reentrant_inside_non_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: reentrant_then_attribute(layer, x)[0], x, use_reentrant=False), aux_of(layer)
 
 
-def around_another(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(lambda x: not_reentrant(layer, x)[0], x, use_reentrant=True), aux_of(layer)
+def reentrant_around_non_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: non_reentrant(layer, x)[0], x, use_reentrant=True), aux_of(layer)
 
 
-def compiled(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def compiled_in_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     torch._dynamo.reset()
     return checkpoint(torch.compile(layer, backend="aot_eager"), x, use_reentrant=True), aux_of(layer)
 
 
-def not_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def non_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return checkpoint(layer, x, use_reentrant=False), aux_of(layer)
 
 
-def returned(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(with_aux, layer, x, use_reentrant=True)
+def reentrant_returning_aux(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(call_with_aux, layer, x, use_reentrant=True)
 
 
-def returned_while_evaluated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    found = returned(layer.eval(), x)
+def reentrant_returning_aux_in_eval(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    found = reentrant_returning_aux(layer.eval(), x)
     with torch.no_grad():
         layer(x)
     return found
 
 
-def returned_of_two(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return checkpoint(lambda x: returned(layer, x), x, use_reentrant=True)
+def nested_reentrant_returning_aux(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: reentrant_returning_aux(layer, x), x, use_reentrant=True)
 
 
-def kept(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    y, _ = returned(layer, x)
+def reentrant_returning_aux_then_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, _ = reentrant_returning_aux(layer, x)
     return y, aux_of(layer)  # the same tensor
 
 
-def evaluated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def evaluate_then_train(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         layer(x)
         aux_of(layer).numpy()
-        attribute(layer, x)[1].item()
-    return with_aux(layer, x)
+        reentrant_then_attribute(layer, x)[1].item()
+    return call_with_aux(layer, x)
 
 
-REFUSED = (attribute, nested, nested_attribute, inside_another, around_another, compiled)
-RIGHT = (not_reentrant, returned, returned_while_evaluated, returned_of_two, kept, evaluated)
+REFUSED = (
+    reentrant_then_attribute,
+    nested_reentrant,
+    nested_reentrant_then_attribute,
+    reentrant_inside_non_reentrant,
+    reentrant_around_non_reentrant,
+    compiled_in_reentrant,
+)
+RIGHT = (
+    non_reentrant,
+    reentrant_returning_aux,
+    reentrant_returning_aux_in_eval,
+    nested_reentrant_returning_aux,
+    reentrant_returning_aux_then_attribute,
+    evaluate_then_train,
+)
 
 
 def aux_gradients(make: Any, how: Any, coefficient: float = 3.0) -> list[Tensor]:
@@ -222,22 +236,27 @@ def aux_gradients(make: Any, how: Any, coefficient: float = 3.0) -> list[Tensor]
     return [x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-@pytest.mark.parametrize("make", [a_layer, a_layer_of_tutel])
-def test_no_checkpoint_drops_the_auxiliary_loss(make: Any) -> None:
-    right = aux_gradients(make, with_aux)
+@pytest.mark.parametrize("make", [layer_with_losses, tutel_layer])
+def test_checkpoints_keep_or_reject_auxiliary_loss(make: Any) -> None:
+    right = aux_gradients(make, call_with_aux)
     for how in RIGHT:
         torch.testing.assert_close(aux_gradients(make, how), right, msg=how.__name__)
     for how in REFUSED:
         with pytest.raises(DerivativeError, match="was made in a reentrant activation checkpoint"):
             aux_gradients(make, how)
-    torch.testing.assert_close(aux_gradients(make, attribute, 0.0), aux_gradients(make, with_aux, 0.0))
+    torch.testing.assert_close(
+        aux_gradients(make, reentrant_then_attribute, 0.0), aux_gradients(make, call_with_aux, 0.0)
+    )
 
 
-def test_no_auxiliary_loss_in_a_checkpoint() -> None:
-    torch.testing.assert_close(aux_gradients(without_losses, attribute), aux_gradients(without_losses, with_aux))
+def test_reentrant_checkpoint_without_auxiliary_loss() -> None:
+    torch.testing.assert_close(
+        aux_gradients(layer_without_losses, reentrant_then_attribute),
+        aux_gradients(layer_without_losses, call_with_aux),
+    )
 
 
-def test_recomputed_activations_are_let_go() -> None:
+def test_recomputed_activations_are_freed() -> None:
     model = Model(checkpointed="non-reentrant")
     model(torch.randn(9, M, requires_grad=True)).backward()
     seen = [ref for block in model.blocks for ref in block.seen]
@@ -250,7 +269,7 @@ def test_recomputed_activations_are_let_go() -> None:
 @pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 )
-def test_compiled_model(backend: str) -> None:
+def test_compiled_model_equals_eager(backend: str) -> None:
     torch._dynamo.reset()
     model = Model()
     compiled = torch.compile(model, backend=backend)
@@ -264,7 +283,7 @@ def test_compiled_model(backend: str) -> None:
         torch._dynamo.reset()
 
 
-def replicas(rank: int, world: int) -> None:
+def compare_ddp(rank: int, world: int) -> None:
     model = Model()  # every rank holds all experts
     wrapped = DistributedDataParallel(Model())
     x = [torch.randn(6 + r, M, generator=torch.Generator().manual_seed(r)) for r in range(world)]
@@ -274,21 +293,21 @@ def replicas(rank: int, world: int) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def test_distributed_data_parallel(cluster: Cluster) -> None:
-    cluster.run(2, replicas)
+def test_ddp_gradients_equal_mean_over_ranks(cluster: Cluster) -> None:
+    cluster.run(2, compare_ddp)
 
 
-def test_functional_call_and_hooks_of_modules() -> None:
+def test_functional_call_and_module_hooks() -> None:
     model = Model()
     x = torch.randn(4, M)
     doubled = {name: 2 * p for name, p in model.named_parameters()}
     assert not torch.equal(torch.func.functional_call(model, doubled, (x,)), model(x))
-    # A state says of which experts its matrices are, and is none of other experts.
+    # A state names the experts of its matrices, and does not load into other experts.
     state = {name: 2 * value if value.is_floating_point() else value for name, value in model.state_dict().items()}
     for _ in range(2):
         assert torch.func.functional_call(model, state, (x,)) == torch.func.functional_call(model, doubled, (x,))
     others = {name: value if value.is_floating_point() else value + 1 for name, value in state.items()}
-    with pytest.raises(ConfigError, match=r"this state has experts \[1, .* this rank has experts \[0, "):
+    with pytest.raises(ConfigError, match=r"this state has experts \[1, .* this rank now has experts \[0, "):
         torch.func.functional_call(model, others, (x,))
     calls: list[str] = []
     model.blocks[0].moe.register_forward_hook(partial(lambda name, *_: calls.append(name), "forward"))

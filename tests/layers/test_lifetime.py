@@ -1,4 +1,4 @@
-"""What a forward pass leaves in a graph holds no module: layers, blocks and topologies go with their last name."""
+"""A forward pass's graph holds no module: layers, blocks and topologies are freed with their last name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe import MoELayer, Schedule, Topology, experts, gates
-from fusedmoe.autograd.exchange_operators import _ways
+from fusedmoe import MoELayer, Schedule, Topology, experts, gates, handles
 from tests.cluster import Cluster
 
 M = 8
@@ -58,8 +57,8 @@ MODELS: dict[str, Callable[[Topology], nn.Module]] = {
 }
 
 
-def left(ep: int) -> list[str]:
-    """What is there after one forward pass of each model, with a graph, of what has no name any more."""
+def list_leaked_objects(ep: int) -> list[str]:
+    """List the modules and topologies that outlive their last name, after a forward of each model."""
     seen: dict[str, weakref.ref[Any]] = {}
     for how, make in MODELS.items():
         topology = Topology.from_sizes(ep) if ep > 1 else Topology()
@@ -73,29 +72,29 @@ def left(ep: int) -> list[str]:
     return [name for name, one in seen.items() if one() is not None]
 
 
-def test_nothing_is_left() -> None:
-    assert left(1) == []
+def test_layers_and_topologies_are_freed() -> None:
+    assert list_leaked_objects(1) == []
 
 
-def on_ranks(rank: int, world: int) -> list[str]:
-    return left(world)
+def list_leaked_objects_on_rank(rank: int, world: int) -> list[str]:
+    return list_leaked_objects(world)
 
 
-def test_nothing_is_left_on_ranks(cluster: Cluster) -> None:
-    assert cluster.run(2, on_ranks) == [[], []]
+def test_layers_and_topologies_are_freed_on_ranks(cluster: Cluster) -> None:
+    assert cluster.run(2, list_leaked_objects_on_rank) == [[], []]
 
 
-def names_of_ways(rank: int, world: int) -> list[int]:
-    """How many there are after each of some topologies, which come and go."""
+def count_data_paths(rank: int, world: int) -> list[int]:
+    """Count the registered data paths after each of several topologies is created and closed."""
     counts = []
     for _ in range(4):
         with Topology.from_sizes(world) as topology:
             layer(topology)(torch.randn(4, M))
         gc.collect()
-        counts.append(len(_ways))
+        counts.append(len(handles._handles))
     return counts
 
 
-def test_names_of_ways_that_are_gone_are_forgotten(cluster: Cluster) -> None:
-    for counts in cluster.run(2, names_of_ways):
+def test_data_paths_of_closed_topologies_are_unregistered(cluster: Cluster) -> None:
+    for counts in cluster.run(2, count_data_paths):
         assert counts[-1] <= counts[1], counts

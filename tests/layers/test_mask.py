@@ -1,4 +1,4 @@
-"""A batch with padding, and a mask that says so, gives what the same batch without padding gives."""
+"""A padded batch with a padding mask gives the results of the same batch without padding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import fusedmoe
 from fusedmoe import ConfigError, RankError, Schedule
 from fusedmoe.comm.topology import Topology
 from fusedmoe.gates import GATES
+from fusedmoe.layers.load import RoutingCounters
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 from tests.layers.gate_cases import make
@@ -29,16 +30,16 @@ def build(gate: str, factor: float | None = None, **options: Any) -> MoELayer:
     if factor is not None:
         of_gate["capacity_factor"] = factor
     layer = MoELayer(M, make(gate, E, 2, **of_gate), fusedmoe.experts.SwiGLU(H), dtype=torch.float64, **options)
-    layer.load.counters = fusedmoe.metrics.RoutingCounters(E)
+    layer.load.counters = RoutingCounters(E)
     return layer
 
 
 def step(layer: MoELayer, x: Tensor, mask: Tensor | None, run: Any = None) -> Results:
-    """Results of a step for tokens alone, with metrics."""
+    """Return a step's results for the tokens without padding, with metrics."""
     assert layer.load.counters is not None
     layer.load.counters.sums.zero_()
     given = () if mask is None else (mask,)
-    # What a loss makes of padding must not matter either.
+    # A loss's gradient of padding must not matter either.
     results = run_passes(layer, x, *given, call=run, dy=lambda y: y + 1, aux=3.0, seed=11)
     real = torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
     for name in ("y", "dx"):
@@ -49,7 +50,7 @@ def step(layer: MoELayer, x: Tensor, mask: Tensor | None, run: Any = None) -> Re
 
 
 def batch(real: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and the same with padding that would spoil all, were it looked at."""
+    """Return tokens, and the same tokens with padding that would corrupt every result if it were read."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(int(real.sum()), M, generator=generator, dtype=torch.float64)
     x = torch.full((*real.shape, M), float("nan"), dtype=torch.float64)
@@ -57,16 +58,16 @@ def batch(real: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return tokens, x
 
 
-def compare(layer: MoELayer, real: Tensor, seed: int, run: Any = None) -> None:
+def compare_masked_with_unpadded(layer: MoELayer, real: Tensor, seed: int, run: Any = None) -> None:
     tokens, x = batch(real, seed)
     wanted, found = step(layer, tokens, None), step(layer, x, real, run)
-    if run is not None:  # graphs do not tell what travels
+    if run is not None:  # graphs do not report sent rows
         wanted["metrics"], found["metrics"] = wanted["metrics"][:-2], found["metrics"][:-2]  # type: ignore[index]
     assert_same_results(found, wanted, 1e-12, none_is_zero=True)
 
 
 def masks(seed: int, share: float = 0.6) -> list[Tensor]:
-    """Of right-padded samples, of any tokens, of one token, of none, of all; not contiguous."""
+    """Masks of right-padded samples, of arbitrary tokens, of one, none and all tokens; not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 8, (4,), generator=generator)
     right = torch.arange(7) < lengths[:, None]
@@ -84,17 +85,17 @@ def masks(seed: int, share: float = 0.6) -> list[Tensor]:
         for factor in (None, 0.7)
     ],
 )
-def test_all_gates(name: str, factor: float | None) -> None:
+def test_mask_excludes_padding_for_every_gate(name: str, factor: float | None) -> None:
     if factor is None and name == "expert_choice":
         factor = 1.0
     if factor is not None and name == "softmoe":
         pytest.skip("it has no capacity")
     layer = build(name, factor, shared=fusedmoe.experts.SwiGLU(3))
     for seed, real in enumerate(masks(len(name))):
-        compare(layer, real, seed)
+        compare_masked_with_unpadded(layer, real, seed)
 
 
-def test_padding_would_otherwise_count() -> None:
+def test_unmasked_padding_changes_load() -> None:
     layer = build("topk", 0.7)
     tokens, x = batch(masks(1)[1], 2)
     x = x.nan_to_num(0.5)
@@ -102,7 +103,7 @@ def test_padding_would_otherwise_count() -> None:
     assert not torch.equal(wanted["load"], found["load"])
 
 
-def test_a_batch_of_padding_alone() -> None:
+def test_fully_padded_batch_has_zero_loss_and_load() -> None:
     layer = build("topk")
     mask = torch.zeros(2, 2, dtype=torch.bool)
     found = step(layer, batch(mask, 1)[1], mask)
@@ -112,13 +113,13 @@ def test_a_batch_of_padding_alone() -> None:
 @pytest.mark.parametrize(
     "mask", [torch.ones(2, 3), torch.ones(3, 2).bool(), torch.ones(2, 3, M).bool(), [True] * 6], ids=str
 )
-def test_other_masks_are_refused(mask: Any) -> None:
+def test_mask_of_wrong_shape_or_dtype_is_rejected(mask: Any) -> None:
     with pytest.raises(ConfigError, match=r"mask .* takes booleans \[2, 3\]"):
         build("topk")(torch.zeros(2, 3, M, dtype=torch.float64), mask)
 
 
-def test_a_mask_that_cuts_sequences_of_a_loss_is_refused() -> None:
-    """What is left would be counted off as sequences that mix tokens of several."""
+def test_mask_cutting_loss_sequences_is_rejected() -> None:
+    """The remaining tokens would be counted off as sequences that mix tokens of several sequences."""
     gate = fusedmoe.gates.DeepSeekV3(E, 2, sequence=4, aux={"balance": 1.0})
     layer = MoELayer(M, gate, fusedmoe.experts.SwiGLU(H))
     x, whole = torch.randn(3, 4, M), torch.tensor([True, False, True])[:, None].expand(3, 4)
@@ -135,43 +136,43 @@ def test_a_mask_that_cuts_sequences_of_a_loss_is_refused() -> None:
     for call, name in ((layer, "MoELayer"), (run, "pipeline")):
         with pytest.raises(ConfigError, match=f"{name} got a mask that cuts sequences of 4 tokens"):
             call(x[:2], halves)
-    # Without that loss sequences mean nothing.
+    # Without that loss, sequence boundaries have no effect.
     MoELayer(M, fusedmoe.gates.DeepSeekV3(E, 2, sequence=4), fusedmoe.experts.SwiGLU(H))(x[:2], halves)
 
 
-def test_in_a_compiled_model() -> None:
+def test_mask_in_compiled_model() -> None:
     layer = build("topk", 0.8)
     compiled = torch.compile(layer, backend="eager")
     for seed, real in enumerate(masks(5)[:2]):
-        compare(layer, real, seed, compiled)
+        compare_masked_with_unpadded(layer, real, seed, compiled)
 
 
-# The experts' own choice is as many tokens as a graph would have to know. SoftMoE, which has no capacity, gets none.
+# Expert choice would need the token count inside the graph. SoftMoE, which has no capacity, gets no capacity factor.
 _IN_GRAPHS = [(name, (None, 0.7)[place % 2]) for place, name in enumerate(sorted(GATES.keys() - {"expert_choice"}))]
 
 
 @pytest.mark.parametrize(("name", "factor"), [("topk", 0.7), *slowly(*_IN_GRAPHS)])
-def test_in_one_graph(name: str, factor: float | None) -> None:
-    """The graph does for masks of any number of tokens, none too: how many there are is known when it runs."""
+def test_mask_in_one_dynamic_graph(name: str, factor: float | None) -> None:
+    """One graph serves masks with any number of tokens, including zero: the count is known only at run time."""
     torch._dynamo.reset()
     layer = build(name, factor, shared=fusedmoe.experts.SwiGLU(3))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for seed in range(3):
         for real in (masks(seed)[0], torch.zeros(4, 7, dtype=torch.bool)):
-            compare(layer, real, seed, compiled)
+            compare_masked_with_unpadded(layer, real, seed, compiled)
     assert counter.frame_count == 1
 
 
-def in_graphs_on_ranks(rank: int, world: int, factor: float | None, options: dict[str, Any]) -> None:
+def compare_in_graph_on_rank(rank: int, world: int, factor: float | None, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer = build("topk", factor, topology=Topology.from_sizes(world), **options)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
-    # Ranks have as many tokens, or one of them has none.
+    # Equal token counts, then no tokens on one of the ranks.
     real = [masks(rank)[0], torch.full((4, 7), rank == 0), torch.full((4, 7), rank == 1)]
     for seed, mask in enumerate(real):
-        compare(layer, mask, seed, compiled)
+        compare_masked_with_unpadded(layer, mask, seed, compiled)
     assert counter.frame_count == 1
 
 
@@ -180,12 +181,14 @@ def in_graphs_on_ranks(rank: int, world: int, factor: float | None, options: dic
     slowly((0.7, {}), *((factor, {"schedule": Schedule("fsmoe", (2, 3))}) for factor in (None, 0.7))),
     ids=str,
 )
-def test_in_one_graph_on_two_ranks(cluster: Cluster, factor: float | None, options: dict[str, Any]) -> None:
-    cluster.run(2, in_graphs_on_ranks, factor, options)
+def test_mask_in_one_dynamic_graph_on_two_ranks(
+    cluster: Cluster, factor: float | None, options: dict[str, Any]
+) -> None:
+    cluster.run(2, compare_in_graph_on_rank, factor, options)
 
 
 class Seen(fusedmoe.Hooks):
-    """Keeps the shapes that hooks see."""
+    """Record the shapes that hooks receive."""
 
     def __init__(self) -> None:
         self.shapes: list[torch.Size] = []
@@ -199,21 +202,21 @@ class Seen(fusedmoe.Hooks):
         return y
 
 
-def test_hooks_see_padding() -> None:
+def test_outer_hooks_receive_padding() -> None:
     hooks = Seen()
     real = masks(2)[0]
-    compare(build("topk", hooks=[hooks]), real, 1)
+    compare_masked_with_unpadded(build("topk", hooks=[hooks]), real, 1)
     assert hooks.shapes[-2:] == [torch.Size((*real.shape, M))] * 2
 
 
-def on_ranks(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -> None:
+def compare_on_rank(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -> None:
     topology = Topology.from_sizes(ep, mp=mp)
     for factor in (None, 0.7):
         layer = build("topk", factor, topology=topology, **options)
-        # Ranks of an MP group have the same tokens; others have their own, one of them none.
+        # Ranks of an MP group have the same tokens; different groups have different tokens, and one group has none.
         shared = rank // mp if mp > 1 else rank
         for seed, real in enumerate(masks(shared)):
-            compare(layer, real if seed or shared else torch.zeros_like(real), 10 * shared + seed)
+            compare_masked_with_unpadded(layer, real if seed or shared else torch.zeros_like(real), 10 * shared + seed)
     if mp == 1:
         layer = build("topk", topology=topology, **options)
         mask = torch.ones(2, 3 + (rank == 1), dtype=torch.bool)
@@ -230,11 +233,11 @@ def on_ranks(rank: int, world: int, ep: int, mp: int, options: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_two_ranks(cluster: Cluster, ep: int, mp: int, options: dict[str, Any]) -> None:
-    cluster.run(2, on_ranks, ep, mp, options)
+def test_mask_on_two_ranks(cluster: Cluster, ep: int, mp: int, options: dict[str, Any]) -> None:
+    cluster.run(2, compare_on_rank, ep, mp, options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "mp"), [(4, 1), (2, 2)])
-def test_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
-    cluster.run(4, on_ranks, ep, mp, {"schedule": Schedule("fsmoe", (3, 2))})
+def test_mask_on_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(4, compare_on_rank, ep, mp, {"schedule": Schedule("fsmoe", (3, 2))})

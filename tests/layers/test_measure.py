@@ -1,4 +1,4 @@
-"""A layer measures its own parts: what they take by a clock that only they move."""
+"""A layer measures its own parts, on a clock that only those parts advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.experts.networks import Custom
 from fusedmoe.gates.base import Gate, Routing
-from fusedmoe.layers.measure import observe_fused, observe_layer
+from fusedmoe.layers.measure import time_fused, time_layer
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
 from fusedmoe.schedule.task import PHASES
@@ -28,7 +28,7 @@ from tests.cluster import Cluster
 
 E, K, M, TOKENS = 4, 2, 8, 32
 MODEL = CostModel({name: Line(1e-4, 1e-9) for name in ("all-to-all/ep", "all-reduce/dp", "gemm")}, task_s=1e-5)
-# Seconds of the gate, of an expert's start and of each of its rows, forward; backward twice as long.
+# Seconds of the gate, of one expert launch and of each row, forward; backward takes twice the time.
 GATE_S, START_S, ROW_S = 2**-6, 2**-7, 2**-10
 
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Tick(torch.autograd.Function):
-    """The identity, which takes so many seconds, and its backward twice as many."""
+    """Identity that advances the clock by the given seconds, and by twice that in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
@@ -55,7 +55,7 @@ class Tick(torch.autograd.Function):
 
 
 class EvenGate(Gate):
-    """As many tokens for each expert."""
+    """Route the same number of tokens to each expert."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(E, K)
@@ -85,21 +85,21 @@ def layer_of(topology: Topology, clock: Clock) -> fusedmoe.MoELayer:
     return fusedmoe.MoELayer(M, EvenGate(clock), SlowExperts(clock, 1.0 + topology.rank), topology=topology)
 
 
-def observed(rank: int, world: int) -> Observed:
+def observe_layer(rank: int, world: int) -> Observed:
     clock, topology = Clock(), Topology.from_sizes(2)
     layer = layer_of(topology, clock)
     costs = layer.experts.workload(TOKENS * K, 4, 2, 1).step_costs(MODEL, [0], layer.parts)
     before = torch.get_rng_state()
-    found = observe_layer(topology, layer.gate, layer.order, layer.experts, torch.empty(TOKENS, M), costs, clock=clock)
+    found = time_layer(topology, layer.gate, layer.order, layer.experts, torch.empty(TOKENS, M), costs, clock=clock)
     assert torch.equal(before, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in layer.parameters())
     assert int(layer.load_E.sum()) == 0
     return found
 
 
-def test_known_parts_are_found(cluster: Cluster) -> None:
-    """Of the slower rank, alike on both; and by them what any number of chunks takes."""
-    one, other = cluster.run(2, observed)
+def test_measured_parts_equal_known_times(cluster: Cluster) -> None:
+    """Both ranks find the slower rank's times, which predict the time of any number of chunks."""
+    one, other = cluster.run(2, observe_layer)
     assert one == other and one.rows == TOKENS * K
     rows, slower = TOKENS * K, 2.0
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
@@ -117,9 +117,9 @@ def test_known_parts_are_found(cluster: Cluster) -> None:
     assert layer.dense_s["backward"]["other"] == pytest.approx(2 * GATE_S)
 
 
-@pytest.mark.parametrize(("enough_s", "tokens"), [(1e9, 100), (1e-9, 100), (1e9, 64)])
-def test_fused_operations_are_measured_by_chunks(enough_s: float, tokens: int) -> None:
-    """Passes apart; a few tokens in one chunk alone where they take too long already, or are all there are."""
+@pytest.mark.parametrize(("give_up_s", "tokens"), [(1e9, 100), (1e-9, 100), (1e9, 64)])
+def test_fused_operations_are_measured_per_chunk_count(give_up_s: float, tokens: int) -> None:
+    """Time passes separately, and use a single chunk if a few tokens already take too long or are all tokens."""
     clock, topology, tried = Clock(), Topology(), []
     layer = fusedmoe.MoELayer(M, EvenGate(clock), SlowExperts(clock, 1.0), topology=topology)
 
@@ -131,8 +131,8 @@ def test_fused_operations_are_measured_by_chunks(enough_s: float, tokens: int) -
 
     like = torch.empty(tokens, M)
     of = layer.gate, layer.order, layer.experts, like, "dispatch-expert-combine", through
-    found = observe_fused(topology, *of, (1, 2, 4), enough_s, clock=clock)
-    more = enough_s > 1 and tokens > 64
+    found = time_fused(topology, *of, (1, 2, 4), give_up_s, clock=clock)
+    more = give_up_s > 1 and tokens > 64
     of_all = tokens if more else 64
     assert found.keys() == {
         Sample(of[4], phase, chunks) for phase in PHASES for chunks in ((1, 2, 4) if more else (1,))
@@ -143,8 +143,8 @@ def test_fused_operations_are_measured_by_chunks(enough_s: float, tokens: int) -
     assert {degree for rows, degree in tried if rows == 100} == ({1, 2, 4} if more else set())
 
 
-def measured_again(rank: int, world: int, folder: str) -> list[float]:
-    """The machine's line, and what was seen of the experts, at first, again, and where FSDP has parameters in parts."""
+def measure_repeatedly(rank: int, world: int, folder: str) -> list[float]:
+    """Return the cost model and the experts' measured costs: first, again, and with FSDP-sharded parameters."""
     topology, found = Topology.from_sizes(2), []
     layer = layer_of(topology, Clock())
     with pytest.MonkeyPatch.context() as patch:
@@ -153,9 +153,9 @@ def measured_again(rank: int, world: int, folder: str) -> list[float]:
             costs = CostModel({name: Line(1e-4, number * 1e-9) for name in MODEL.lines})
             seen = Observed({Sample("expert", "forward", 1): float(number)})
             patch.setattr(
-                "fusedmoe.layers.measure.cached_profile", lambda *_, of=costs, **__: (SimpleNamespace(costs=of),)
+                "fusedmoe.runtime.cache.cached_profile", lambda *_, of=costs, **__: (SimpleNamespace(costs=of),)
             )
-            patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_, of=seen: of)
+            patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_, of=seen: of)
             if number == 3:
                 mesh = init_device_mesh("cpu", (world,))
                 for module in layer.experts.modules():
@@ -166,20 +166,20 @@ def measured_again(rank: int, world: int, folder: str) -> list[float]:
     return found
 
 
-def test_costs_are_measured_again_as_far_as_parameters_are_whole(cluster: Cluster, tmp_path: Path) -> None:
-    for found in cluster.run(2, measured_again, str(tmp_path)):
+def test_costs_of_unsharded_parameters_are_measured_again(cluster: Cluster, tmp_path: Path) -> None:
+    for found in cluster.run(2, measure_repeatedly, str(tmp_path)):
         assert found == pytest.approx([1e-9, 1.0, 2e-9, 2.0, 3e-9, 2.0], rel=1e-12)
 
 
-def replanned(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
-    """Chunks of a layer by itself where its links get slower by and by: they follow a call alone."""
+def chunks_after_slowdown(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
+    """Return a layer's chunk counts while its links slow down; only `measured_costs(again_s=...)` updates them."""
     layer = fusedmoe.MoELayer(
         M, fusedmoe.gates.TopK(E, K), fusedmoe.experts.SwiGLU(8), topology=Topology.from_sizes(2), schedule="fsmoe"
     )
     x_SM, chunks = torch.randn(TOKENS, M), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed())
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed())
         for beta_s, again_s in ((0.0, None), (1e-3, None), (1e-3, 1.0)):
             line = Line(1e-9, beta_s)
             costs = CostModel({name: line if "all-to-all" in name else Line(1e-9, 1e-6) for name in MODEL.lines})
@@ -187,17 +187,17 @@ def replanned(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
             if again_s is not None:
                 layer.measured_costs(TOKENS, again_s=again_s)
             layer(x_SM).sum().backward()
-            ((_, plans),) = layer._plans.made.items()
+            ((_, plans),) = layer.plans.plans_by_workload.items()
             chunks.append(plans.degrees)
     return chunks
 
 
-def test_a_layer_by_itself_plans_anew_when_it_is_told_to_measure(cluster: Cluster, tmp_path: Path) -> None:
-    for first, kept, again in cluster.run(2, replanned, str(tmp_path)):
+def test_layer_replans_only_after_new_measurement(cluster: Cluster, tmp_path: Path) -> None:
+    for first, kept, again in cluster.run(2, chunks_after_slowdown, str(tmp_path)):
         assert first == kept == (1, 1) and min(again) > 1
 
 
-def planned(rank: int, world: int, folder: str) -> list[Any]:
+def plan_and_cache(rank: int, world: int, folder: str) -> list[Any]:
     topology = Topology.from_sizes(2)
     layers = [layer_of(topology, Clock()) for _ in range(2)]
     given: list[CostModel] = []
@@ -208,14 +208,14 @@ def planned(rank: int, world: int, folder: str) -> list[Any]:
         patch.setattr(step_plan_module, "model_costs", lambda *of: (given.append(of[2]), model_costs(*of))[1])
         work = Workload(1, TOKENS, M, M, E, k=K, ep=2)
         plans = [plan_step(torch.nn.ModuleList(layers), topology, "sequential", None, work)[0] for _ in range(2)]
-        # The second time they are known, and so they are to a layer alike.
-        patch.setattr("fusedmoe.layers.measure.observe_layer", None)
+        # The second time the costs are cached, also for an equal layer.
+        patch.setattr("fusedmoe.layers.measure.time_layer", None)
         layer_of(topology, Clock()).measured_costs(TOKENS)
     assert given[0] == given[1] and given[0].observed.keys() == {work.shapes}
     return [plan.fingerprint for plan in plans]
 
 
-def test_a_step_is_planned_by_its_own_layers(cluster: Cluster, tmp_path: Path) -> None:
-    one, other = cluster.run(2, planned, str(tmp_path))
+def test_layers_of_equal_shape_share_one_measurement(cluster: Cluster, tmp_path: Path) -> None:
+    one, other = cluster.run(2, plan_and_cache, str(tmp_path))
     assert one == other and one[0] == one[1]
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"]

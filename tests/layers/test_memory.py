@@ -1,4 +1,4 @@
-"""What the layer saves for backward is what its docstring says."""
+"""The layer saves for backward exactly the tensors that its docstring lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.marks import slowly
 
 
 def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
-    """How many elements of each dtype a forward saves: those that autograd knows of, and the layouts' integers.
+    """Count the saved elements of each dtype in a forward: tensors saved by autograd, and the layouts' integers.
 
     A storage counts once and in full, however little of it a saved tensor uses.
     """
@@ -52,7 +52,7 @@ def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
     return total
 
 
-def check(
+def assert_saved_elements(
     layer: MoELayer, S: int, M: int, H: int, K: int, dtype: torch.dtype, topology: Topology | None = None
 ) -> None:
     x_SM = torch.randn(S, M, dtype=dtype, requires_grad=True)
@@ -64,11 +64,11 @@ def check(
         travels, ep, esp = True, topology.ep.size, topology.esp.size
         load_E = all_reduce(topology.world, layer.load_E.clone())
         P = int(load_E.view(ep, -1)[topology.ep.index].sum())
-        # A token travels once to each rank, or set of shards, with experts for it.
+        # A token is sent once to each rank, or set of shards, with experts for it.
         ranks_S = [set(ranks) for ranks in (layer.gate(x_SM).expert_SK // (E // ep)).tolist()]
         tokens_W = torch.tensor([sum(rank in ranks for ranks in ranks_S) for rank in range(ep)])
         T, R = int(tokens_W.sum()), int(all_reduce(topology.world, tokens_W.clone())[topology.ep.index])
-    # pick() holds the chosen experts where autograd does not show them.
+    # gather_selected() holds the chosen experts, and autograd does not show them.
     integers = S * K + sum(saved.pop(dtype) for dtype in list(saved) if not dtype.is_floating_point)
     of_travel = S * K + 2 * N + 2 * T + 4 * P + R * K + 8 * E if travels else 0
     assert 0 < integers <= 2 * S * K + 4 * N + 2 * S + 4 * E + of_travel
@@ -88,23 +88,25 @@ def check(
         pytest.param(64, 24, 8, 16, 5, marks=pytest.mark.slow),
     ],
 )
-def test_saved(experts: type[FeedForward], dtype: torch.dtype, S: int, M: int, H: int, E: int, K: int) -> None:
-    check(MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), experts(H), dtype=dtype), S, M, H, K, dtype)
+def test_saved_tensors_equal_documented_sizes(
+    experts: type[FeedForward], dtype: torch.dtype, S: int, M: int, H: int, E: int, K: int
+) -> None:
+    assert_saved_elements(MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), experts(H), dtype=dtype), S, M, H, K, dtype)
 
 
 @pytest.mark.parametrize("aux", [{}, {"balance": 1.0}], ids=str)
-def test_saved_with_drops(aux: dict[str, float]) -> None:
+def test_saved_tensors_with_dropped_tokens(aux: dict[str, float]) -> None:
     layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2, capacity_factor=0.5, aux=aux), SwiGLU(24))
-    check(layer, 50, 16, 24, 2, torch.float32)
+    assert_saved_elements(layer, 50, 16, 24, 2, torch.float32)
     assert layer.dropped > 0
 
 
-def test_saved_with_hooks() -> None:
+def test_saved_tensors_with_hooks() -> None:
     layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), FeedForward(24), hooks=[fusedmoe.Hooks()])
-    check(layer, 50, 16, 24, 2, torch.float32)
+    assert_saved_elements(layer, 50, 16, 24, 2, torch.float32)
 
 
-def test_an_eval_forward_saves_nothing() -> None:
+def test_no_grad_forward_saves_nothing() -> None:
     layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), SwiGLU(24))
     saved: list[Tensor] = []
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
@@ -112,14 +114,14 @@ def test_an_eval_forward_saves_nothing() -> None:
     assert not saved
 
 
-def in_parallel(
+def check_on_rank(
     rank: int, world: int, ep: int, esp: int, experts: type[FeedForward], dtype: torch.dtype, degrees: tuple[int, int]
 ) -> None:
     topology = Topology.from_sizes(ep, esp)
     schedule = None if degrees == (0, 0) else fusedmoe.Schedule("fsmoe", degrees=degrees)
     more = {"topology": topology, "dtype": dtype, "schedule": schedule}
     layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), experts(24), **more)
-    check(layer, 30 + 20 * rank, 16, 24, 2, dtype, topology)
+    assert_saved_elements(layer, 30 + 20 * rank, 16, 24, 2, dtype, topology)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,10 @@ def in_parallel(
     ],
     ids=str,
 )
-def test_saved_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
-    cluster.run(ep * esp, in_parallel, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype, (0, 0))
+def test_saved_tensors_of_parallel_layer(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
+    cluster.run(ep * esp, check_on_rank, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype, (0, 0))
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (3, 2)], ids=str)
-def test_saved_by_a_plan(cluster: Cluster, degrees: tuple[int, int]) -> None:
-    cluster.run(2, in_parallel, 2, 1, SwiGLU, torch.float32, degrees)
+def test_saved_tensors_with_schedule(cluster: Cluster, degrees: tuple[int, int]) -> None:
+    cluster.run(2, check_on_rank, 2, 1, SwiGLU, torch.float32, degrees)

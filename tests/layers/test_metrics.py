@@ -1,4 +1,4 @@
-"""Metrics beside values computed by hand, on one rank and on two; what they cost a host; where they go."""
+"""Metrics compared with values computed by hand, on one rank and on two; their host cost; their destinations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
 from fusedmoe.layers.load import RoutingCounters, expert_load
 from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
 from tests.cluster import Cluster
-from tests.training.host_reads import HostReads, on_a_made_up_gpu
+from tests.training.host_reads import HostReads, fake_gpu
 
 E = 4
-# The experts of each rank's tokens. With one row in four for each expert, rank 0 has room for two, rank 1 for one.
+# Expert choices of each rank's tokens. With a capacity of a quarter of the rows, rank 0 accepts two per expert, rank 1
+# one.
 ROUTED = ([0, 0, 0, 1, 2, 0, 0, 1], [3, 3, 0, 0])
 
 
 def make(topology: Topology | None = None, **more: Any) -> MoELayer:
-    """A token that is e times log 3 goes to expert e, with probability 1/2; others have 1/6 each."""
+    """Build a layer in which a token of e · log 3 chooses expert e with probability 1/2; each other expert has 1/6."""
     gate = gates.TopK(E, 1, 1.0, aux={"balance": 0.5})
     layer = MoELayer(E, gate, experts.FeedForward(3), topology=topology, dtype=torch.float64, **more)
     with torch.no_grad():
@@ -41,28 +42,28 @@ def tokens(routed: list[int]) -> Tensor:
     return (torch.eye(E, dtype=torch.float64) * math.log(3))[routed]
 
 
-def step(layer: nn.Module, x: Tensor) -> None:
+def train_step(layer: nn.Module, x: Tensor) -> None:
     (
         layer(x.requires_grad_()).sum() + sum(one.aux_loss for one in layer.modules() if isinstance(one, MoELayer))
     ).backward()
 
 
 def balance(routed: list[int]) -> float:
-    """E · Σ mean probability · share, by hand."""
+    """Compute E · Σ mean probability · share by hand."""
     counts, S = [routed.count(e) for e in range(E)], len(routed)
     return E * sum((count / 2 + (S - count) / 6) / S * count / S for count in counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_load_of_choices_of_any_integers(dtype: torch.dtype) -> None:
-    """A gate may return numbers of few bits, of which the last one has no successor."""
+def test_expert_load_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    """A gate may return a narrow integer dtype whose last value has no successor."""
     expert_SK = torch.tensor([[127, 0], [127, 3]]).to(dtype)
     load_E = expert_load(expert_SK, 128)
     assert load_E.dtype == torch.int64 and load_E[[0, 3, 127]].tolist() == [1, 1, 2] and load_E.sum() == 4
 
 
 OF_ANY = {"moe/router_entropy": math.log(2) / 2 + math.log(6) / 2, "moe/z_loss": math.log(6) ** 2}
-# Choices 5, 2, 1, 0, of which 2, 2, 1, 0 have room.
+# Choices 5, 2, 1, 0; within capacity 2, 2, 1, 0.
 ALONE = OF_ANY | {
     "moe/max_vio": 1.5,
     "moe/max_vio_worst": 1.5,
@@ -73,7 +74,7 @@ ALONE = OF_ANY | {
     "moe/balance_loss": balance(ROUTED[0]),
     "moe/aux_loss": balance(ROUTED[0]) / 2,
 }
-# Choices 7, 2, 1, 2, of which 3, 2, 1, 1 have room; two experts a rank.
+# Choices 7, 2, 1, 2; within capacity 3, 2, 1, 1; two experts per rank.
 ON_TWO = OF_ANY | {
     "moe/max_vio": 4 / 3,
     "moe/max_vio_worst": 4 / 3,
@@ -85,60 +86,60 @@ ON_TWO = OF_ANY | {
     "moe/balance_loss": (8 * balance(ROUTED[0]) + 4 * balance(ROUTED[1])) / 12,
     "moe/aux_loss": (8 * balance(ROUTED[0]) + 4 * balance(ROUTED[1])) / 24,
 }
-# With one expert a token goes to one rank.
+# With one expert per token, a token is sent to one rank.
 EAGER = {"moe/pairs_per_token": 1.0}
 
 
-def check(found: dict[str, float], right: dict[str, float]) -> None:
+def assert_metrics(found: dict[str, float], right: dict[str, float]) -> None:
     timed = {"moe/tokens_per_s", "moe/exposed_s", "moe/mfu"}
     assert {key: value for key, value in found.items() if key not in timed} == pytest.approx(right, rel=1e-12)
     assert found["moe/tokens_per_s"] > 0
 
 
-def test_one_rank() -> None:
+def test_metrics_on_one_rank_equal_hand_computed_values() -> None:
     layer = make()
     metrics = Metrics(layer, flops_per_token=3e6, peak_flops=6e9)
     for _ in range(3):
-        step(layer, tokens(ROUTED[0]))
+        train_step(layer, tokens(ROUTED[0]))
     layer.eval()
-    layer(tokens([3] * 7))  # not of training
+    layer(tokens([3] * 7))  # not a training forward
     layer.train()
     found = metrics.collect(per_layer=True)
     assert found["moe/mfu"] == pytest.approx(found["moe/tokens_per_s"] * 3e6 / 6e9)
     each = {key.replace("moe/layer/", "moe/"): found.pop(key) for key in list(found) if key.startswith("moe/layer/")}
-    check(found, ALONE)
+    assert_metrics(found, ALONE)
     assert each == pytest.approx({key: value for key, value in ALONE.items() if key != "moe/max_vio_worst"})
-    assert metrics.collect().keys() == {"moe/tokens_per_s", "moe/mfu"}  # nothing since
+    assert metrics.collect().keys() == {"moe/tokens_per_s", "moe/mfu"}  # nothing since the last collect
     metrics.close()
-    step(layer, tokens(ROUTED[0]))
+    train_step(layer, tokens(ROUTED[0]))
     assert metrics.collect().keys() == {"moe/tokens_per_s", "moe/mfu"}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activations_that_are_computed_again_count_once(reentrant: bool) -> None:
+def test_recomputed_activations_are_counted_once(reentrant: bool) -> None:
     layer = make()
     metrics = Metrics(layer)
     checkpoint(layer, tokens(ROUTED[0]).requires_grad_(), use_reentrant=reentrant).sum().backward()
-    step(layer, tokens(ROUTED[1]))
-    check(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
+    train_step(layer, tokens(ROUTED[1]))
+    assert_metrics(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_counts_in_one_graph() -> None:
+def test_compiled_layer_counts_in_one_graph() -> None:
     torch._dynamo.reset()
     layer = make()
     metrics = Metrics(layer)
-    step(torch.compile(layer, fullgraph=True, backend="eager"), tokens(ROUTED[0]))
-    check(metrics.collect(), ALONE)
+    train_step(torch.compile(layer, fullgraph=True, backend="eager"), tokens(ROUTED[0]))
+    assert_metrics(metrics.collect(), ALONE)
 
 
-def test_layers_are_averaged_and_named() -> None:
-    """Gates without logits have no entropy, soft ones no loads."""
+def test_metrics_are_averaged_and_named_by_layer() -> None:
+    """Gates without logits report no entropy; soft gates report no loads."""
     layers = [make(), MoELayer(E, gates.Random(E), experts.FeedForward(3)).double()]
     model = nn.Sequential(*layers, MoELayer(E, gates.SoftMoE(E, 1), experts.FeedForward(3)).double())
     metrics = Metrics(model)
     assert [layer.number for layer in model] == [0, 1, 2]
-    step(model, tokens(ROUTED[0]))
+    train_step(model, tokens(ROUTED[0]))
     loads = [layer.load_E.double() for layer in layers]
     vio = [float(load.max() / load.mean() - 1) for load in loads]
     found = metrics.collect(per_layer=True)
@@ -149,23 +150,23 @@ def test_layers_are_averaged_and_named() -> None:
     assert sum("/" not in key.removeprefix("moe/") for key in found) <= 32
 
 
-def on_two(rank: int, world: int) -> list[dict[str, float]]:
+def collect_on_rank(rank: int, world: int) -> list[dict[str, float]]:
     topology = Topology.from_sizes(world)
     layer = make(topology)
     metrics = Metrics(layer)
     for _ in range(2):
-        step(layer, tokens(ROUTED[rank]))
+        train_step(layer, tokens(ROUTED[rank]))
     found = [metrics.collect()]
     assert layer.recorder is None
-    sampler = pickle.loads(pickle.dumps(copy.deepcopy(metrics._sampler)))  # hooks go with copies of a layer
+    sampler = pickle.loads(pickle.dumps(copy.deepcopy(metrics._exposed_sampler)))  # hooks are copied with a layer
     sampler._begin(layer, None), sampler._end(layer)
     assert sampler.exposed_s() is None and copy.deepcopy(layer.load).counters is None
     assert metrics.collect().keys() == {"moe/tokens_per_s"}
     metrics.close()
     metrics = Metrics(layer)
     for _ in range(2):
-        step(layer, tokens(ROUTED[rank]))
-    loads = metrics.collect(per_expert=True)  # of both ranks, in both forwards, drops included
+        train_step(layer, tokens(ROUTED[rank]))
+    loads = metrics.collect(per_expert=True)  # both ranks, both forwards, including drops
     assert [loads[f"moe/layer/load/{e}"] for e in range(E)] == [2 * sum(of.count(e) for of in ROUTED) for e in range(E)]
     assert not any("load/" in key for key in metrics.collect(per_layer=True))
     metrics.close()
@@ -173,7 +174,7 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     layers = [make(topology) for _ in range(2)]
     blocks = fusedmoe.pipeline([(Twice(), layer) for layer in layers], (2, 2))
     metrics = Metrics(blocks)
-    step(blocks, tokens(ROUTED[rank])[:, None])
+    train_step(blocks, tokens(ROUTED[rank])[:, None])
     found.append(metrics.collect())
     assert blocks.recorder is None
     metrics.close()
@@ -182,7 +183,7 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     compiled = make(topology)
     metrics = Metrics(compiled)
     for _ in range(2):
-        step(torch.compile(compiled, fullgraph=True, backend="eager"), tokens(ROUTED[rank]))
+        train_step(torch.compile(compiled, fullgraph=True, backend="eager"), tokens(ROUTED[rank]))
     found.append(metrics.collect())
     assert compiled.recorder is None
     metrics.close()
@@ -191,41 +192,41 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     with pytest.raises(RankError, match=r"Metrics: layers is .* on ranks \[0\]"):
         Metrics(other)
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in other.modules())
-    Metrics(layers[0]).close()  # a refusal leaves nothing behind
+    Metrics(layers[0]).close()  # a refusal leaves no state behind
     return found
 
 
 class Twice(nn.Module):
-    """A dense part whose blocks all see the same tokens."""
+    """Dense part; all blocks receive the same tokens."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         found = x.detach().argmax(-1)
         return x * 1.0, tokens(found.flatten().tolist()).view(x.shape) + 0.0 * x
 
 
-def test_two_ranks(cluster: Cluster) -> None:
-    of_ranks = cluster.run(2, on_two)
+def test_metrics_on_two_ranks_equal_hand_computed_values(cluster: Cluster) -> None:
+    of_ranks = cluster.run(2, collect_on_rank)
     for alone, blocks, compiled in of_ranks:
-        check(alone, ON_TWO | EAGER)
-        check(compiled, ON_TWO)
-        assert "moe/exposed_s" not in compiled  # no clock is in a graph
+        assert_metrics(alone, ON_TWO | EAGER)
+        assert_metrics(compiled, ON_TWO)
+        assert "moe/exposed_s" not in compiled  # a graph contains no clock
         assert alone["moe/exposed_s"] > 0 and blocks["moe/exposed_s"] > 0
-        # What a layer drops changes its tokens' lengths, not where they go.
-        check(blocks, ON_TWO | EAGER)
+        # Drops change the tokens' norms, but not their experts.
+        assert_metrics(blocks, ON_TWO | EAGER)
     assert of_ranks[0] == of_ranks[1]
 
 
-def test_nothing_waits_for_the_device_between_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_a_made_up_gpu() as reads:
+def test_counting_never_waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu() as reads:
         counters = RoutingCounters(E, "cuda")
         logits = torch.empty(8, E, device="cuda")
         for _ in range(2):
             chosen, number = torch.ones(E, dtype=torch.long, device="cuda"), logits.topk(2).indices
-            counters.choices(number, chosen, logits, logits.sum())
-            counters.rows(chosen)
+            counters.count_choices(number, chosen, logits, logits.sum())
+            counters.count_rows(chosen)
         assert counters.sums.is_cuda and reads.count == 0
         counters.sums.cpu()
-        assert reads.count == 1  # it does count
+        assert reads.count == 1  # the counter does count
 
     layer, x, found = make(), tokens(ROUTED[0]), []
     tolist = Tensor.tolist
@@ -235,17 +236,17 @@ def test_nothing_waits_for_the_device_between_collections(monkeypatch: pytest.Mo
         make_metrics(layer)
         found.clear()
         with HostReads() as reads:
-            step(layer, x.detach())
+            train_step(layer, x.detach())
         costs.append(reads.count + len(found))
     assert costs[0] == costs[1] and layer.load.counters is not None
     with HostReads() as reads:
-        step(layer, x.detach())
+        train_step(layer, x.detach())
         assert layer.dropped == 3
     assert reads.count > 0
 
 
-def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="no layers with experts"):
+def test_metrics_rejects_invalid_arguments_and_second_use() -> None:
+    with pytest.raises(ConfigError, match="no MoE layers"):
         Metrics(nn.Linear(2, 2))
     layer = make()
     for wrong in ({"peak_flops": 1e9}, {"flops_per_token": 0.0, "peak_flops": 1e9}):
@@ -256,7 +257,7 @@ def test_refusals() -> None:
         Metrics(layer)
 
 
-def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_lines_and_tensorboard_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
     for number in (1, 2):
         lines.write(number, {"moe/dropped": number / 4})

@@ -1,4 +1,4 @@
-"""MoELayer is an ordinary nn.Module."""
+"""MoELayer behaves as an ordinary nn.Module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(seed: int = 0, experts: Experts | None = None, device: str | None = No
     return layer
 
 
-def same(ours: Results, theirs: Results) -> None:
+def assert_same(ours: Results, theirs: Results) -> None:
     assert_same_results(ours, theirs, 1e-12)
 
 
@@ -53,45 +53,45 @@ def test_state_dict_round_trip(make: object) -> None:
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
-    same(run_passes(second, x), expected)
+    assert_same(run_passes(second, x), expected)
 
 
-def test_made_on_meta_then_loaded() -> None:
+def test_state_loads_into_layer_from_meta_device() -> None:
     layer = build(1)
     x = torch.randn(5, M, dtype=torch.float64)
     blank = build(device="meta")
     assert all(p.is_meta for p in blank.parameters())
     blank.to_empty(device="cpu")
     blank.load_state_dict(layer.state_dict())
-    same(run_passes(blank, x), run_passes(layer, x))
+    assert_same(run_passes(blank, x), run_passes(layer, x))
     blank.update_gate()
 
 
-def test_deepcopy_after_a_step_is_independent() -> None:
+def test_deepcopy_after_step_is_independent() -> None:
     layer = build()
     x = torch.randn(5, M, dtype=torch.float64)
     y = layer(x)
     twin = copy.deepcopy(layer)  # aux_loss is part of a graph by now
     assert not twin.aux_loss.requires_grad and layer.aux_loss.requires_grad
     (y.sum() + layer.aux_loss).backward()
-    same(run_passes(twin, x), run_passes(layer, x))
+    assert_same(run_passes(twin, x), run_passes(layer, x))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
     assert layer(x).abs().sum() > 0 and twin(x).abs().sum() == 0
 
 
-def test_pickles_whole() -> None:
+def test_pickle_round_trip() -> None:
     layer = build()
     x = torch.randn(5, M, dtype=torch.float64)
     expected = run_passes(layer, x)
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    same(run_passes(torch.load(file, weights_only=False), x), expected)
+    assert_same(run_passes(torch.load(file, weights_only=False), x), expected)
 
 
-def test_to_dtype_casts_parameters_and_keeps_the_gates_bias() -> None:
+def test_to_dtype_casts_parameters_but_not_gate_bias() -> None:
     layer = build().to(torch.bfloat16)
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert layer.gate.bias_E.dtype == torch.float32
@@ -114,8 +114,8 @@ def test_eval_counts_no_load() -> None:
 
 
 @pytest.mark.slow
-def test_a_gate_that_is_never_told_its_load_says_so() -> None:
-    """Once, after more training forwards than a step accumulates; other gates need not be told, nor does evaluation."""
+def test_missing_gate_updates_warn_once() -> None:
+    """Warn once, after more training forwards than one step accumulates; not for other gates, nor in evaluation."""
     layer, other = build(), MoELayer(M, fusedmoe.gates.TopK(experts=E, k=2), SwiGLU(H))
     x = torch.randn(3, M, dtype=torch.float64)
     with warnings.catch_warnings():
@@ -135,7 +135,7 @@ def test_a_gate_that_is_never_told_its_load_says_so() -> None:
     assert len(caught) == 1
 
 
-def test_eval_is_without_noise() -> None:
+def test_evaluation_has_no_noise() -> None:
     layer = MoELayer(M, fusedmoe.gates.GShard(experts=E, k=2), SwiGLU(H)).eval()
     x = torch.randn(50, M)
     assert torch.equal(layer(x), layer(x))
@@ -153,12 +153,12 @@ def test_any_leading_shape(shape: tuple[int, ...]) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_strides_do_not_matter() -> None:
+def test_strided_inputs_equal_contiguous_inputs() -> None:
     layer = build()
     x = torch.randn(6, 10, M, dtype=torch.float64)
     variants = [x.transpose(0, 1), x[:, ::3], x.flip(-1), x[:1, :1].expand(4, 5, M), torch.randn(M, 7).double().t()]
     for variant in variants:
-        same(run_passes(layer, variant), run_passes(layer, variant.contiguous()))
+        assert_same(run_passes(layer, variant), run_passes(layer, variant.contiguous()))
     y = layer(x[:, 0])
     dy = torch.randn(M, 6, dtype=torch.float64).t()
     of_w1 = [torch.autograd.grad(y, layer.experts.w1, g, retain_graph=True)[0] for g in (dy, dy.contiguous())]
@@ -166,13 +166,13 @@ def test_strides_do_not_matter() -> None:
     torch.autograd.grad(layer(x).sum(), layer.experts.w1)  # the gradient of a sum is an expanded scalar
 
 
-def test_input_without_gradient() -> None:
+def test_parameter_gradients_without_input_gradient() -> None:
     layer = build()
     layer(torch.randn(5, M, dtype=torch.float64)).sum().backward()
     assert all(p.grad is not None for p in layer.experts.parameters())
 
 
-def test_frozen_experts() -> None:
+def test_frozen_experts_receive_no_gradient() -> None:
     layer = build()
     layer.experts.requires_grad_(False)
     x = torch.randn(5, M, dtype=torch.float64, requires_grad=True)
@@ -180,7 +180,7 @@ def test_frozen_experts() -> None:
     assert x.grad is not None and layer.experts.w1.grad is None and layer.gate.weight_EM.grad is not None
 
 
-def test_accumulates_gradients() -> None:
+def test_gradients_accumulate() -> None:
     layer = build()
     x = torch.randn(6, M, dtype=torch.float64)
     once = run_passes(layer, x, dy=lambda y: 2 * y, aux=1.0)
@@ -191,7 +191,7 @@ def test_accumulates_gradients() -> None:
         torch.testing.assert_close(parameter.grad, 2 * once[f"gradient of {name}"])
 
 
-def test_learns() -> None:
+def test_training_reduces_loss() -> None:
     torch.manual_seed(0)
     layer = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=2), SwiGLU(H))
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
@@ -214,8 +214,8 @@ LAYERS: dict[str, Callable[[Topology], nn.Module]] = {
 }
 
 
-def states(rank: int, world: int) -> None:
-    """A rank's state is its own, whole and by its experts alone, however it travels."""
+def check_states_of_ranks(rank: int, world: int) -> None:
+    """A rank's state loads only on that rank, whole or experts only, through every file format."""
     for axis, name in itertools.product(("ep", "esp"), LAYERS):
         if (axis, name) == ("esp", "placed"):
             continue
@@ -227,7 +227,7 @@ def states(rank: int, world: int) -> None:
         whole = make(Topology())
         layer.load_state_dict(own)
         layer.load_state_dict({key: value.clone() for key, value in own.items()})
-        # States of versions that did not write numbers.
+        # States of versions that did not save expert numbers.
         layer.load_state_dict({key: value for key, value in own.items() if "numbers" not in key})
         before = copy.deepcopy(own)
         for target, state in (
@@ -238,21 +238,21 @@ def states(rank: int, world: int) -> None:
             (whole, theirs),
         ):
             for more in ({}, {"strict": False}, {"assign": True}):
-                with pytest.raises(ConfigError, match=r"this state has .*experts .* and this rank has .* now"):
+                with pytest.raises(ConfigError, match=r"this state has .*experts .* but this rank now has"):
                     target.load_state_dict(state, **more)
         for key, value in layer.state_dict().items():
             assert torch.equal(value, before[key]), key
-        # Where shapes or names differ, PyTorch says so.
+        # PyTorch reports mismatched shapes or names.
         with pytest.raises((ConfigError, RuntimeError), match="this state has experts|size mismatch|Unexpected"):
             layer.load_state_dict(whole.state_dict())
 
 
-def test_states_of_other_ranks(cluster: Cluster) -> None:
-    cluster.run(2, states)
+def test_state_of_other_rank_is_rejected(cluster: Cluster) -> None:
+    cluster.run(2, check_states_of_ranks)
 
 
-def states_by_dcp(rank: int, world: int, folder: str) -> None:
-    """PyTorch's checkpoint refuses a rank's state: of two tensors of one name it would keep one."""
+def check_dcp_rejected(rank: int, world: int, folder: str) -> None:
+    """PyTorch's distributed checkpoint rejects a rank's state: it would keep one of two equally named tensors."""
     for axis in ("ep", "esp"):
         topology = Topology.from_sizes(**{axis: 2}, timeout_s=30.0)
         state = LAYERS["feed-forward"](topology).state_dict()
@@ -269,5 +269,5 @@ def states_by_dcp(rank: int, world: int, folder: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in whole.state_dict().items())
 
 
-def test_states_by_torch_distributed_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(2, states_by_dcp, str(tmp_path / "state"))
+def test_torch_distributed_checkpoint_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, check_dcp_rejected, str(tmp_path / "state"))

@@ -1,4 +1,4 @@
-"""Hooks on modules, and parametrisations, act the same whatever overlaps: float64, against a dense computation."""
+"""Module hooks and parametrisations act alike under every schedule: float64, compared with a dense computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOWS = ("off", "plan", "pipeline", "compiled", "whole graph", "fssdp")
 
 
 class Split(nn.Module):
-    """The dense part of a block: nothing is added to the experts' results."""
+    """Dense part of a block; nothing is added to the experts' results."""
 
     def forward(self, x_BLM: Tensor) -> tuple[Tensor, Tensor]:
         return x_BLM * 0, x_BLM * 1
@@ -40,7 +40,7 @@ def expert(model_dim: int) -> nn.Module:
 
 
 def make(how: str, topology: fusedmoe.Topology, experts: Experts, shared: bool = False) -> tuple[Any, MoELayer]:
-    """Makes a layer, and what is called in its place."""
+    """Return a layer and its callable."""
     torch.manual_seed(0)
     layer = MoELayer(
         M,
@@ -70,8 +70,6 @@ def numbers(rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Backward(torch.autograd.Function):
-    """Multiplies a gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -82,8 +80,10 @@ class Backward(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def dense(layer: MoELayer, x: Tensor, hooked: dict[str, float], experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
-    """A loop over experts; `hooked`: what hooks multiply."""
+def dense_reference(
+    layer: MoELayer, x: Tensor, hooked: dict[str, float], experts: list[Callable[[Tensor], Tensor]]
+) -> Tensor:
+    """Loop over experts; `hooked`: the factors that hooks apply."""
     of = {"layer_in": 1.0, "gate_in": 1.0, "in": 1.0, "out": 1.0, "grad_in": 1.0, "grad_out": 1.0} | hooked
     x_SM = x.reshape(-1, M) * of["layer_in"]
     logits_SE = (x_SM * of["gate_in"]) @ layer.gate.weight_EM.t()
@@ -105,8 +105,8 @@ def feed_forward(w1: Tensor, w2: Tensor) -> list[Callable[[Tensor], Tensor]]:
 
 
 @contextmanager
-def hooks_on(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str, float]]:
-    """Registers a hook of a kind; gives what it multiplies."""
+def registered_hook(kind: str, layer: MoELayer, calls: list[int]) -> Iterator[dict[str, float]]:
+    """Register a hook of the given kind; return the factors that it applies."""
 
     def count(*_: Any) -> None:
         calls.append(1)
@@ -161,8 +161,8 @@ KINDS = ("layer", "gate", "forward pre", "forward", "backward", "backward pre", 
 KINDS += ("replaced forward",)
 
 
-def each_hook(rank: int, world: int, how: str) -> None:
-    """Every kind of hook, one after the other, on one layer: values, gradients, and one call."""
+def check_each_hook(rank: int, world: int, how: str) -> None:
+    """Register every kind of hook in turn on one layer: compare values and gradients, and require one call."""
     topology = topology_of(world)
     run, layer = make(how, topology, SwiGLU(H))
     whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))  # with all experts
@@ -174,29 +174,29 @@ def each_hook(rank: int, world: int, how: str) -> None:
             continue
         calls: list[int] = []
         planned.clear()
-        torch.compiler.reset()  # PyTorch guards no hooks
-        if kind == "off":  # hooks are gone, and plans are back
-            y, wanted = passes(run, layer, whole, rank, world, {})
+        torch.compiler.reset()  # PyTorch does not guard hooks
+        if kind == "off":  # hooks are removed, and plans are used again
+            y, wanted = run_layer_and_dense(run, layer, whole, rank, world, {})
         else:
-            with hooks_on(kind, layer, calls) as hooked:
-                y, wanted = passes(run, layer, whole, rank, world, hooked)
+            with registered_hook(kind, layer, calls) as hooked:
+                y, wanted = run_layer_and_dense(run, layer, whole, rank, world, hooked)
             counted = kind != "replaced forward" and how not in ("compiled", "whole graph")
             assert len(calls) == 1 or not counted, f"{how}, {kind}: {len(calls)} calls"
-        # A layer whose schedule rests with hooks on it follows it without.
+        # A layer whose hooks suspend its schedule resumes it once they are removed.
         plans = kind in ("off", "layer", "gate") if how != "pipeline" else kind == "off"
         assert bool(planned) == (plans and (how == "pipeline" or (how != "off" and world > 1))), (how, kind)
-        torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12, msg=partial(_told, how, kind))
+        torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12, msg=partial(_message, how, kind))
     topology.close()
 
 
-def _told(how: str, kind: str, text: str) -> str:
+def _message(how: str, kind: str, text: str) -> str:
     return f"{how}, {kind}: {text}"
 
 
-def passes(
+def run_layer_and_dense(
     run: Any, layer: MoELayer, whole: MoELayer, rank: int, world: int, hooked: dict[str, float]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Both passes by a layer, and densely; returns results and gradients of each."""
+    """Run both passes with a layer and densely; return results and gradients of each."""
     x, dy = numbers(rank)
     layer.zero_grad()
     y = run(x)
@@ -204,7 +204,7 @@ def passes(
     every = [numbers(other) for other in range(world)]
     whole.zero_grad()
     of_experts = feed_forward(whole.experts.w1, whole.experts.w2)
-    results = [dense(whole, one, hooked, of_experts) for one, _ in every]
+    results = [dense_reference(whole, one, hooked, of_experts) for one, _ in every]
     sum((result * grad).sum() for result, (_, grad) in zip(results, every, strict=True)).backward()
     gate = layer.gate.weight_EM.grad.clone()
     if world > 1:
@@ -216,46 +216,46 @@ def passes(
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_hooks_on_one_rank(how: str) -> None:
-    each_hook(0, 1, how)
+def test_module_hooks_on_one_rank_equal_dense(how: str) -> None:
+    check_each_hook(0, 1, how)
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_hooks_on_two_ranks(cluster: Cluster, how: str) -> None:
-    cluster.run(2, each_hook, how)
+def test_module_hooks_on_two_ranks_equal_dense(cluster: Cluster, how: str) -> None:
+    cluster.run(2, check_each_hook, how)
 
 
 class Doubled(SwiGLU):
-    """Experts of a user's own, whose base computes chunks by kernels."""
+    """User-defined experts whose base class computes chunks with kernels."""
 
     def forward(self, x_SM: Tensor, layout: Any, weight_N: Tensor | None) -> Tensor:
         return super().forward(x_SM, layout, weight_N) * 2
 
 
-def overridden(rank: int, world: int, how: str) -> None:
+def check_overridden_forward(rank: int, world: int, how: str) -> None:
     topology = topology_of(world)
     run, layer = make(how, topology, Doubled(H))
     whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))
     torch.compiler.reset()
-    y, wanted = passes(run, layer, whole, rank, world, {"out": 2.0})
+    y, wanted = run_layer_and_dense(run, layer, whole, rank, world, {"out": 2.0})
     torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12)
     topology.close()
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_an_overridden_forward_on_two_ranks(cluster: Cluster, how: str) -> None:
-    cluster.run(2, overridden, how)
+def test_overridden_expert_forward_on_two_ranks(cluster: Cluster, how: str) -> None:
+    cluster.run(2, check_overridden_forward, how)
 
 
-def test_an_overridden_forward_in_a_pipeline() -> None:
-    overridden(0, 1, "pipeline")
+def test_overridden_expert_forward_in_pipeline() -> None:
+    check_overridden_forward(0, 1, "pipeline")
 
 
-# What recomputes weights in a pre-hook, and parametrisations.
+# Pre-hooks that recompute weights, and parametrisations.
 
 
 class Counted(nn.Module):
-    """A parametrisation that counts how often it is evaluated."""
+    """Parametrisation that counts its evaluations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,8 +270,8 @@ def _experts_of(kind: str) -> Experts:
     return Custom(expert) if "custom" in kind else SwiGLU(H)
 
 
-def _prepared(kind: str, layer: MoELayer) -> list[Counted]:
-    """Has weights of the layer recomputed, or evaluated; returns the parametrisations."""
+def _parametrize_weights(kind: str, layer: MoELayer) -> list[Counted]:
+    """Recompute or evaluate weights of the layer; return the parametrisations."""
     counted = []
     networks = layer.experts.experts.values() if isinstance(layer.experts, Custom) else ()
     match kind:
@@ -308,14 +308,14 @@ RECOMPUTED = ("prune", "prune custom", "weight_norm custom", "spectral_norm cust
 EVALUATED = ("w1", "gate", "shared", "parametrised custom")
 
 
-def as_without_a_plan(rank: int, world: int, how: str, kind: str) -> None:
-    """Two steps in which weights are recomputed, as by a layer without a plan, whose modules are called."""
+def compare_with_no_plan(rank: int, world: int, how: str, kind: str) -> None:
+    """Two steps with recomputed weights equal those of a layer without a plan, whose modules are called."""
     topology = topology_of(world)
     found = []
     for way in ("off", how):
         torch.compiler.reset()
         run, layer = make(way, topology, _experts_of(kind), shared=True)
-        counted = _prepared(kind, layer)
+        counted = _parametrize_weights(kind, layer)
         chance = torch.Generator().manual_seed(3)
         for _ in range(2):
             x, dy = numbers(rank)
@@ -324,7 +324,7 @@ def as_without_a_plan(rank: int, world: int, how: str, kind: str) -> None:
             assert [float(each.count) - once for each, once in zip(counted, before, strict=True)] == [1.0] * len(before)
             layer.zero_grad()
             (y * dy).sum().backward()
-            for parameter in layer.parameters():  # weights that a hook makes are stale now
+            for parameter in layer.parameters():  # weights computed by a hook are stale now
                 step = torch.randn(parameter.shape, generator=chance, dtype=parameter.dtype) / 8
                 with torch.no_grad():
                     parameter.add_(step)
@@ -334,28 +334,28 @@ def as_without_a_plan(rank: int, world: int, how: str, kind: str) -> None:
     topology.close()
 
 
-def each_recomputed(rank: int, world: int, how: str) -> None:
+def check_recomputed_weights(rank: int, world: int, how: str) -> None:
     for kind in (*RECOMPUTED, *EVALUATED):
-        # Experts that are modules of their own do not move, and no graph holds them with a schedule.
+        # Experts that are separate modules are not moved between ranks, and no graph holds them with a schedule.
         if how not in ("fssdp", "whole graph") or "custom" not in kind:
-            as_without_a_plan(rank, world, how, kind)
+            compare_with_no_plan(rank, world, how, kind)
 
 
 @pytest.mark.parametrize("how", HOWS[1:])
-def test_recomputed_weights_on_two_ranks(cluster: Cluster, how: str) -> None:
-    cluster.run(2, each_recomputed, how)
+def test_parametrized_weights_on_two_ranks_equal_no_plan(cluster: Cluster, how: str) -> None:
+    cluster.run(2, check_recomputed_weights, how)
 
 
 @pytest.mark.parametrize("how", ["pipeline", *slowly("plan", "compiled")])
-def test_recomputed_weights_on_one_rank(how: str) -> None:
-    each_recomputed(0, 1, how)
+def test_parametrized_weights_on_one_rank_equal_no_plan(how: str) -> None:
+    check_recomputed_weights(0, 1, how)
 
 
 # Ranks with different hooks.
 
 
-def hooked_on_one_rank(rank: int, world: int) -> None:
-    """A hook on one rank has all ranks go without a plan, and once it is gone they go by it again."""
+def check_hook_on_one_rank(rank: int, world: int) -> None:
+    """A hook on one rank makes all ranks run without a plan; after its removal all ranks use the plan again."""
     topology = topology_of(world)
     run, layer = make("plan", topology, SwiGLU(H))
     whole, _ = make("off", fusedmoe.Topology(), SwiGLU(H))
@@ -366,7 +366,7 @@ def hooked_on_one_rank(rank: int, world: int) -> None:
         planned.clear()
         calls: list[int] = []
         handle = layer.experts.register_forward_hook(lambda *_: calls.append(1)) if hooked and rank else None  # noqa: B023
-        y, wanted = passes(run, layer, whole, rank, world, {})
+        y, wanted = run_layer_and_dense(run, layer, whole, rank, world, {})
         torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-12)
         assert len(calls) == (handle is not None)
         assert bool(planned) != hooked
@@ -375,39 +375,39 @@ def hooked_on_one_rank(rank: int, world: int) -> None:
     topology.close()
 
 
-def test_a_hook_on_one_rank(cluster: Cluster) -> None:
-    cluster.run(2, hooked_on_one_rank)
+def test_hook_on_one_rank_disables_plan_on_all(cluster: Cluster) -> None:
+    cluster.run(2, check_hook_on_one_rank)
 
 
-def refused_on_one_rank(rank: int, world: int, how: str) -> str:
-    """A hook on one rank, where another one cannot call its experts as a module: no rank waits, and all say why."""
+def error_of_hook_on_one_rank(rank: int, world: int, how: str) -> str:
+    """One rank has a hook, and another cannot call its experts as a module: no rank waits, and all raise the reason."""
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=20)
     run, layer = make("whole graph" if how == "graph of one rank" and not rank else how, topology, SwiGLU(H))
     if rank:
-        layer.experts.register_forward_hook(see)
+        layer.experts.register_forward_hook(observe_call)
     with pytest.raises(RankError) as error:
         run(numbers(rank)[0])
     return str(error.value)
 
 
-def see(*_: Any) -> None:
-    """Observes a call."""
+def observe_call(*_: Any) -> None:
+    """Observe a call."""
 
 
 @pytest.mark.parametrize("how", ["pipeline", "whole graph", "graph of one rank"])
-def test_a_hook_on_one_rank_is_refused(how: str) -> None:
-    ranks = Cluster()  # of their own: the job is over
+def test_unsupported_hook_on_one_rank_raises_on_all(how: str) -> None:
+    ranks = Cluster()  # a separate cluster: the job is over
     try:
-        texts = ranks.run(2, refused_on_one_rank, how)
+        texts = ranks.run(2, error_of_hook_on_one_rank, how)
     finally:
         ranks.close()
     assert all("rank 1" in text for text in texts), texts
-    if how != "whole graph":  # a graph does not know whether it was made with hooks
-        assert "because of the forward hook see on SwiGLU" in texts[1], texts[1]
+    if how != "whole graph":  # a graph cannot detect whether it was traced with hooks
+        assert "because of the forward hook observe_call on SwiGLU" in texts[1], texts[1]
 
 
-def removed_before_the_backward(rank: int, world: int) -> None:
-    """A checkpoint computes again what it saved: without a plan, although the hook is gone by then."""
+def remove_hook_before_backward(rank: int, world: int) -> None:
+    """A checkpoint recomputes as it saved, without a plan, although the hook is gone by then."""
     topology = topology_of(world)
     run, layer = make("plan", topology, SwiGLU(H))
     grads = []
@@ -424,5 +424,5 @@ def removed_before_the_backward(rank: int, world: int) -> None:
     topology.close()
 
 
-def test_a_hook_removed_before_the_backward(cluster: Cluster) -> None:
-    cluster.run(2, removed_before_the_backward)
+def test_recomputation_after_hook_removal(cluster: Cluster) -> None:
+    cluster.run(2, remove_hook_before_backward)

@@ -18,7 +18,7 @@ from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.oracle import EXPERTS, GATES, ORDERS, Case, M, assert_equal_to_dense, chunk_sizes, make_layer
 
-TOKENS = [5, 0, 11, 1]  # by rank; an empty rank and a rank with one token among them
+TOKENS = [5, 0, 11, 1]  # by rank, including an empty rank and a rank with one token
 
 # world, ep, esp, mp
 SHAPES = [
@@ -39,7 +39,7 @@ def shape_name(shape: Any) -> str | None:
 
 
 def inputs(world: int, mp: int, mp_input: MpInput) -> tuple[list[Tensor], list[Tensor]]:
-    """x and dy of every rank; over an MP group both are the same when replicated, and dy when partial."""
+    """Return x and dy of every rank; over an MP group both are equal if replicated, and dy if partial."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(replicated: bool) -> list[Tensor]:
@@ -50,7 +50,7 @@ def inputs(world: int, mp: int, mp_input: MpInput) -> tuple[list[Tensor], list[T
     return draw(mp_input == "replicated"), draw(mp_input != "split")
 
 
-def equals_dense(
+def compare_with_dense(
     rank: int,
     world: int,
     ep: int,
@@ -73,7 +73,7 @@ def equals_dense(
 
 
 ALL_CASES = list(itertools.product(GATES, ORDERS, EXPERTS))
-# Every gate, every order, every expert, but not every combination of them, which are in three such parts.
+# Every gate, order and expert, in three groups instead of every combination.
 PARTS = [
     [(gate, order, list(EXPERTS)[(i + j + part) % 3]) for i, gate in enumerate(GATES) for j, order in enumerate(ORDERS)]
     for part in range(3)
@@ -82,8 +82,8 @@ FEW_CASES = PARTS[0]
 
 
 @pytest.mark.slow
-def test_world_of_one() -> None:
-    equals_dense(0, 1, 1, 1, 1, "direct", "replicated", ALL_CASES)
+def test_one_process_equals_dense() -> None:
+    compare_with_dense(0, 1, 1, 1, 1, "direct", "replicated", ALL_CASES)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_world_of_one() -> None:
     ],
     ids=shape_name,
 )
-def test_parallel(cluster: Cluster, place: int, shape: tuple[int, int, int, int]) -> None:
-    """Every gate with one of the orders, each shape with another."""
+def test_parallel_layer_equals_dense(cluster: Cluster, place: int, shape: tuple[int, int, int, int]) -> None:
+    """Every gate with one order; each parallel shape with another order."""
     cases = FEW_CASES[place % len(ORDERS) :: len(ORDERS)]
-    cluster.run(*shape[:1], equals_dense, *shape[1:], "direct", "split", cases)
+    cluster.run(*shape[:1], compare_with_dense, *shape[1:], "direct", "split", cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["direct", "1dh", "2dh"])
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_name)
-def test_parallel_every_combination(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
-    """Every combination of gate, order and experts in each shape, and with each dispatch."""
+def test_every_combination_equals_dense(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
+    """Every combination of gate, order and experts in each parallel shape, with each dispatch algorithm."""
     part = SHAPES.index(shape) + ("direct", "1dh", "2dh").index(dispatch)
-    cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", PARTS[part % 3])
+    cluster.run(*shape[:1], compare_with_dense, *shape[1:], dispatch, "split", PARTS[part % 3])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_parallel_every_combination(cluster: Cluster, shape: tuple[int, int, int
     ],
     ids=str,
 )
-def test_hierarchical_dispatch(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
-    cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", FEW_CASES[::7])
+def test_hierarchical_dispatch_equals_dense(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
+    cluster.run(*shape[:1], compare_with_dense, *shape[1:], dispatch, "split", FEW_CASES[::7])
 
 
 @pytest.mark.parametrize("mp_input", ["partial", *slowly("replicated")])
@@ -128,11 +128,13 @@ def test_hierarchical_dispatch(cluster: Cluster, shape: tuple[int, int, int, int
     [(4, 2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 1, 2), (4, 2, 1, 4)))],
     ids=shape_name,
 )
-def test_model_parallel_inputs(cluster: Cluster, shape: tuple[int, int, int, int], mp_input: MpInput) -> None:
-    cluster.run(*shape[:1], equals_dense, *shape[1:], "direct", mp_input, FEW_CASES[::4])
+def test_model_parallel_inputs_equal_dense(
+    cluster: Cluster, shape: tuple[int, int, int, int], mp_input: MpInput
+) -> None:
+    cluster.run(*shape[:1], compare_with_dense, *shape[1:], "direct", mp_input, FEW_CASES[::4])
 
 
-def bits(rank: int, world: int, dispatch: str) -> list[Tensor]:
+def results_of_dispatch(rank: int, world: int, dispatch: str) -> list[Tensor]:
     topology = Topology.from_sizes(world, ranks_per_node=2)
     layer = make_layer(("topk", "sparse", "swiglu"), topology, dispatch=dispatch, mp_input="split").float()
     x = torch.randn(TOKENS[rank], M, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -142,10 +144,10 @@ def bits(rank: int, world: int, dispatch: str) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_dispatch_algorithms_agree_bit_for_bit(cluster: Cluster) -> None:
-    direct = cluster.run(4, bits, "direct")
+def test_dispatch_algorithms_are_bitwise_equal(cluster: Cluster) -> None:
+    direct = cluster.run(4, results_of_dispatch, "direct")
     for dispatch in ("1dh", "2dh"):
-        for ours, theirs in zip(direct, cluster.run(4, bits, dispatch), strict=True):
+        for ours, theirs in zip(direct, cluster.run(4, results_of_dispatch, dispatch), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

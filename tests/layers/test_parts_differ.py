@@ -1,4 +1,4 @@
-"""Ranks whose parts were constructed in different ways, or were changed since, are refused when the layer is made."""
+"""Ranks whose parts were constructed or later changed differently are refused when the layer is constructed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import experts, gates, hooks, orders
-from fusedmoe.construction import describe, facts_of
+from fusedmoe.construction import describe, describe_part
 from tests.cluster import Cluster
-from tests.layers.test_refusals import all_end
+from tests.layers.test_refusals import assert_all_ranks_raise
 
 M, E = 6, 4
 Options = dict[str, Any]
 
 
 class Scaled(gates.TopK):
-    """A gate of a user's, which keeps its arguments in its own way, or not at all."""
+    """User-defined gate that stores its arguments under other names, or not at all."""
 
     def __init__(self, experts: int, temperature: float = 1.0, prior: Tensor | None = None, **options: Any) -> None:
         super().__init__(experts, 2, **options)
@@ -36,7 +36,7 @@ class Scaled(gates.TopK):
 
 
 class Hidden(gates.TopK):
-    """Arguments equal on all ranks, from which another gate is made on one."""
+    """Arguments equal on all ranks; one rank builds a different gate from them."""
 
     def __init__(self, changed: bool) -> None:
         super().__init__(E, 2, normalize=not changed)
@@ -64,13 +64,13 @@ class Settings:
     slope: float = 1.0
 
 
-def changed_later(gate: gates.Gate, **values: Any) -> gates.Gate:
+def with_attributes(gate: gates.Gate, **values: Any) -> gates.Gate:
     for name, value in values.items():
         setattr(gate, name, value)
     return gate
 
 
-# By name: what is made on the rank that differs, or on the others, and how the error begins.
+# By name: constructors for the differing rank and for the rest, and the beginning of the error.
 CASES: dict[str, tuple[Callable[[bool], Options], str]] = {
     "route_scale": (
         lambda b: {"gate": gates.DeepSeekV3(E, 2, route_scale=2.5 if b else 1.0)},
@@ -91,8 +91,11 @@ CASES: dict[str, tuple[Callable[[bool], Options], str]] = {
     "a user's gate": (lambda b: {"gate": Scaled(E, 1.0 + b)}, "gate argument temperature is"),
     "a tensor": (lambda b: {"gate": Scaled(E, prior=torch.full((E,), float(b)))}, "gate argument prior is tensor of"),
     "an argument changed on its way": (lambda b: {"gate": Hidden(b)}, "gate argument changed"),
-    "set later": (lambda b: {"gate": changed_later(gates.TopK(E), capacity_factor=1.0 + b)}, "gate.capacity_factor is"),
-    "set later, private": (lambda b: {"gate": changed_later(Scaled(E), _private=[b])}, "gate._private is"),
+    "set later": (
+        lambda b: {"gate": with_attributes(gates.TopK(E), capacity_factor=1.0 + b)},
+        "gate.capacity_factor is",
+    ),
+    "set later, private": (lambda b: {"gate": with_attributes(Scaled(E), _private=[b])}, "gate._private is"),
     "experts": (lambda b: {"experts": experts.FeedForward(8, "relu" if b else "gelu")}, "experts argument activation"),
     "a factory": (lambda b: {"experts": Network(8 + b)}, "experts argument hidden is"),
     "a closure": (
@@ -117,7 +120,7 @@ def make(options: Options, topology: fusedmoe.Topology) -> fusedmoe.MoELayer:
     return fusedmoe.MoELayer(M, topology=topology, **given)
 
 
-def all_cases(rank: int, world: int) -> dict[str, str]:
+def errors_of_all_cases(rank: int, world: int) -> dict[str, str]:
     found = {}
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
     for name, (options, _) in CASES.items():
@@ -129,8 +132,8 @@ def all_cases(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-def test_settings_of_all_kinds(cluster: Cluster) -> None:
-    of_ranks = cluster.run(2, all_cases)
+def test_different_settings_across_ranks_are_rejected(cluster: Cluster) -> None:
+    of_ranks = cluster.run(2, errors_of_all_cases)
     assert of_ranks[0] == of_ranks[1]
     for name, (_, begin) in CASES.items():
         text = of_ranks[0][name]
@@ -138,8 +141,8 @@ def test_settings_of_all_kinds(cluster: Cluster) -> None:
         assert "on ranks [0] and " in text and " on ranks [1]. " in text, (name, text)
 
 
-def alike(rank: int, world: int) -> None:
-    """What differs between ranks, and must not matter."""
+def check_allowed_differences(rank: int, world: int) -> None:
+    """Differences between ranks that must not matter."""
     topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
     torch.manual_seed(rank)
     log = Log(f"rank{rank}.txt")
@@ -161,16 +164,16 @@ def alike(rank: int, world: int) -> None:
     )  # fmt: skip
     layer = make({"gate": gate, "hooks": [log], "experts": experts.Custom(lambda m: nn.Linear(m, m))}, topology)
     layer(torch.randn(3, M)).sum().backward()
-    # A gate that was called, a hook that has counted and a layer beside another make another layer.
+    # Another layer can be built from a gate that was called and a hook that has state.
     log.seen.append(rank)
     make({"gate": gate, "hooks": [log]}, topology)
 
 
-def test_what_may_differ(cluster: Cluster) -> None:
-    cluster.run(2, alike)
+def test_rank_specific_settings_are_allowed(cluster: Cluster) -> None:
+    cluster.run(2, check_allowed_differences)
 
 
-def test_descriptions() -> None:
+def test_part_descriptions_are_unique_and_stable() -> None:
     def plus(n: int) -> Callable[[int], int]:
         return lambda x: x + n
 
@@ -194,18 +197,23 @@ def test_descriptions() -> None:
     assert all(len(describe(each)) < 250 for each in different)
 
 
-def test_copies_keep_what_they_were_made_with() -> None:
+def test_copies_keep_constructor_arguments() -> None:
     import copy
     import pickle
 
     gate = Scaled(E, 2.0)
     for made in (copy.copy(gate), copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
-        assert facts_of(made, "gate") == facts_of(gate, "gate")
+        assert describe_part(made, "gate") == describe_part(gate, "gate")
 
 
-def test_one_layer_that_differs_is_refused_by_all(cluster: Cluster) -> None:
-    all_end(cluster, "RankError", r"gate argument normalize is .* on ranks \[0, 2, 3\] and .* on ranks \[1\]", of_four)
+def test_different_gate_on_one_rank_raises_on_all(cluster: Cluster) -> None:
+    assert_all_ranks_raise(
+        cluster,
+        "RankError",
+        r"gate argument normalize is .* on ranks \[0, 2, 3\] and .* on ranks \[1\]",
+        make_different_layer_on_rank_1,
+    )
 
 
-def of_four(rank: int, world: int) -> None:
+def make_different_layer_on_rank_1(rank: int, world: int) -> None:
     make({"gate": gates.TopK(E, normalize=rank != 1)}, fusedmoe.Topology.from_sizes(ep=4, timeout_s=60))

@@ -1,4 +1,4 @@
-"""Blocks in micro-batches do what they do one after the other: losses, gradients, drops, updated parameters."""
+"""Blocks in micro-batches equal blocks without overlap: losses, gradients, drops, updated parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GATES: dict[str, Callable[[int, float | None], gates.Gate]] = {
 
 
 class Attention(nn.Module):
-    """Causal, one head: what a user's own block might have."""
+    """Causal attention with one head, as in a user's own block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def make_blocks(gate: str, k: int, factor: float | None, topology: Topology, **o
     ]  # fmt: skip
 
 
-def one_after_the_other(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
+def without_overlap(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
     def run(x_BLM: Tensor) -> Tensor:
         for dense, layer in blocks:
             x_BLM, u_BLM = dense(x_BLM)
@@ -74,7 +74,7 @@ def one_after_the_other(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
 
 
 def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, rank: int, steps: int) -> list[Tensor]:
-    """Losses, gradients, drops and parameters of some steps."""
+    """Return losses, gradients, drops and parameters of several steps."""
     modules = nn.ModuleList([module for block in blocks for module in block])
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
     found: list[Tensor] = []
@@ -82,7 +82,7 @@ def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, rank
         torch.manual_seed(100 * step + rank)
         x_BLM = torch.randn(batch, L, M, dtype=torch.double, requires_grad=True)
         weight_BLM = torch.randn(batch, L, M, dtype=torch.double)
-        torch.manual_seed(7 * step + rank)  # of the gates' noise
+        torch.manual_seed(7 * step + rank)  # for the gates' noise
         z_BLM = run(x_BLM)
         loss = (z_BLM * weight_BLM).sum() / 10 + sum(block.experts.aux_loss for block in blocks)
         optimizer.zero_grad()
@@ -97,19 +97,19 @@ def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, rank
     return found + [parameter.detach().clone() for parameter in modules.parameters()]
 
 
-def compare(
+def compare_with_no_overlap(
     rank: int, world: int, gate: str, k: int, factor: float | None, degrees: tuple[int, int], batches: tuple[int, ...],
     sizes: dict[str, int], steps: int = 2, options: dict[str, Any] | None = None,
 ) -> int:  # fmt: skip
     topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks(gate, k, factor, topology, **(options or {}))
-    return assert_same(blocks, degrees, batches[rank % len(batches)], rank, steps)
+    return assert_equals_no_overlap(blocks, degrees, batches[rank % len(batches)], rank, steps)
 
 
-def assert_same(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank: int, steps: int) -> int:
-    """As one after the other; how many slots were dropped in the last step."""
+def assert_equals_no_overlap(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank: int, steps: int) -> int:
+    """Require equality with the run without overlap; return the number of slots dropped in the last step."""
     others = copy.deepcopy(blocks)
-    want = train(one_after_the_other(blocks), blocks, batch, rank, steps)
+    want = train(without_overlap(blocks), blocks, batch, rank, steps)
     got = train(fusedmoe.pipeline(others, degrees), others, batch, rank, steps)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -124,16 +124,16 @@ def assert_same(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank:
         for number, of in enumerate([(1, None), (2, 0.8), (2, None), (1, 0.8)])
     ],
 )
-def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, int]) -> None:
+def test_pipelined_gates_equal_no_overlap(gate: str, k: int, factor: float | None, degrees: tuple[int, int]) -> None:
     if gate == "switch" and k > 1:
         pytest.skip("one expert a token")
-    dropped = compare(0, 1, gate, k, factor, degrees, (6,), {})
+    dropped = compare_with_no_overlap(0, 1, gate, k, factor, degrees, (6,), {})
     assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 2)])
-def test_inference_mode(degrees: tuple[int, int]) -> None:
-    """Micro-batches are put together by the threads of links, and training goes on afterwards."""
+def test_pipeline_in_inference_mode(degrees: tuple[int, int]) -> None:
+    """Link threads assemble the micro-batches, and training continues afterwards."""
     blocks = make_blocks("topk", 2, None, Topology())
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
     pipe = fusedmoe.pipeline(blocks, degrees)
@@ -147,7 +147,7 @@ def test_inference_mode(degrees: tuple[int, int]) -> None:
 
 
 class LowRank(nn.Module):
-    """An adapter in the place of the linear map that it adds to, as PEFT puts it there."""
+    """Adapter that replaces its base linear layer, as PEFT inserts it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class LowRank(nn.Module):
         return self.base(x_SM) + x_SM @ self.a_RM.t() @ self.b_MR.t()
 
 
-def test_parameters_that_dense_parts_get_later_are_trained() -> None:
+def test_parameters_added_to_dense_parts_are_trained() -> None:
     blocks = make_blocks("topk", 2, None, Topology())
     pipe = fusedmoe.pipeline(blocks, (2, 3))
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
@@ -168,7 +168,7 @@ def test_parameters_that_dense_parts_get_later_are_trained() -> None:
         dense.out = LowRank(dense.out)  # type: ignore[arg-type]
         nn.utils.parametrizations.weight_norm(dense.qkv)  # type: ignore[arg-type]
     other = nn.ModuleList([copy.deepcopy(module) for block in blocks for module in block])
-    run = one_after_the_other([Parts(*pair) for pair in zip(other[::2], other[1::2], strict=True)])
+    run = without_overlap([Parts(*pair) for pair in zip(other[::2], other[1::2], strict=True)])
     pipe(x_BLM).sum().backward()
     run(x_BLM).sum().backward()
     own = nn.ModuleList([module for block in blocks for module in block])
@@ -180,8 +180,8 @@ def test_parameters_that_dense_parts_get_later_are_trained() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_functional_call(own: bool, recompute: bool) -> None:
-    """Weights that are given, made of others, take the place of the module's; gradients go to what they are made of."""
+def test_pipeline_under_functional_call(own: bool, recompute: bool) -> None:
+    """Weights passed to the call, computed from other tensors, replace the module's; gradients reach those tensors."""
     torch.manual_seed(1)
     network = (lambda: experts.Custom(lambda dim: nn.Linear(dim, dim))) if own else (lambda: experts.SwiGLU(H))
     blocks = [
@@ -203,7 +203,7 @@ def test_functional_call(own: bool, recompute: bool) -> None:
                 parameter.data *= 1.25
                 parameter.register_hook(lambda grad, name=f"{part}.{number}.{name}": found.__setitem__(name, grad))
     found: dict[str, Tensor] = {}
-    want_BLM = one_after_the_other(plain)(x_BLM)
+    want_BLM = without_overlap(plain)(x_BLM)
     (want_BLM * dz_BLM).sum().backward()
     torch.testing.assert_close(z_BLM, want_BLM, rtol=1e-10, atol=1e-10)
     for name, leaf in leaves.items():
@@ -212,8 +212,8 @@ def test_functional_call(own: bool, recompute: bool) -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@pytest.mark.slow  # it imports the compiler
-def test_compiled_models_call_blocks_as_they_are() -> None:
+@pytest.mark.slow  # imports the compiler
+def test_compiled_model_runs_blocks_eagerly() -> None:
     model = nn.Sequential(nn.Linear(M, M).double(), fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (2, 3)))
     other = copy.deepcopy(model)
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
@@ -226,7 +226,7 @@ def test_compiled_models_call_blocks_as_they_are() -> None:
         torch.testing.assert_close(one.grad, right.grad, rtol=1e-10, atol=1e-10)
 
 
-# Each degree, and each batch, that of one sample and that of none on a rank among them.
+# Each degree with each batch, including one sample and no sample on a rank.
 DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
 
 
@@ -239,8 +239,10 @@ DEFAULT = [((8, 8), (8, 0), 0.5), ((1, 4), (3, 8), 0.5)]
         for of in [(degrees, batches, (None, 0.5)[(row + column + (row == 3)) % 2])]
     ],
 )
-def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
-    cluster.run(2, compare, "topk", 2, factor, degrees, batches, {"ep": 2})
+def test_pipeline_on_two_ranks_equals_no_overlap(
+    cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None
+) -> None:
+    cluster.run(2, compare_with_no_overlap, "topk", 2, factor, degrees, batches, {"ep": 2})
 
 
 @pytest.mark.parametrize(
@@ -251,15 +253,17 @@ def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[in
         for number, of in enumerate([((2, 2), 1.0), ((4, 3), None)])
     ],
 )
-def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], factor: float | None, sizes: dict[str, int]) -> None:
-    cluster.run(4, compare, "topk", 2, factor, degrees, (4, 3, 0, 1), sizes)
+def test_pipeline_on_four_ranks_equals_no_overlap(
+    cluster: Cluster, degrees: tuple[int, int], factor: float | None, sizes: dict[str, int]
+) -> None:
+    cluster.run(4, compare_with_no_overlap, "topk", 2, factor, degrees, (4, 3, 0, 1), sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_any_split_of_any_gate(cluster: Cluster, world: int) -> None:
-    """Five steps each, on fresh random choices of everything."""
+def test_random_pipelines_equal_no_overlap(cluster: Cluster, world: int) -> None:
+    """Run five steps for each random combination of all options."""
     rng = random.Random()
     for _ in range(15 if world == 1 else 6):
         gate = rng.choice(list(GATES))
@@ -270,23 +274,23 @@ def test_any_split_of_any_gate(cluster: Cluster, world: int) -> None:
         sizes = rng.choice([{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}]) if world == 4 else {"ep": 2}
         given = (gate, k, factor, degrees, batches, sizes if world > 1 else {}, 5)
         try:
-            compare(0, 1, *given) if world == 1 else cluster.run(world, compare, *given)
+            compare_with_no_overlap(0, 1, *given) if world == 1 else cluster.run(world, compare_with_no_overlap, *given)
         except AssertionError as error:
             raise AssertionError(f"{given}") from error
 
 
 @pytest.mark.slow
-def test_two_level_dispatch(cluster: Cluster) -> None:
+def test_pipeline_with_two_level_dispatch(cluster: Cluster) -> None:
     sizes = {"ep": 4, "ranks_per_node": 2}
-    cluster.run(4, compare, "gshard", 2, 1.0, (3, 2), (4, 3, 0, 1), sizes, 1, {"dispatch": "2dh"})
+    cluster.run(4, compare_with_no_overlap, "gshard", 2, 1.0, (3, 2), (4, 3, 0, 1), sizes, 1, {"dispatch": "2dh"})
 
 
-def test_a_shared_expert(cluster: Cluster) -> None:
-    cluster.run(2, with_parts, experts.SwiGLU(H), experts.FeedForward(H), (2, 3))
+def test_pipeline_with_shared_expert(cluster: Cluster) -> None:
+    cluster.run(2, compare_with_experts, experts.SwiGLU(H), experts.FeedForward(H), (2, 3))
 
 
 class Double(experts.RowExperts):
-    """Experts by autograd, whose backward follows the forward's chunks."""
+    """Experts differentiated by autograd, whose backward uses the forward's chunks."""
 
     def make(self, model_dim: int, place: Any, seed: int, **_: Any) -> None:
         self.scale = nn.Parameter(torch.ones(place.local, model_dim, dtype=torch.double))
@@ -297,13 +301,13 @@ class Double(experts.RowExperts):
         return (rows_NM * self.scale[of]).tanh()
 
 
-def test_experts_of_another_kind(cluster: Cluster) -> None:
-    cluster.run(2, with_parts, Double(), None, (3, 3))
+def test_pipeline_with_autograd_experts(cluster: Cluster) -> None:
+    cluster.run(2, compare_with_experts, Double(), None, (3, 3))
     with pytest.raises(ConfigError, match="one degree for both passes"):
-        with_parts(0, 1, Double(), None, (2, 3))
+        compare_with_experts(0, 1, Double(), None, (2, 3))
 
 
-def with_parts(
+def compare_with_experts(
     rank: int, world: int, own: experts.Experts, shared: experts.Experts | None, degrees: tuple[int, int]
 ) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
@@ -311,17 +315,17 @@ def with_parts(
     layer = fusedmoe.MoELayer(
         M, gates.TopK(E, 2), own, shared=shared, topology=topology, mp_input="split", dtype=torch.double
     )
-    assert_same([Parts(Attention().double(), layer)], degrees, 4, rank, 2)
+    assert_equals_no_overlap([Parts(Attention().double(), layer)], degrees, 4, rank, 2)
 
 
 @pytest.mark.parametrize("degrees", [(3, 2), *slowly(((2, 2),))])
-def test_under_autocast(degrees: tuple[int, int]) -> None:
-    """Experts compute in bfloat16, and their own parameters get gradients."""
+def test_pipeline_under_autocast(degrees: tuple[int, int]) -> None:
+    """Experts compute in bfloat16, and their own parameters receive gradients."""
     torch.manual_seed(0)
     blocks = [Parts(Attention(), fusedmoe.MoELayer(M, gates.TopK(E, 2), experts.SwiGLU(H))) for _ in range(LAYERS)]
     x_BLM, dz_BLM = torch.randn(2, 6, L, M)
     found = []
-    for run in (one_after_the_other(blocks), fusedmoe.pipeline(blocks, degrees)):
+    for run in (without_overlap(blocks), fusedmoe.pipeline(blocks, degrees)):
         with torch.autocast("cpu", torch.bfloat16):
             z_BLM = run(x_BLM)
         z_BLM.backward(dz_BLM)
@@ -334,17 +338,17 @@ def test_under_autocast(degrees: tuple[int, int]) -> None:
         assert (got - want).norm() <= 0.02 * want.norm()
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_pipeline_evaluation_has_no_graph() -> None:
     blocks = make_blocks("topk", 2, 1.0, Topology())
     run = fusedmoe.pipeline(blocks, (3, 2)).eval()
     x_BLM = torch.randn(5, L, M, dtype=torch.double)
     with torch.no_grad():
         z_BLM = run(x_BLM)
-        torch.testing.assert_close(z_BLM, one_after_the_other(blocks)(x_BLM), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(z_BLM, without_overlap(blocks)(x_BLM), rtol=1e-10, atol=1e-10)
     assert not z_BLM.requires_grad
 
 
-def test_gradients_add_up_and_hooks_see_them() -> None:
+def test_gradients_accumulate_and_reach_tensor_hooks() -> None:
     blocks = make_blocks("topk", 1, None, Topology())
     run = fusedmoe.pipeline(blocks, (2, 2))
     weight, seen = blocks[0].dense.qkv.weight, []  # type: ignore[union-attr]
@@ -354,7 +358,7 @@ def test_gradients_add_up_and_hooks_see_them() -> None:
     torch.testing.assert_close(weight.grad, seen[0] + seen[1])
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_second_backward_raises() -> None:
     z = fusedmoe.pipeline(make_blocks("topk", 1, None, Topology()), (2, 2))(torch.randn(4, L, M, dtype=torch.double))
     z.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="runs once"):
@@ -366,7 +370,7 @@ class OwnRoute(gates.TopK):
         return super().route(x_SM.flip(0))
 
 
-def test_gates_that_cannot_be_split() -> None:
+def test_gates_of_whole_batches_are_rejected() -> None:
     for gate in (gates.BatchPrioritised(E), gates.ExpertChoice(E), gates.SoftMoE(E), OwnRoute(E)):
         assert not gate.splits
         layer = fusedmoe.MoELayer(M, gate, experts.SwiGLU(H))
@@ -381,7 +385,7 @@ class Reversed(orders.Sparse):
         return super().layout(replace(routing, expert_SK=routing.expert_SK.flip(0)), experts)
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_pipeline_rejects_invalid_blocks_and_degrees() -> None:
     blocks = make_blocks("topk", 2, None, Topology())
     with pytest.raises(ConfigError, match="degrees"):
         fusedmoe.pipeline(blocks, (0, 2))
@@ -412,8 +416,8 @@ class Gives(nn.Module):
         return self.give(x_BLM)
 
 
-def test_what_a_dense_part_must_give() -> None:
-    # Two samples in one tensor would be taken for y and u.
+def test_invalid_dense_part_results_are_rejected() -> None:
+    # Two samples in one tensor could be mistaken for y and u.
     for give, match in (
         (lambda x: x, r"the dense part Gives gave a Tensor; it must give \(y, u\)"),
         (lambda x: (x, x, x), "gave 3 results"),
@@ -424,7 +428,7 @@ def test_what_a_dense_part_must_give() -> None:
             fusedmoe.pipeline([block], (1, 1))(torch.randn(2, L, M))
 
 
-def bad_logits(rank: int, world: int) -> None:
+def nonfinite_logits(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     run = fusedmoe.pipeline(make_blocks("topk", 2, None, topology), (2, 2))
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
@@ -441,10 +445,10 @@ def different_degrees(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (bad_logits, "NaN or infinite"),
+        (nonfinite_logits, "NaN or infinite"),
         (different_degrees, "pipeline: chunks of dense part and rows is [((2, 2), (2, 2))"),
     ],
 )
-def test_all_ranks_end_with_one_error(cluster: Cluster, function: Callable[..., None], text: str) -> None:
+def test_error_on_one_rank_is_equal_on_all(cluster: Cluster, function: Callable[..., None], text: str) -> None:
     for outcome in cluster.outcomes(2, function):
         assert outcome.error is not None and outcome.error[0] == "RankError" and text in outcome.error[1]

@@ -1,4 +1,4 @@
-"""Blocks in micro-batches need the memory that they need one after the other, and that of the chunks in flight."""
+"""Blocks in micro-batches need the memory of blocks without overlap plus that of the chunks in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedmoe.kernels import experts as kernels
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
-from tests.layers.test_pipeline import one_after_the_other
+from tests.layers.test_pipeline import without_overlap
 from tests.layers.test_pipeline_plans import COSTS, halves
 from tests.memory import PeakMemory
 
@@ -48,13 +48,15 @@ def make_blocks(**options: Any) -> list[Parts]:
 
 
 class Apart(Collectives):
-    """Dispatch, experts and combine by autograd, which sees no more of an operation than its results. Rows that travel
-    are kept where they arrive, on one rank, too."""
+    """Dispatch, experts and combine through autograd, which sees only an operation's results.
+
+    Rows are saved at the receiver, also on one rank.
+    """
 
     through_experts = Dispatcher.through_experts
 
 
-def peak(run: Callable[[Tensor], Tensor]) -> int:
+def peak_bytes(run: Callable[[Tensor], Tensor]) -> int:
     gc.collect()
     x_BLM, weight_BLM = torch.randn(2, B, L, M)
     with PeakMemory() as memory:
@@ -62,8 +64,8 @@ def peak(run: Callable[[Tensor], Tensor]) -> int:
     return memory.peak
 
 
-def waiting(plan: Plan) -> int:
-    """Chunks whose weight gradients are not computed yet, at most."""
+def max_pending_weight_gradients(plan: Plan) -> int:
+    """Return the largest number of chunks with pending weight gradients."""
     most = now = 0
     for task in plan.sequence:
         now += {"expert": 1, "weight-gradient": -1}.get(task.kind, 0)
@@ -80,34 +82,35 @@ def waiting(plan: Plan) -> int:
     ],
     ids=str,
 )
-def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_within_bound(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_sequence(plan: Plan, bodies: Any, **_: Any) -> None:
         with torch.no_grad():
             for task in plan.sequence:
                 bodies[task.kind](task)
 
-    # One thread: what counts operations sees its own thread only.
+    # One thread, because the operation counter sees only its own thread.
     monkeypatch.setattr(engine, "execute", in_sequence)
-    # Of so few rows experts would share one block, and its buffers be as large as what the plan is judged by.
+    # Otherwise all experts of so small a batch would share one block, with buffers as large as the limit that the plan
+    # is checked against.
     monkeypatch.setattr(kernels, "_SLICE_BYTES", FLOAT * H)
-    plain = peak(one_after_the_other(make_blocks(dispatch=Apart(Topology(), make_all_to_all("direct", Topology())))))
+    plain = peak_bytes(without_overlap(make_blocks(dispatch=Apart(Topology(), make_all_to_all("direct", Topology())))))
     blocks = make_blocks()
     run = fusedmoe.pipeline(blocks)
     costs = Workload(B, L, M, H, E, k=K).step_costs(COSTS, [0] * LAYERS, blocks[0].experts.parts, whole=True)
     plans = halves(micro_schedule(costs, split).plan())
     run.set_plan(plans)
-    found = peak(run)
-    # A chunk's rows as they were sent and as they came, and their gradients; its activations and these' gradients.
+    found = peak_bytes(run)
+    # A chunk's rows as sent and as received, and their gradients; its activations and their gradients.
     row = FLOAT * (4 * M + 2 * H)
     allowed = ROWS // min(split.forward, split.backward) * row
     if split.forward != split.backward:
         allowed += ROWS * FLOAT * (M + H)  # one layer's rows and pre-activations, regrouped
     if split.weights:
-        allowed += waiting(plans.backward) * ROWS // split.backward * FLOAT * (2 * M + 2 * H)
+        allowed += max_pending_weight_gradients(plans.backward) * ROWS // split.backward * FLOAT * (2 * M + 2 * H)
     assert plain < found <= plain + allowed + LAYERS * 5 * ROWS * INDEX
 
 
-def test_what_counts() -> None:
+def test_peak_memory_counts_live_storages() -> None:
     with PeakMemory() as memory:
         x = torch.empty(1000)
         y = x + 1

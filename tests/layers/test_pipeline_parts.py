@@ -1,4 +1,4 @@
-"""What a layer can do alone its block can, too: hooks, tokens that an MP group has in common, orders by products."""
+"""Blocks support each option of a single layer: hooks, tokens shared in an MP group, orders by products."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def make(
     ]
 
 
-def whole(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
-    """One after the other, whatever the dense parts give beside y and u."""
+def run_without_micro_batches(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
+    """Run without overlap, whatever the dense parts return besides y and u."""
 
     def run(x_BLM: Tensor) -> Tensor:
         for dense, layer in blocks:
@@ -72,7 +72,7 @@ def whole(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
 
 
 def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, seed: int, rank: int) -> list[Tensor]:
-    """Of two steps: losses, results, gradients, drops and parameters. MP ranks have a seed in common."""
+    """Return losses, results, gradients, drops and parameters of two steps. MP ranks share a seed."""
     modules = nn.ModuleList([module for block in blocks for module in block])
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
     found: list[Tensor] = []
@@ -80,7 +80,7 @@ def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, seed
         torch.manual_seed(100 * step + seed)
         x_BLM = torch.randn(batch, L, M, dtype=torch.double, requires_grad=True)
         weight_BLM = torch.randn(batch, L, M, dtype=torch.double)
-        torch.manual_seed(7 * step + rank)  # of the gates' noise
+        torch.manual_seed(7 * step + rank)  # for the gates' noise
         z_BLM = run(x_BLM)
         loss = (z_BLM * weight_BLM).sum() / 10 + sum(block.experts.aux_loss for block in blocks)
         optimizer.zero_grad()
@@ -95,18 +95,20 @@ def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, seed
 
 
 def same(blocks: list[Parts], run: Callable[[Tensor], Tensor], of: list[Parts], batch: int) -> None:
-    """In micro-batches, by `run` of a copy of the blocks, as one after the other."""
+    """Compare micro-batches, through `run` of a copy of the blocks, with the blocks without overlap."""
     topology = blocks[0].experts.topology
     given = batch, topology.rank // topology.mp.size, topology.rank
-    for one, other in zip(train(run, of, *given), train(whole(blocks), blocks, *given), strict=True):
+    for one, other in zip(
+        train(run, of, *given), train(run_without_micro_batches(blocks), blocks, *given), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def compare(
+def compare_with_no_overlap(
     rank: int, world: int, sizes: dict[str, int], degrees: tuple[int, int], batches: tuple[int, ...],
     options: dict[str, Any], **how: Any,
 ) -> None:  # fmt: skip
-    """`batches`: of each MP group. With `weights`, weight gradients are tasks of their own."""
+    """`batches`: sizes per MP group. With `weights`, weight gradients are separate tasks."""
     topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
     dense: Callable[[], nn.Module] = Causal if how.get("along") == "positions" else Attention
     if options.get("mp_input") == "partial":
@@ -116,7 +118,7 @@ def compare(
     weights = how.pop("weights", False)
     run = fusedmoe.pipeline(others, degrees, **how)
     if weights:
-        costs = costs_of(topology, 2, others[0].experts.parts, run.waits[0])
+        costs = costs_of(topology, 2, others[0].experts.parts, run.routes_first[0])
         run.set_plan(halves(micro_schedule(costs, StepSplit(*degrees, weights=True)).plan()))
     same(blocks, run, others, batches[rank // topology.mp.size])
 
@@ -125,10 +127,10 @@ def compare(
 
 
 class Bend(Hooks):
-    """What a layer gets and gives, bent forward and scaled backward."""
+    """Bend a layer's inputs and outputs in forward, and scale their gradients."""
 
     def __repr__(self) -> str:
-        return "Bend()"  # names a test, the same in every process
+        return "Bend()"  # part of a test's name, equal in every process
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor:
         return 3 * x if context.direction == "forward" else 0.5 * x
@@ -141,17 +143,17 @@ class Bend(Hooks):
 @pytest.mark.parametrize(
     "options", [{"hooks": [Bend()], "shared": True}, {"hooks": [Bend(), WireCast()], "factor": 0.8}], ids=str
 )
-def test_hooks(degrees: tuple[int, int], options: dict[str, Any]) -> None:
-    compare(0, 1, {}, degrees, (5,), options)
+def test_pipeline_hooks_equal_no_overlap(degrees: tuple[int, int], options: dict[str, Any]) -> None:
+    compare_with_no_overlap(0, 1, {}, degrees, (5,), options)
 
 
-def test_hooks_with_experts_of_another_kind() -> None:
-    compare(0, 1, {}, (3, 3), (5,), {"hooks": [WireFp8()], "network": Double})
+def test_pipeline_hooks_with_autograd_experts() -> None:
+    compare_with_no_overlap(0, 1, {}, (3, 3), (5,), {"hooks": [WireFp8()], "network": Double})
 
 
 @pytest.mark.parametrize("how", [{"recompute": True}, {"along": "positions"}], ids=str)
-def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
-    compare(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
+def test_pipeline_hooks_with_recompute_and_positions(how: dict[str, Any]) -> None:
+    compare_with_no_overlap(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
 
 
 @pytest.mark.slow
@@ -163,15 +165,19 @@ def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
-    cluster.run(world, compare, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0})
+def test_pipeline_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
+    cluster.run(
+        world, compare_with_no_overlap, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0}
+    )
 
 
-def notes(rank: int, world: int, degree: int) -> None:
-    """Every micro-batch passes all seams in the layer's order, and sees its part of what they see of the whole."""
+def check_hook_calls(rank: int, world: int, degree: int) -> None:
+    """Every micro-batch passes all seams in the layer's order, with its part of the whole batch's tensors."""
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
     logs: list[list[tuple[str, Any, HookContext, Tensor]]] = [[], []]
-    for log, of in zip(logs, (whole, lambda blocks: fusedmoe.pipeline(blocks, (degree, degree))), strict=True):
+    for log, of in zip(
+        logs, (run_without_micro_batches, lambda blocks: fusedmoe.pipeline(blocks, (degree, degree))), strict=True
+    ):
         blocks = [make(topology, hooks=[Note(log, str(number))])[number] for number in range(LAYERS)]
         torch.manual_seed(rank)
         of(blocks)(torch.randn(6, L, M, dtype=torch.double)).square().sum().backward()
@@ -180,7 +186,7 @@ def notes(rank: int, world: int, degree: int) -> None:
         assert all(context.chunks == count for _, _, context, _ in log)
         seams: dict[Any, list[str]] = defaultdict(list)
         tensors: dict[Any, list[Tensor]] = defaultdict(list)
-        # The backward pass takes chunks from the end, and counts them so where rows travel.
+        # Backward takes chunks from the end, and numbers them in that order at the communication seams.
         for seam, name, context, tensor in log:
             travels, backward = seam in SEAMS[1:5], context.direction == "backward"
             chunk = count - 1 - context.chunk if travels and backward else context.chunk
@@ -201,9 +207,9 @@ def notes(rank: int, world: int, degree: int) -> None:
 
 
 @pytest.mark.parametrize("degree", [3, *slowly(1)])
-def test_what_hooks_see(cluster: Cluster, degree: int) -> None:
-    notes(0, 1, degree)
-    cluster.run(2, notes, degree)
+def test_hooks_receive_each_micro_batch(cluster: Cluster, degree: int) -> None:
+    check_hook_calls(0, 1, degree)
+    cluster.run(2, check_hook_calls, degree)
 
 
 class Flat(Hooks):
@@ -211,17 +217,17 @@ class Flat(Hooks):
         return x.flatten(0, 1) if context.direction == "forward" else None
 
 
-def test_hooks_that_change_the_shape_of_tokens() -> None:
+def test_hooks_changing_token_shape_are_rejected() -> None:
     run = fusedmoe.pipeline(make(Topology(), hooks=[Flat()]))
     with pytest.raises(ConfigError, match=rf"before_moe_start made \[{2 * L}, {M}\] of \[2, {L}, {M}\].*schedule="):
         run(torch.randn(2, L, M, dtype=torch.double))
 
 
-# Tokens that an MP group has in common.
+# Tokens shared in an MP group.
 
 
 class Summands(Attention):
-    """Tensor-parallel: each MP rank gives a summand of what the experts see."""
+    """Tensor parallelism: each MP rank returns a summand of the experts' input."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -249,11 +255,11 @@ class Summands(Attention):
     ],
     ids=str,
 )
-def test_tokens_in_common(
+def test_shared_mp_tokens_equal_no_overlap(
     cluster: Cluster, degrees: tuple[int, int], batch: int, options: dict[str, Any], how: dict[str, Any], mp_input: str
 ) -> None:
     given = {"mp": 2, "ep": 2}, degrees, (batch,), {**options, "mp_input": mp_input}
-    cluster.run(2, partial(compare, **how), *given)
+    cluster.run(2, partial(compare_with_no_overlap, **how), *given)
 
 
 @pytest.mark.slow
@@ -265,24 +271,24 @@ def test_tokens_in_common(
     ],
     ids=str,
 )
-def test_tokens_in_common_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
+def test_shared_mp_tokens_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     options = {"mp_input": "replicated", "factor": 1.0, "shared": True}
-    cluster.run(4, compare, sizes, (3, 2), (4, 3), options)
+    cluster.run(4, compare_with_no_overlap, sizes, (3, 2), (4, 3), options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [3, *slowly(2)])
-def test_positions_of_tokens_in_common(cluster: Cluster, batch: int) -> None:
+def test_shared_mp_tokens_split_along_positions(cluster: Cluster, batch: int) -> None:
     options = {"mp_input": "replicated", "factor": 0.8}
-    cluster.run(2, partial(compare, along="positions"), {"mp": 2, "ep": 2}, (2, 3), (batch,), options)
+    cluster.run(2, partial(compare_with_no_overlap, along="positions"), {"mp": 2, "ep": 2}, (2, 3), (batch,), options)
 
 
-def mixed(rank: int, world: int) -> None:
+def make_mixed_mp_input(rank: int, world: int) -> None:
     topology = Topology.from_sizes(mp=world, ep=world, timeout_s=30)
     fusedmoe.pipeline([*make(topology), *make(topology, mp_input="replicated")])
 
 
-def more_on_one(rank: int, world: int) -> None:
+def run_unequal_mp_tokens(rank: int, world: int) -> None:
     topology = Topology.from_sizes(mp=world, ep=world, timeout_s=30)
     fusedmoe.pipeline(make(topology, mp_input="replicated"))(torch.randn(2 + rank, L, M, dtype=torch.double))
 
@@ -290,11 +296,11 @@ def more_on_one(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (mixed, "block 2: either all blocks have mp_input='split', or none"),
-        (more_on_one, f"needs equal tokens .* {2 * L} of 64 bits on rank 0, {3 * L} of 64 bits on rank 1"),
+        (make_mixed_mp_input, "block 2: either all blocks have mp_input='split', or none"),
+        (run_unequal_mp_tokens, f"needs equal tokens .* {2 * L} of 64 bits on rank 0, {3 * L} of 64 bits on rank 1"),
     ],
 )
-def test_tokens_that_are_not_in_common(cluster: Cluster, function: Callable[..., None], text: str) -> None:
+def test_inconsistent_mp_tokens_are_rejected(cluster: Cluster, function: Callable[..., None], text: str) -> None:
     for outcome in cluster.outcomes(2, function):
         assert outcome.error is not None and re.search(text, outcome.error[1]), outcome.error
 
@@ -303,7 +309,7 @@ def test_tokens_that_are_not_in_common(cluster: Cluster, function: Callable[...,
 
 
 class Halved(orders.Order):
-    """One of the user's own: rows are made of tokens, and experts weigh them."""
+    """User-defined order: rows are computed from tokens, and experts weigh them."""
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> orders.Ordered:
         ordered = super()._order(x_SM, routing, experts)
@@ -320,20 +326,22 @@ class Halved(orders.Order):
     ids=str,
 )
 @pytest.mark.parametrize("how", [{"along": "positions", "recompute": True}, *slowly({})], ids=str)
-def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[str, Any]) -> None:
-    compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
+def test_layout_orders_equal_no_overlap(
+    order: type[orders.Order], options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    compare_with_no_overlap(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [pytest.param({"ep": 2, "esp": 2}, marks=pytest.mark.slow), {"ep": 2, "mp": 2}], ids=str
 )
-def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
+def test_layout_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     options = {"order": orders.Einsum(), "factor": 0.8, "mp_input": "replicated"}
-    cluster.run(4, compare, sizes, (3, 2), (4, 3, 0, 1), options)
+    cluster.run(4, compare_with_no_overlap, sizes, (3, 2), (4, 3, 0, 1), options)
 
 
-# Experts that move.
+# Experts that move between ranks.
 
 
 @pytest.mark.parametrize(
@@ -344,18 +352,18 @@ def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     ],
     ids=str,
 )
-def test_experts_under_a_placement(
+def test_pipeline_with_placement_equals_no_overlap(
     cluster: Cluster, world: int, sizes: dict[str, int], network: type[experts.Experts]
 ) -> None:
-    """By themselves they stay; how they move: `tests/training/test_sharded_experts.py`."""
+    """Without a training step experts stay in place; `tests/training/test_sharded_experts.py` covers moves."""
     made = partial(network, H) if network is experts.SwiGLU else network
     options = {"placement": "fssdp", "network": made, "factor": 0.8, "hooks": [Bend()]}
-    cluster.run(world, compare, sizes, (3, 3), (5, 4, 0, 1), options)
+    cluster.run(world, compare_with_no_overlap, sizes, (3, 3), (5, 4, 0, 1), options)
 
 
 @pytest.mark.parametrize("options", [{"placement": "fssdp"}, *slowly({"order": orders.Einsum()})], ids=str)
-def test_all_at_once(cluster: Cluster, options: dict[str, Any]) -> None:
-    """Beside each other, and with weight gradients by themselves."""
+def test_all_pipeline_options_combined(cluster: Cluster, options: dict[str, Any]) -> None:
+    """All options combined, also with separate weight gradients."""
     more = {"hooks": [Bend(), WireCast()], "shared": True, "factor": 0.8, "mp_input": "replicated"}
     given = {"ep": 2, "mp": 2}, (2, 3), (4, 3), {**options, **more}
-    cluster.run(4, partial(compare, weights=True), *given)
+    cluster.run(4, partial(compare_with_no_overlap, weights=True), *given)

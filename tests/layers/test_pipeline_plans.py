@@ -1,4 +1,4 @@
-"""Blocks follow any plan of whole models, in chunks of any kind, and give what they give one after the other."""
+"""Blocks follow any plan of whole models, in chunks of any kind, with the results of blocks without overlap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fusedmoe.schedule.task import STAGES
 from fusedmoe.schedule.workload import Workload, uniform_share
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
-from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train
+from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, train, without_overlap
 from tests.marks import slowly
 from tests.schedule.test_splits import random_split
 
@@ -57,22 +57,24 @@ def halves(plan: Plan) -> Plans:
     return Plans(one_pass(plan, "forward"), one_pass(plan, "backward"))
 
 
-def follows(rank: int, world: int, policy: str, k: int, factor: float | None, sizes: dict[str, int]) -> None:
+def compare_policy_with_no_overlap(
+    rank: int, world: int, policy: str, k: int, factor: float | None, sizes: dict[str, int]
+) -> None:
     topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks("topk", k, factor, topology)
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
-    costs = costs_of(topology, k, others[0].experts.parts, run.waits[0])
+    costs = costs_of(topology, k, others[0].experts.parts, run.routes_first[0])
     run.set_plan(halves(POLICIES[policy].plan(costs, 4)))
-    want = train(one_after_the_other(blocks), blocks, 4 - rank, rank, 2)
+    want = train(without_overlap(blocks), blocks, 4 - rank, rank, 2)
     for one, other in zip(train(run, others, 4 - rank, rank, 2), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("k", "factor"), [(1, 0.8), *slowly((2, 1.0))])
-def test_every_policy(policy: str, k: int, factor: float | None) -> None:
-    follows(0, 1, policy, k, factor, {})
+def test_every_policy_equals_no_overlap(policy: str, k: int, factor: float | None) -> None:
+    compare_policy_with_no_overlap(0, 1, policy, k, factor, {})
 
 
 @pytest.mark.slow
@@ -80,23 +82,24 @@ def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     "policy",
     [pytest.param(one, marks=() if one == "joint" else pytest.mark.slow) for one in ("fsmoe", *whole_policies())],
 )
-def test_every_policy_on_ranks(cluster: Cluster, policy: str) -> None:
-    cluster.run(4, follows, policy, 2, 1.0, {"ep": 2, "esp": 2})
+def test_every_policy_on_ranks_equals_no_overlap(cluster: Cluster, policy: str) -> None:
+    cluster.run(4, compare_policy_with_no_overlap, policy, 2, 1.0, {"ep": 2, "esp": 2})
 
 
-def with_split(rank: int, world: int, split: StepSplit, k: int, factor: float | None) -> None:
+def compare_split_with_no_overlap(rank: int, world: int, split: StepSplit, k: int, factor: float | None) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks("noisy", k, factor, topology)
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others, recompute=split.forward in (2, 4))
-    run.set_plan(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
+    costs = costs_of(topology, k, others[0].experts.parts, run.routes_first[0])
+    run.set_plan(halves(micro_schedule(costs, split).plan()))
     batch = 5 if rank == 0 else 0
-    want = train(one_after_the_other(blocks), blocks, batch, rank, 3)
+    want = train(without_overlap(blocks), blocks, batch, rank, 3)
     for one, other in zip(train(run, others, batch, rank, 3), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-# Each part of each layer in chunks of its own, in both passes.
+# Each part of each layer has its own chunks, in both passes.
 APART = StepSplit((Degrees(2, 4), Degrees(3, 1)), (Degrees(1, 3), Degrees(4, 2)), weights=True)
 
 
@@ -104,19 +107,19 @@ APART = StepSplit((Degrees(2, 4), Degrees(3, 1)), (Degrees(1, 3), Degrees(4, 2))
     "split",
     [APART, *slowly(StepSplit(4, 2, weights=True), StepSplit(1, 3), StepSplit(1, 3, weights=True), StepSplit(4, 2))],
 )
-def test_weight_gradients_by_themselves(cluster: Cluster, split: StepSplit) -> None:
-    cluster.run(2, with_split, split, 2, 0.8)
+def test_separate_weight_gradients_equal_no_overlap(cluster: Cluster, split: StepSplit) -> None:
+    cluster.run(2, compare_split_with_no_overlap, split, 2, 0.8)
 
 
 @pytest.mark.parametrize(("k", "factor"), [(1, 0.8), *slowly((2, None))])
-def test_parts_in_chunks_of_their_own(k: int, factor: float | None) -> None:
-    """Tokens that are sent before all are routed, and tasks that wait for no more than they have something of."""
+def test_different_chunks_per_part_equal_no_overlap(k: int, factor: float | None) -> None:
+    """Tokens are sent before all are routed, and each task waits only for tasks whose chunks overlap its own."""
     for split in (APART, StepSplit(APART.backward, APART.forward)):
-        with_split(0, 1, split, k, factor)
+        compare_split_with_no_overlap(0, 1, split, k, factor)
 
 
 class Causal(nn.Module):
-    """Two heads; later positions see the keys and values of earlier ones."""
+    """Two heads; later positions see the keys and values of earlier positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +139,7 @@ class Causal(nn.Module):
         return y_BLM, self.norm_u(y_BLM), (k, v)
 
 
-def along_positions(
+def compare_along_positions(
     rank: int, world: int, k: int, factor: float | None, split: StepSplit, batch: int, length: int, recompute: bool
 ) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
@@ -160,7 +163,8 @@ def along_positions(
         return x_BLM
 
     run = fusedmoe.pipeline(others, along="positions", recompute=recompute)
-    run.set_plan(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
+    costs = costs_of(topology, k, others[0].experts.parts, run.routes_first[0])
+    run.set_plan(halves(micro_schedule(costs, split).plan()))
     found: list[list[Tensor]] = []
     for of, model in ((blocks, whole), (others, run)):
         modules = nn.ModuleList([module for block in of for module in block])
@@ -186,24 +190,26 @@ def along_positions(
 @pytest.mark.parametrize(("k", "factor"), [(2, None), *slowly((1, 0.8), (2, 1.0))])
 @pytest.mark.parametrize(("batch", "length"), [(3, 4), *slowly((1, 7))])
 @pytest.mark.parametrize("split", [StepSplit(4, 3, weights=True), *slowly(StepSplit(2, 2), APART)])
-def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: StepSplit) -> None:
-    along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
+def test_chunks_along_positions_equal_no_overlap(
+    k: int, factor: float | None, batch: int, length: int, split: StepSplit
+) -> None:
+    compare_along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
 
 
 @pytest.mark.slow
-def test_along_positions_on_ranks(cluster: Cluster) -> None:
-    cluster.run(2, along_positions, 2, None, StepSplit(3, 2), 1, 8, False)
+def test_chunks_along_positions_on_ranks(cluster: Cluster) -> None:
+    cluster.run(2, compare_along_positions, 2, None, StepSplit(3, 2), 1, 8, False)
 
 
-def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: int) -> None:
-    """Gradients after a step whose all-reduces are in the plan, beside those that are reduced at its end."""
+def compare_overlapped_reduction(rank: int, world: int, policy: str, sizes: dict[str, int], passes: int) -> None:
+    """Compare gradients after a step with all-reduces in the plan to gradients reduced at the end of the step."""
     topology = Topology.from_sizes(**sizes, timeout_s=30)
     blocks = make_blocks("topk", 2, None, topology)
     found = []
     for planned in (False, True):
         others = copy.deepcopy(blocks)
         run = fusedmoe.pipeline(others, (2, 2))
-        # What comes before and after the blocks has gradients, too.
+        # Parameters before and after the blocks have gradients, too.
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(M, M).double(), run, nn.Linear(M, 1).double())
         buckets = None
@@ -232,11 +238,11 @@ def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: i
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("joint", 1), *slowly(("flowmoe", 2), ("fsmoe", 1), ("lancet", 2))])
-def test_gradients_are_reduced_on_the_way(cluster: Cluster, policy: str, passes: int) -> None:
-    cluster.run(2, reduces, policy, {"ep": 2}, passes)
+def test_overlapped_gradient_reduction_equals_final_reduction(cluster: Cluster, policy: str, passes: int) -> None:
+    cluster.run(2, compare_overlapped_reduction, policy, {"ep": 2}, passes)
 
 
-def test_linear_maps_later() -> None:
+def test_deferred_linear_gradients_equal_autograd() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)).double()
     leaves = [one.detach().requires_grad_() for one in model.parameters()]
@@ -260,8 +266,8 @@ def test_linear_maps_later() -> None:
 @pytest.mark.parametrize("frozen", [(), (0,), (1,)])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_biases_later(own: bool, autocast: bool, frozen: tuple[int, ...]) -> None:
-    """A bias that is given, and one that is made of it."""
+def test_deferred_bias_gradients_equal_autograd(own: bool, autocast: bool, frozen: tuple[int, ...]) -> None:
+    """A bias passed to the call, and one computed from it."""
     torch.manual_seed(0)
     x, dy = torch.randn(40, 5, requires_grad=True), torch.randn(40, 3)
     leaves = [torch.randn(3, 5), torch.randn(3)]
@@ -286,7 +292,7 @@ def test_biases_later(own: bool, autocast: bool, frozen: tuple[int, ...]) -> Non
         assert (grad - right).norm() <= (0.02 if autocast else 1e-6) * right.norm()
 
 
-def test_autocast_leaves_doubles_as_they_are() -> None:
+def test_deferred_gradients_keep_float64_under_autocast() -> None:
     x, weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True), torch.randn(3, 5, dtype=torch.double)
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -295,16 +301,16 @@ def test_autocast_leaves_doubles_as_they_are() -> None:
         assert torch.equal(y, F.linear(x, weight))
 
 
-def test_dense_gradients_later_under_autocast() -> None:
-    """Those of every dense parameter, biases among them, in the parameters' precision."""
+def test_deferred_dense_gradients_under_autocast() -> None:
+    """Gradients of every dense parameter, including biases, are in the parameter's precision."""
     torch.manual_seed(0)
     blocks = [Parts(Attention(), fusedmoe.MoELayer(M, gates.TopK(E, 2), experts.SwiGLU(H))) for _ in range(2)]
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
-    costs = costs_of(Topology(), 2, others[0].experts.parts, run.waits[0])
+    costs = costs_of(Topology(), 2, others[0].experts.parts, run.routes_first[0])
     run.set_plan(halves(micro_schedule(costs, StepSplit(2, 3, weights=True)).plan()))
     x_BLM, dz_BLM = torch.randn(2, 6, L, M)
-    for call in (one_after_the_other(blocks), run):
+    for call in (without_overlap(blocks), run):
         with torch.autocast("cpu", torch.bfloat16):
             z_BLM = call(x_BLM)
         z_BLM.backward(dz_BLM)
@@ -317,7 +323,7 @@ def test_dense_gradients_later_under_autocast() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
+def test_random_plans_equal_no_overlap(cluster: Cluster, world: int) -> None:
     rng = random.Random()
     for _ in range(12 if world == 1 else 5):
         k, factor = rng.choice([1, 2, 4, 8]), rng.choice([None, 0.5, 1.0, 2.0])
@@ -326,16 +332,16 @@ def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
         positions = k, factor, split, rng.randint(1, 3), rng.randint(1, 9), rng.random() < 0.5
         try:
             if world == 1:
-                with_split(0, 1, *given)
-                along_positions(0, 1, *positions)
+                compare_split_with_no_overlap(0, 1, *given)
+                compare_along_positions(0, 1, *positions)
             else:
-                cluster.run(world, with_split, *given)
-                cluster.run(world, along_positions, *positions)
+                cluster.run(world, compare_split_with_no_overlap, *given)
+                cluster.run(world, compare_along_positions, *positions)
         except AssertionError as error:
             raise AssertionError(f"{given} {positions}") from error
 
 
-def test_plans_that_do_not_fit_are_refused() -> None:
+def test_unsupported_plans_are_rejected() -> None:
     run = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology()), (2, 2))
     costs = costs_of(Topology(), 2, run.experts[0].parts, False)  # type: ignore[union-attr, arg-type]
     with pytest.raises(ConfigError, match="permute task"):
@@ -349,12 +355,12 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "flowmoe"])
-def test_a_choice_by_prediction_is_the_first_plan_that_blocks_can_run(
+def test_choice_by_prediction_is_first_runnable_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     run = fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (3, 3))
-    costs = costs_of(run.topology, 2, run.experts[0].parts, run.waits[0])
+    costs = costs_of(run.topology, 2, run.experts[0].parts, run.routes_first[0])
     source = BlocksSource(run, policy, costs, 4)
     ranked = source.candidates()
     seconds = [one.predicted_s for one in ranked]
@@ -372,5 +378,5 @@ def test_a_choice_by_prediction_is_the_first_plan_that_blocks_can_run(
     other = fusedmoe.pipeline(make_blocks("topk", 2, None, Topology()), (3, 3))
     own = other.plans
     PlanChooser(BlocksSource(other, policy, costs, 4), steps=None)
-    # A policy by name has one candidate.
+    # A named policy has one candidate.
     assert other.plans == (halves(ranked[1].plan) if policy == "auto" else own)

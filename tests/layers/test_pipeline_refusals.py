@@ -1,4 +1,7 @@
-"""Wrong input of blocks on one rank, and what dense parts give or raise there: all ranks end, and may go on."""
+"""Invalid input of blocks on one rank, and invalid results or exceptions of dense parts.
+
+All ranks end, and may continue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from fusedmoe import experts, gates
 from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
@@ -29,7 +32,7 @@ Give = Callable[[Tensor, Tensor], Any]
 
 
 class Meddled(Attention):
-    """Another dense part from some call on, if asked to be."""
+    """Dense part that changes its result from a given call on, if requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ GIVEN: dict[str, tuple[Give, str]] = {
 
 
 def step(run: PipelinedBlocks, x_BLM: Tensor) -> list[Tensor]:
-    """What a batch gives, and its gradients."""
+    """Return a batch's result and gradients."""
     run.zero_grad()
     x_BLM = x_BLM.clone().requires_grad_()
     z_BLM = run(x_BLM)
@@ -79,7 +82,7 @@ def step(run: PipelinedBlocks, x_BLM: Tensor) -> list[Tensor]:
     return [z_BLM.detach(), *(one.grad.clone() for one in (x_BLM, *run.parameters()) if one.grad is not None)]
 
 
-def goes_on(
+def check_error_and_continue(
     rank: int,
     world: int,
     culprit: int,
@@ -90,7 +93,7 @@ def goes_on(
 ) -> None:
     topology = Topology.from_sizes(*sizes, timeout_s=60.0)
     run = make(topology, degrees)
-    if hooked:  # the blocks run one after the other
+    if hooked:  # the blocks run without overlap
         run.experts[0].gate.register_forward_hook(lambda gate, given, routing: None)
     if compiled:
         run.set_plan(None)
@@ -120,25 +123,23 @@ def goes_on(
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), *slowly((2, (1, 2)), (4, (2, 2)))])
 @pytest.mark.parametrize("degrees", [(2, 2), pytest.param((1, 1), marks=pytest.mark.slow)])
-def test_what_one_rank_refuses_is_over(
+def test_error_on_one_rank_leaves_next_batch_correct(
     cluster: Cluster, world: int, sizes: tuple[int, int], degrees: tuple[int, int]
 ) -> None:
-    cluster.run(world, goes_on, random.randrange(world), sizes, degrees)
+    cluster.run(world, check_error_and_continue, random.randrange(world), sizes, degrees)
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), *slowly((2, (1, 2)), (4, (2, 2)))])
-def test_what_one_rank_refuses_is_over_where_hooks_forbid_plans(
-    cluster: Cluster, world: int, sizes: tuple[int, int]
-) -> None:
-    cluster.run(world, goes_on, random.randrange(world), sizes, (1, 1), True)
+def test_error_on_one_rank_with_hooks(cluster: Cluster, world: int, sizes: tuple[int, int]) -> None:
+    cluster.run(world, check_error_and_continue, random.randrange(world), sizes, (1, 1), True)
 
 
 @pytest.mark.slow
-def test_what_one_rank_refuses_is_over_in_compiled_blocks(cluster: Cluster) -> None:
-    cluster.run(2, goes_on, random.randrange(2), (2, 1), (1, 1), False, True)
+def test_error_on_one_rank_in_compiled_blocks(cluster: Cluster) -> None:
+    cluster.run(2, check_error_and_continue, random.randrange(2), (2, 1), (1, 1), False, True)
 
 
-def test_in_a_world_of_one() -> None:
+def test_invalid_input_in_world_of_one_raises() -> None:
     run = make(Topology(), (2, 2))
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
     wanted = step(run, x_BLM)
@@ -153,8 +154,8 @@ def test_in_a_world_of_one() -> None:
     assert all(map(torch.equal, step(run, x_BLM), wanted))
 
 
-def test_inside_activation_checkpoints() -> None:
-    """A recomputation goes by the plans of its forward pass; a selective checkpoint is refused."""
+def test_pipeline_in_activation_checkpoints() -> None:
+    """A recomputation uses the plans of its forward pass; a selective checkpoint is rejected."""
     few, many = (make(Topology(), (degree, degree)) for degree in (1, 3))
     x_BLM = torch.randn(4, L, M, dtype=torch.float64, requires_grad=True)
 
@@ -184,13 +185,16 @@ def test_inside_activation_checkpoints() -> None:
         checkpoint(many, x_BLM, use_reentrant=False, context_fn=save_communication)
 
 
-def test_a_checkpoint_does_not_compute_blocks_again_from_within_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each micro-batch, that is, and at another place on each rank. What follows the blocks in the checkpoint
-    has them computed once more, before their backward."""
+def test_checkpoint_recomputes_blocks_before_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint recomputes blocks before their backward, rather than inside it.
+
+    Recomputing inside would run once per micro-batch, at a different point on each rank. The computation after the
+    blocks in the checkpoint causes the one recomputation.
+    """
     ran, run = [], BlocksForward.run
 
     def counted(self: BlocksForward) -> Any:
-        ran.append(recomputing())
+        ran.append(is_recomputing())
         return run(self)
 
     monkeypatch.setattr(BlocksForward, "run", counted)
@@ -210,8 +214,8 @@ def test_a_checkpoint_does_not_compute_blocks_again_from_within_their_backward(m
         assert all(map(torch.equal, first, second))
 
 
-def of_an_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:
-    """Its peers may wait in dense parts, and not for an exchange: there is no next batch."""
+def fail_on_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:
+    """An MP rank fails: its peers may be waiting in dense parts instead of an exchange, so there is no next batch."""
     topology = Topology.from_sizes(2, 1, 2, timeout_s=60.0)
     parts: dict[str, Any] = {"topology": topology, "mp_input": mp_input, "dtype": torch.double}
     run = fusedmoe.pipeline([(Attention().double(), fusedmoe.MoELayer(M, gates.TopK(8), experts.SwiGLU(4), **parts))])
@@ -221,10 +225,10 @@ def of_an_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:
 
 
 @pytest.mark.parametrize("mp_input", ["split", "replicated"])
-def test_input_of_an_mp_rank(cluster: Cluster, mp_input: str) -> None:
+def test_invalid_input_of_mp_rank_ends_job(cluster: Cluster, mp_input: str) -> None:
     culprit = random.randrange(2)
     text = rf"pipeline got input of shape \[4, {L}, {M - 1}\]"
-    for rank, outcome in enumerate(cluster.outcomes(2, of_an_mp_rank, culprit, mp_input)):
+    for rank, outcome in enumerate(cluster.outcomes(2, fail_on_mp_rank, culprit, mp_input)):
         said = "" if rank == culprit else f".* ended because rank {culprit} failed in the check of the layer's input: "
         assert outcome.error is not None and outcome.error[0] == "RankError"
         assert re.search(f"^rank {rank}: {said}{text}", outcome.error[1]), outcome.error[1]
@@ -248,8 +252,10 @@ def no_way_back(y: Tensor, u: Tensor) -> Any:
     return y, NoWayBack.apply(u)
 
 
-def raises(rank: int, world: int, culprit: int, degrees: tuple[int, int], give: Give) -> list[tuple[str, str]]:
-    """A batch whose dense part raises on one rank; then whoever has caught that wants to go on."""
+def fail_in_dense_part(
+    rank: int, world: int, culprit: int, degrees: tuple[int, int], give: Give
+) -> list[tuple[str, str]]:
+    """A dense part raises on one rank; the ranks that caught the exception then try to continue."""
     run = make(Topology.from_sizes(world, timeout_s=60.0), degrees)
     x_BLM = torch.randn(4, L, M, dtype=torch.double)
     step(run, x_BLM)
@@ -273,10 +279,10 @@ MORE = [
 
 
 @pytest.mark.parametrize(("degrees", "give"), [ENDINGS[0], *slowly(*ENDINGS[1:]), *MORE])
-def test_what_a_dense_part_raises_ends_the_job(cluster: Cluster, degrees: tuple[int, int], give: Give) -> None:
-    """At once, and for good: nothing of the next batch meets what is left of this one."""
+def test_exception_in_dense_part_ends_job(cluster: Cluster, degrees: tuple[int, int], give: Give) -> None:
+    """An exception in a dense part ends the job immediately, so no exchange of the next batch pairs with this one's."""
     culprit, said = random.randrange(2), give.__name__.replace("_", " ")
-    for rank, (first, second) in enumerate(cluster.run(2, raises, culprit, degrees, give)):
+    for rank, (first, second) in enumerate(cluster.run(2, fail_in_dense_part, culprit, degrees, give)):
         told = f"^rank {rank}: .* group .* ended because rank {culprit} failed in pipeline: ValueError: {said}"
         if rank == culprit:
             assert first == ("ValueError", said)
@@ -285,13 +291,13 @@ def test_what_a_dense_part_raises_ends_the_job(cluster: Cluster, degrees: tuple[
         assert second[0] == "RankError" and re.search(told, second[1])
 
 
-def sharded_dense(rank: int, world: int) -> list[bool]:
+def check_sharded_dense_part(rank: int, world: int) -> list[bool]:
     topology = Topology.from_sizes(world, timeout_s=60.0)
     plain, sharded = (make(topology, (1, 1)) for _ in range(2))
     fully_shard(sharded.dense[0])
-    return [run._blocks[0].communicates for run in (plain, sharded)]
+    return [run._blocks[0].dense.has_collectives for run in (plain, sharded)]
 
 
-def test_a_refusal_does_not_wait_for_ranks_that_gather_a_sharded_dense_part(cluster: Cluster) -> None:
-    """They would not come to the exchange that carries it."""
-    assert cluster.run(2, sharded_dense) == [[False, True]] * 2
+def test_rejection_does_not_wait_for_fsdp_gather(cluster: Cluster) -> None:
+    """The gathering ranks would not reach the exchange that carries the refusal."""
+    assert cluster.run(2, check_sharded_dense_part) == [[False, True]] * 2

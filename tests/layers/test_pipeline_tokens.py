@@ -1,4 +1,4 @@
-"""Masks and replayed experts in micro-batches: what the blocks give one after the other."""
+"""Masks and replayed experts in micro-batches: results equal those of the blocks without overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.oracle import Results, assert_same_results, run_passes
 K = 2
 
 
-def in_turn(blocks: list[Parts], x: Tensor, mask: Tensor | None) -> Tensor:
+def run_sequentially(blocks: list[Parts], x: Tensor, mask: Tensor | None) -> Tensor:
     for dense, layer in blocks:
         x, u = dense(x)
         x = x + layer(u, mask)
@@ -34,7 +34,7 @@ def step(run: Any, blocks: list[Parts], x: Tensor, seed: int) -> Results:
     return run_passes(modules, x, call=run, aux=1.0, seed=seed)
 
 
-def same(found: Results, wanted: Results) -> None:
+def assert_same(found: Results, wanted: Results) -> None:
     assert_same_results(found, wanted, 1e-12, none_is_zero=True)
 
 
@@ -45,7 +45,7 @@ def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(gate: str, factor: float | None, topology: Topology, einsum: bool, mp_input: Any) -> list[Parts]:
-    """Blocks with shared experts."""
+    """Build blocks with shared experts."""
     torch.manual_seed(0)
     return [
         Parts(
@@ -60,7 +60,7 @@ def blocks_of(gate: str, factor: float | None, topology: Topology, einsum: bool,
     ]  # fmt: skip
 
 
-def masked(
+def compare_masked(
     data: int,
     topology: Topology,
     gate: str,
@@ -75,8 +75,8 @@ def masked(
     pipeline = fusedmoe.pipeline(others, degrees, recompute=recompute)
     for samples, seed in ((5, 1), (4, 4), (1, 2), (0, 3)):
         x, mask = batch(samples, 10 * seed + data)
-        wanted = step(lambda x, mask=mask: in_turn(blocks, x, mask), blocks, x, seed)
-        same(step(lambda x, mask=mask: pipeline(x, mask), others, x, seed), wanted)
+        wanted = step(lambda x, mask=mask: run_sequentially(blocks, x, mask), blocks, x, seed)
+        assert_same(step(lambda x, mask=mask: pipeline(x, mask), others, x, seed), wanted)
         if samples == 5:
             assert not torch.equal(step(pipeline, others, x, seed)["load"], wanted["load"])
 
@@ -89,38 +89,42 @@ def masked(
         for number, how in enumerate(itertools.product([(2, 2), (2, 3)], [False, True]))
     ],
 )
-def test_masks(gate: str, factor: float | None, degrees: tuple[int, int], recompute: bool) -> None:
-    masked(0, Topology(), gate, factor, degrees, recompute)
+def test_masked_pipeline_equals_no_overlap(
+    gate: str, factor: float | None, degrees: tuple[int, int], recompute: bool
+) -> None:
+    compare_masked(0, Topology(), gate, factor, degrees, recompute)
 
 
-def masked_on_ranks(rank: int, world: int, ep: int, mp: int) -> None:
+def compare_masked_on_rank(rank: int, world: int, ep: int, mp: int) -> None:
     topology = Topology.from_sizes(ep, mp=mp)
     data, mp_input = rank // mp, "replicated" if mp > 1 else "split"
     for factor, degrees, einsum in ((0.7, (2, 3), False), (None, (2, 2), True)):
-        masked(data, topology, "topk", factor, degrees, einsum=einsum, mp_input=mp_input)
+        compare_masked(data, topology, "topk", factor, degrees, einsum=einsum, mp_input=mp_input)
 
 
 @pytest.mark.parametrize(("ep", "mp"), [(2, 1), *slowly((1, 2))])
-def test_masks_on_two_ranks(cluster: Cluster, ep: int, mp: int) -> None:
-    cluster.run(2, masked_on_ranks, ep, mp)
+def test_masked_pipeline_on_two_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(2, compare_masked_on_rank, ep, mp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "mp"), [(4, 1), (2, 2)])
-def test_masks_on_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
-    cluster.run(4, masked_on_ranks, ep, mp)
+def test_masked_pipeline_on_four_ranks(cluster: Cluster, ep: int, mp: int) -> None:
+    cluster.run(4, compare_masked_on_rank, ep, mp)
 
 
-def test_without_plans() -> None:
+def test_masked_pipeline_without_plans() -> None:
     blocks = make_blocks("topk", K, 0.8, Topology())
     others = copy.deepcopy(blocks)
     pipeline = fusedmoe.pipeline(others)
     pipeline.set_plan(None)
     x, mask = batch(4, 1)
-    same(step(lambda x: pipeline(x, mask), others, x, 1), step(lambda x: in_turn(blocks, x, mask), blocks, x, 1))
+    assert_same(
+        step(lambda x: pipeline(x, mask), others, x, 1), step(lambda x: run_sequentially(blocks, x, mask), blocks, x, 1)
+    )
 
 
-def test_other_masks_are_refused() -> None:
+def test_pipeline_rejects_mask_of_wrong_shape() -> None:
     pipeline = fusedmoe.pipeline(make_blocks("topk", K, None, Topology()))
     with pytest.raises(
         ConfigError, match=r"pipeline got a mask that is torch.bool \[4, 4\]; it takes booleans \[4, 5\]"
@@ -128,14 +132,14 @@ def test_other_masks_are_refused() -> None:
         pipeline(batch(4, 1)[0], torch.ones(4, 4).bool())
 
 
-def given_to(blocks: list[Parts], count: int, seed: int) -> list[Tensor]:
+def random_choices_for(blocks: list[Parts], count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     given = [torch.rand(count, E, generator=generator).topk(K).indices for _ in blocks]
     given[0][: count // 3] = -1
     return given
 
 
-def replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: bool) -> None:
+def compare_replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: bool) -> None:
     blocks = make_blocks(gate, K, 0.8, topology)
     others = copy.deepcopy(blocks)
     pipeline = fusedmoe.pipeline(others, (2, 3), recompute=recompute)
@@ -143,16 +147,16 @@ def replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: 
     x, mask = batch(5, rank)
     for masking in (None, mask):
         count = 5 * L if masking is None else int(mask.sum())
-        given = given_to(blocks, count, rank)
+        given = random_choices_for(blocks, count, rank)
         with routing.replay(layers, given), routing.record(layers) as wanted_choices:
-            wanted = step(lambda x, masking=masking: in_turn(blocks, x, masking), blocks, x, 1)
+            wanted = step(lambda x, masking=masking: run_sequentially(blocks, x, masking), blocks, x, 1)
 
         def run(x: Tensor, masking: Tensor | None = masking) -> Tensor:
             return checkpoint(pipeline, x, masking, use_reentrant=False) if around else pipeline(x, masking)
 
         with routing.replay(pipeline, given), routing.record(pipeline) as choices:
             found = step(run, others, x, 1)
-        same(found, wanted)
+        assert_same(found, wanted)
         for one, other, own in zip(choices.values(), wanted_choices.values(), given, strict=True):
             assert torch.equal(one, other) and torch.equal(one.long()[count // 3 :], own[count // 3 :])
 
@@ -164,15 +168,15 @@ def replayed(rank: int, topology: Topology, gate: str, recompute: bool, around: 
         *slowly(("random", False, False), ("random", True, False), ("noisy", False, True)),
     ],
 )
-def test_replay(gate: str, recompute: bool, around: bool) -> None:
+def test_replay_in_pipeline_equals_no_overlap(gate: str, recompute: bool, around: bool) -> None:
     assert gate in GATES
-    replayed(0, Topology(), gate, recompute, around)
+    compare_replayed(0, Topology(), gate, recompute, around)
 
 
-def replayed_on_ranks(rank: int, world: int) -> None:
-    replayed(rank, Topology.from_sizes(world), "topk", True, False)
+def compare_replayed_on_rank(rank: int, world: int) -> None:
+    compare_replayed(rank, Topology.from_sizes(world), "topk", True, False)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_replay_on_ranks(cluster: Cluster, world: int) -> None:
-    cluster.run(world, replayed_on_ranks)
+def test_replay_in_pipeline_on_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, compare_replayed_on_rank)

@@ -36,13 +36,13 @@ def inputs(dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
 def errors(
     ours: dict[str, Tensor], exact: dict[str, Tensor], plain_torch: dict[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Of each result: the layer's relative error, and plain torch's in the same dtype."""
+    """Return per result the relative errors of the layer and of plain torch in the same dtype."""
     assert ours.keys() == exact.keys() == plain_torch.keys()
     return {name: (plain.error(ours[name], t), plain.error(plain_torch[name], t)) for name, t in exact.items()}
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_float32(experts: str) -> None:
+def test_float32_error_is_within_rounding(experts: str) -> None:
     seed = torch.seed() % 2**31
     layer = build(experts, torch.float32, seed)
     x, dy = inputs(torch.float32, seed)
@@ -52,7 +52,7 @@ def test_float32(experts: str) -> None:
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_bfloat16(experts: str) -> None:
+def test_bfloat16_error_is_at_most_plain_torch(experts: str) -> None:
     seed = torch.seed() % 2**31
     layer = build(experts, torch.bfloat16, seed)
     x, dy = inputs(torch.bfloat16, seed)
@@ -65,7 +65,7 @@ def test_bfloat16(experts: str) -> None:
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_autocast(experts: str) -> None:
+def test_autocast_error_is_at_most_plain_torch(experts: str) -> None:
     seed = torch.seed() % 2**31
     layer = build(experts, torch.float32, seed)
     x, dy = inputs(torch.float32, seed)
@@ -83,7 +83,9 @@ def test_autocast(experts: str) -> None:
         assert our_error <= 1.5 * theirs, (seed, name, our_error, theirs)
 
 
-def in_parallel(rank: int, world: int, ep: int, esp: int, experts: str, dtype: torch.dtype, seed: int) -> None:
+def compare_errors_on_rank(
+    rank: int, world: int, ep: int, esp: int, experts: str, dtype: torch.dtype, seed: int
+) -> None:
     topology = Topology.from_sizes(ep, esp)
     whole, layer = build(experts, dtype, seed), build(experts, dtype, seed, topology)
     x, dy = inputs(dtype, seed + rank)
@@ -91,7 +93,7 @@ def in_parallel(rank: int, world: int, ep: int, esp: int, experts: str, dtype: t
     exact = plain.gradients(whole, x, dy, chosen, torch.float64)
     usual = plain.gradients(whole, x, dy, chosen, dtype)
     ours = plain.of_layer(layer, x, dy)
-    for results in (exact, usual):  # an expert's gradient comes from the tokens of all ranks
+    for results in (exact, usual):  # an expert's gradient includes all ranks' tokens
         for name in exact:
             if name.startswith("experts."):
                 whole_grad = all_reduce(topology.world, results[name])
@@ -106,12 +108,14 @@ def in_parallel(rank: int, world: int, ep: int, esp: int, experts: str, dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float32)], ids=str)
 @pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2)])
-def test_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
-    cluster.run(2, in_parallel, ep, esp, "swiglu" if ep == 2 else "feed_forward", dtype, torch.seed() % 2**31)
+def test_parallel_error_is_within_rounding(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
+    cluster.run(
+        2, compare_errors_on_rank, ep, esp, "swiglu" if ep == 2 else "feed_forward", dtype, torch.seed() % 2**31
+    )
 
 
 class Seen(fusedmoe.Hooks):
-    """Notes the dtype of what travels."""
+    """Record the dtype of the sent rows."""
 
     def __init__(self) -> None:
         self.dtypes: set[torch.dtype] = set()
@@ -123,7 +127,7 @@ class Seen(fusedmoe.Hooks):
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_under_autocast_rows_travel_in_its_dtype(experts: str) -> None:
+def test_autocast_sends_rows_in_bfloat16(experts: str) -> None:
     seen = Seen()
     layer = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), EXPERTS[experts](), hooks=[seen])
     alone = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), EXPERTS[experts]())

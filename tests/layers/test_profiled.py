@@ -1,4 +1,4 @@
-"""What PyTorch's profiler shows of layers, and `fusedmoe.trace`."""
+"""Layers in PyTorch's profiler, and `fusedmoe.trace`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make(topology: Topology | None = None, **more: Any) -> MoELayer:
     return MoELayer(M, gates.TopK(4, 2), experts.FeedForward(3), topology=topology, **more)
 
 
-def ranges(names: Any) -> set[str]:
+def range_names(names: Any) -> set[str]:
     return {name.removeprefix("fusedmoe: ") for name in names if name.startswith("fusedmoe: ")}
 
 
-def test_a_profiler_shows_the_parts_by_layer_and_nothing_else_pays_for_it() -> None:
+def test_profiler_shows_layer_parts() -> None:
     model = nn.Sequential(make(), make())
     for number, layer in enumerate(model):
         layer.number = number
@@ -36,13 +36,11 @@ def test_a_profiler_shows_the_parts_by_layer_and_nothing_else_pays_for_it() -> N
         model(torch.randn(3, M)).sum().backward()
     parts = [f"{part}, layer {n}, forward" for n in (0, 1) for part in ("gate", "permute", "experts", "unpermute")]
     backward = {f"experts, layer {n}, backward" for n in (0, 1)}
-    assert ranges(event.key for event in found.key_averages()) == {*parts, *backward}
-    assert span(None, "gate", kind="gate") is span(
-        None, "combine", kind="combine"
-    )  # no profiler: one that does nothing
+    assert range_names(event.key for event in found.key_averages()) == {*parts, *backward}
+    assert span(None, "gate", kind="gate") is span(None, "combine", kind="combine")  # no profiler: a no-op
 
 
-def test_a_recorder_beside_a_profiler() -> None:
+def test_recorder_spans_are_equal_under_profiler() -> None:
     layer, recorder = make(), Recorder()
     layer.number, layer.recorder = 5, recorder
     seen = []
@@ -54,18 +52,18 @@ def test_a_recorder_beside_a_profiler() -> None:
     assert seen[0] == seen[1] and {layer for _, layer, _ in seen[0]} == {5}
 
 
-def traced(rank: int, world: int, folder: str) -> set[str]:
+def trace_ranges(rank: int, world: int, folder: str) -> set[str]:
     topology = Topology.from_sizes(world)
     model = nn.Sequential(*(make(topology, schedule=Schedule("fsmoe", (2, 1))) for _ in range(2)))
     with fusedmoe.trace(f"{folder}/step.json.gz", model) as path:
         model(torch.randn(5, M)).sum().backward()
     assert path == Path(folder) / f"step.rank{rank}.json.gz"
-    return ranges(event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    return range_names(event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
 
 
-def test_trace_on_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    """Also what the threads of the links do."""
-    for found in cluster.run(2, traced, str(tmp_path)):
+def test_trace_includes_link_threads_on_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """The trace includes the link threads."""
+    for found in cluster.run(2, trace_ranges, str(tmp_path)):
         for n in (0, 1):
             rest = {f"{part}, layer {n}, forward" for part in ("gate", "permute", "unpermute", "exchange of counts")}
             assert rest <= found
@@ -78,11 +76,11 @@ def test_trace_on_ranks(cluster: Cluster, tmp_path: Path) -> None:
                 assert {f"{part}, {chunk}" for chunk in chunks} <= found
 
 
-def test_trace_says_what_stands_in_its_way(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"), fusedmoe.trace(tmp_path / "none" / "step.json"):
+def test_trace_error_names_cause(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="folder .* does not exist"), fusedmoe.trace(tmp_path / "none" / "step.json"):
         pass
     twice = profile(activities=[ProfilerActivity.CPU])
-    with twice, pytest.raises(ConfigError, match="on already"), fusedmoe.trace(tmp_path / "step.json"):
+    with twice, pytest.raises(ConfigError, match="another profiler is active"), fusedmoe.trace(tmp_path / "step.json"):
         pass
     with pytest.raises(KeyError), fusedmoe.trace(tmp_path / "step.json"):
         raise KeyError

@@ -1,4 +1,4 @@
-"""Bad input ends in one clear error on every rank, before anything is sent."""
+"""Invalid input raises one clear error on every rank, before anything is sent."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.layers.gate_cases import make as make_gate
 from tests.marks import slowly
 
 M, H, E = 6, 8, 4
-# Far below any time-out; an error takes part of a second, but the machine may be busy.
+# Far below any time-out. An error takes a fraction of a second, but the machine may be busy.
 SOON_S = 60.0
 
 Ending = tuple[str, str, float]
 
 
 def attempt(rank: int, world: int, function: Callable[..., None], *args: Any) -> Ending:
-    """How a rank ended: the error's type and text ("" for none), and after how many seconds."""
+    """Return how a rank ended: the error's type and text ("" for none), and the elapsed seconds."""
     start = time.monotonic()
     try:
         function(rank, world, *args)
@@ -50,8 +50,10 @@ def attempt(rank: int, world: int, function: Callable[..., None], *args: Any) ->
     return "", "", time.monotonic() - start
 
 
-def all_end(cluster: Cluster, kind: str, match: str, function: Callable[..., None], *args: Any) -> list[str]:
-    """Each of 4 ranks must end soon, with an error of this type and text; returns the texts."""
+def assert_all_ranks_raise(
+    cluster: Cluster, kind: str, match: str, function: Callable[..., None], *args: Any
+) -> list[str]:
+    """Require each of 4 ranks to end soon with an error of this type and text; return the texts."""
     endings = cluster.run(4, attempt, function, *args)
     for rank, (name, text, seconds) in enumerate(endings):
         assert name == kind and re.search(match, text), (rank, name, text)
@@ -65,10 +67,10 @@ def make(topology: Topology | None = None, dim: int = M, hidden: int = H, **more
     return MoELayer(dim, gate, experts, topology=topology, **more)
 
 
-# What one process can tell by itself.
+# Errors that one process can detect alone.
 
 
-def test_sizes_that_cannot_work() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="k = 5 is more than its 4 experts"):
         fusedmoe.gates.TopK(experts=4, k=5)
     with pytest.raises(ConfigError, match="hidden = 0"):
@@ -76,11 +78,13 @@ def test_sizes_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="unknown activation 'swish'"):
         FeedForward(8, activation="swish")
     names: Any = ["balance"]
-    with pytest.raises(ConfigError, match=r"aux must give each loss a coefficient.* not \['balance'\]"):
+    with pytest.raises(ConfigError, match=r"aux must map loss names to coefficients.* got \['balance'\]"):
         fusedmoe.gates.TopK(experts=4, aux=names)
     module: Any = nn.Linear(M, M)
-    with pytest.raises(ConfigError, match="Custom takes a function that makes one expert.* was given Linear"):
+    with pytest.raises(ConfigError, match="Custom takes a function that makes one expert.* got Linear"):
         Custom(module)
+    with pytest.raises(ConfigError, match="returned an earlier expert's module for expert 1"):
+        make(experts=Custom(lambda dim: module))
     with pytest.raises(ConfigError, match="unknown dispatch algorithm '3dh'"):
         make(dispatch="3dh")
     with pytest.raises(ConfigError, match="mp_input = 'both'"):
@@ -88,7 +92,7 @@ def test_sizes_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="model_dim must be an integer of at least 1"):
         make(dim=0)
     layer = make()
-    with pytest.raises(ConfigError, match="belong to a layer already"):
+    with pytest.raises(ConfigError, match="already belong to a layer"):
         make(experts=layer.experts)
 
 
@@ -100,16 +104,16 @@ def test_sizes_that_cannot_work() -> None:
         ({"experts": 8}, r"experts is 8, no Experts; give, say, fusedmoe.experts.SwiGLU\("),
         ({"shared": nn.Linear(M, M)}, r"shared is Linear\(.*, no Experts; .* fusedmoe.experts.Custom"),
         ({"order": "sparse"}, r"order is 'sparse', no Order; give, say, fusedmoe.orders.Sparse\(\)"),
-        ({"hooks": [fusedmoe.hooks.WireFp8]}, "a hook is <class .*WireFp8'>, no Hooks"),
-        ({"hooks": fusedmoe.hooks.WireFp8()}, r"hooks is WireFp8\(\); give a list, hooks=\["),
-        ({"hooks": None}, "hooks is None; give a list"),
-        ({"hooks": "fp8"}, "a hook is 'f', no Hooks"),
+        ({"hooks": [fusedmoe.hooks.WireFp8]}, "hook <class .*WireFp8'> is not a Hooks"),
+        ({"hooks": fusedmoe.hooks.WireFp8()}, r"hooks is WireFp8\(\); pass a list, hooks=\["),
+        ({"hooks": None}, "hooks is None; pass a list"),
+        ({"hooks": "fp8"}, "hook 'f' is not a Hooks"),
         ({"dtype": "float32"}, "^MoELayer: dtype = 'float32'; give a floating-point dtype of PyTorch, say torch.bf"),
         ({"dtype": torch.int8}, "dtype = torch.int8; give a floating-point dtype"),
         ({"topology": 4}, "topology is 4, no Topology"),
     ],
 )
-def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
+def test_parts_of_wrong_type_are_rejected(parts: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make(**parts)
 
@@ -126,12 +130,12 @@ def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
         ),
     ],
 )
-def test_names_of_dtypes_are_refused(call: Callable[[Any], Any]) -> None:
+def test_dtype_names_are_rejected(call: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match=r"^\w+: dtype = 'bfloat16'; give a .*dtype of PyTorch, say torch.bfloat16$"):
         call("bfloat16")
 
 
-def test_kernels_that_nothing_runs_are_refused() -> None:
+def test_fused_kernels_without_device_are_rejected() -> None:
     heap = open_heap(Topology().ep, torch.device("cpu"), "host")
     buffers = ReceiveBuffers(heap, BufferSizes(8, 1, 4, M, torch.float32))
     experts = GroupedExperts(Weights(torch.ones(4, 2, H, M), torch.ones(4, M, H)), "swiglu")
@@ -139,8 +143,8 @@ def test_kernels_that_nothing_runs_are_refused() -> None:
         fused_experts(torch.ones(3, M), None, autograd.order(torch.zeros(3, 1).long(), 4), buffers, experts)
 
 
-def test_a_cast_to_integers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot travel as torch.int8"):
+def test_wire_cast_to_integers_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="cannot send rows as torch.int8"):
         fusedmoe.hooks.WireCast(torch.int8)
 
 
@@ -156,15 +160,15 @@ def test_a_cast_to_integers_is_refused() -> None:
         (torch.randn(3, M).index_fill(0, torch.tensor(2), torch.inf), "1 of 3 tokens with router logits that"),
     ],
 )
-def test_input(x: Tensor, match: str) -> None:
+def test_invalid_input_is_rejected(x: Tensor, match: str) -> None:
     layer = make()
     with pytest.raises(ConfigError, match=match):
         layer(x)
-    layer(torch.randn(3, M))  # nothing is broken by a refusal
+    layer(torch.randn(3, M))  # a refusal breaks nothing
 
 
 class Masked(fusedmoe.gates.TopK):
-    """Rules experts out."""
+    """Exclude experts."""
 
     def __init__(self, mask_SE: Tensor) -> None:
         super().__init__(E, 1)
@@ -174,7 +178,7 @@ class Masked(fusedmoe.gates.TopK):
         return tuple(score.masked_fill(self.mask_SE, -torch.inf) for score in super().score(x_SM, *drawn))
 
 
-def test_a_mask_leaves_each_token_an_expert() -> None:
+def test_gate_mask_excluding_all_experts_is_rejected() -> None:
     mask_SE = torch.zeros(3, E, dtype=torch.bool)
     mask_SE[:, 0] = mask_SE[1] = True
     layer = MoELayer(M, Masked(mask_SE), SwiGLU(H))
@@ -184,25 +188,25 @@ def test_a_mask_leaves_each_token_an_expert() -> None:
     assert layer(torch.randn(3, M)).isfinite().all() and not layer.load_E[0]
 
 
-def test_a_layer_on_another_device() -> None:
+def test_input_on_other_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="input on cpu but its experts are on meta"):
         make(device="meta")(torch.randn(3, M))
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_nan_is_refused_whatever_the_gate(name: str) -> None:
+def test_nan_input_is_rejected_by_learned_gates(name: str) -> None:
     layer = MoELayer(M, make_gate(name, E), SwiGLU(H))
     x = torch.randn(8, M)
     layer(x)
     x[3, 2] = torch.nan
     if name in ("hash", "random"):
-        assert layer(x)[:3].isfinite().all()  # they look at no logits; a NaN stays with its token
+        assert layer(x)[:3].isfinite().all()  # logits are not checked; a NaN stays with its token
     else:
         with pytest.raises(ConfigError, match=r"[1-9]\d* of \d+ tokens with router logits that are NaN or infinite"):
             layer(x)
 
 
-# What takes several ranks: functions of (rank, world) that must end alike on all of them.
+# Errors that need several ranks: functions of (rank, world) that must end alike on all of them.
 
 
 def experts_not_divisible(rank: int, world: int) -> None:
@@ -277,13 +281,13 @@ def integers_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input:
     layer(torch.ones(5, M, dtype=torch.long if rank == 1 else torch.float32))
 
 
-def elsewhere_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
+def other_device_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
     layer = make(Topology.from_sizes(ep, esp, mp), mp_input=mp_input)
     layer(torch.randn(5, M))
     layer(torch.randn(5, M, device="meta" if rank == 1 else "cpu"))
 
 
-def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
+def unequal_mp_tokens(rank: int, world: int, mp_input: MpInput) -> None:
     make(Topology.from_sizes(2, 2, 2), mp_input=mp_input)(torch.randn(5 + (rank == 1), M))
 
 
@@ -299,12 +303,15 @@ def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_layers_that_cannot_work(cluster: Cluster, function: Callable[..., None], match: str) -> None:
-    all_end(cluster, "ConfigError", match, function)
+def test_impossible_parallel_layouts_are_rejected(cluster: Cluster, function: Callable[..., None], match: str) -> None:
+    assert_all_ranks_raise(cluster, "ConfigError", match, function)
 
 
 def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) -> None:
-    """What nobody compares when layers are made, as at the doors of other libraries; the next batch goes through."""
+    """Parameters that differ, but are not compared at construction; the next batch succeeds.
+
+    Other libraries' integrations have such parameters.
+    """
     topology = Topology.from_sizes(2, 2)
     exchange = Collectives(topology, make_all_to_all("direct", topology))
     layout = autograd.order(torch.tensor([[0, 3], [2, 1]]), E)
@@ -334,8 +341,10 @@ def rows_differ(rank: int, world: int, width: int, weights: torch.dtype | None) 
         (M, None, "different dtypes of router weights .*float32 on ranks .0, 1, 3., None on rank 2"),
     ],
 )
-def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | None, match: str) -> None:
-    all_end(cluster, "RankError", match, rows_differ, width, weights)
+def test_different_row_forms_across_ranks_are_rejected(
+    cluster: Cluster, width: int, weights: torch.dtype | None, match: str
+) -> None:
+    assert_all_ranks_raise(cluster, "RankError", match, rows_differ, width, weights)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +366,10 @@ def test_rows_that_differ(cluster: Cluster, width: int, weights: torch.dtype | N
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_ranks_that_differ(cluster: Cluster, function: Callable[..., None], match: str) -> None:
-    all_end(cluster, "RankError", match, function)
+def test_different_layers_across_ranks_are_rejected(
+    cluster: Cluster, function: Callable[..., None], match: str
+) -> None:
+    assert_all_ranks_raise(cluster, "RankError", match, function)
 
 
 PLACES = [(2, 2, 2, "replicated")]
@@ -366,25 +377,33 @@ MORE = slowly(*((of,) for of in ((4, 1, 1, "split"), (2, 2, 4, "partial"), (2, 2
 
 
 @pytest.mark.parametrize("place", [*PLACES, *MORE], ids=lambda place: "-".join(map(str, place)))
-def test_input_of_one_rank(cluster: Cluster, place: tuple[int, int, int, MpInput]) -> None:
-    # Of 5 tokens, each of 2 MP ranks routes some; of 7 tokens, rank 2 routes all.
+def test_invalid_input_of_one_rank_raises_on_all(cluster: Cluster, place: tuple[int, int, int, MpInput]) -> None:
+    # Of 5 tokens, each of 2 MP ranks routes a part; of 7 tokens, rank 2 routes all.
     mp, mp_input = place[2:]
     found = {"split": "1 of 7", "replicated": "1 of 3", "partial": "1 of 2"}[mp_input]
-    culprit = "rank 2" if mp_input != "partial" else "rank 0"  # with partial sums, the NaN is the first slice's
-    all_end(cluster, "RankError", f"{culprit}.*{found} tokens with router logits that are NaN", nan_on_one, *place)
-    texts = all_end(cluster, "RankError", rf"rank 1.*input of shape \[5, {M + 1}\]", wrong_width_on_one, *place)
+    culprit = "rank 2" if mp_input != "partial" else "rank 0"  # with partial sums, the NaN is in the first slice
+    assert_all_ranks_raise(
+        cluster, "RankError", f"{culprit}.*{found} tokens with router logits that are NaN", nan_on_one, *place
+    )
+    texts = assert_all_ranks_raise(
+        cluster, "RankError", rf"rank 1.*input of shape \[5, {M + 1}\]", wrong_width_on_one, *place
+    )
     assert all(f"must be model_dim = {M}" in text for text in texts)
-    all_end(cluster, "RankError", "rank 1.*input of torch.int64", integers_on_one, *place)
-    all_end(cluster, "RankError", "rank 1.*input on meta but its experts are on cpu", elsewhere_on_one, *place)
+    assert_all_ranks_raise(cluster, "RankError", "rank 1.*input of torch.int64", integers_on_one, *place)
+    assert_all_ranks_raise(
+        cluster, "RankError", "rank 1.*input on meta but its experts are on cpu", other_device_on_one, *place
+    )
 
 
 @pytest.mark.parametrize("mp_input", ["replicated", "partial"])
-def test_tokens_of_an_mp_group_differ_in_number(cluster: Cluster, mp_input: MpInput) -> None:
-    all_end(cluster, "RankError", "5 of 32 bits on rank 0, 6 of 32 bits on rank 1", more_tokens_on_one, mp_input)
+def test_unequal_mp_tokens_are_rejected(cluster: Cluster, mp_input: MpInput) -> None:
+    assert_all_ranks_raise(
+        cluster, "RankError", "5 of 32 bits on rank 0, 6 of 32 bits on rank 1", unequal_mp_tokens, mp_input
+    )
 
 
-def nothing_is_sent(rank: int, world: int) -> int:
-    """How many rows of tokens left this rank before a refusal."""
+def count_rows_sent_before_rejection(rank: int, world: int) -> int:
+    """Count the rows of tokens that left this rank before a refusal."""
     layer = make(Topology.from_sizes(2, 2, 2))
     layer(torch.randn(5, M))
     moved = []
@@ -397,7 +416,7 @@ def nothing_is_sent(rank: int, world: int) -> int:
 
 
 class Spy(AllToAll):
-    """An all-to-all that notes its exchanges of rows."""
+    """All-to-all that records its row exchanges."""
 
     def __init__(self, algorithm: AllToAll, moved: list[str]) -> None:
         self._algorithm, self._moved = algorithm, moved
@@ -410,10 +429,10 @@ class Spy(AllToAll):
         self._moved.append(operation)
         return self._algorithm.exchange(rows, traffic, operation)
 
-    def bring_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+    def exchange_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         self._moved.append(operation)
-        return self._algorithm.bring_back(rows, traffic, operation)
+        return self._algorithm.exchange_back(rows, traffic, operation)
 
 
-def test_nothing_is_sent_before_a_refusal(cluster: Cluster) -> None:
-    assert cluster.run(4, nothing_is_sent) == [0, 0, 0, 0]
+def test_nothing_is_sent_before_rejection(cluster: Cluster) -> None:
+    assert cluster.run(4, count_rows_sent_before_rejection) == [0, 0, 0, 0]

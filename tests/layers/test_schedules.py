@@ -24,6 +24,7 @@ from fusedmoe.layers import measure as measure_module
 from fusedmoe.layers import schedule as schedules
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime import cache
 from fusedmoe.runtime.cache import CACHE, cached_profile
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import CostModel, Line
@@ -51,7 +52,7 @@ def step(layer: MoELayer, rank: int) -> Results:
     return run_passes(layer, x, seed=100 + rank)
 
 
-def same_as_without_a_schedule(
+def compare_with_no_schedule(
     rank: int,
     world: int,
     ep: int,
@@ -63,7 +64,7 @@ def same_as_without_a_schedule(
     policy: str,
     pairs: list[tuple[int, int]],
 ) -> None:
-    """One chunk gives the same bits, more chunks other sums of weight gradients."""
+    """One chunk gives the same bits; more chunks change the summation order of weight gradients."""
     topology, case = Topology.from_sizes(ep, esp, ranks_per_node=2), (gate, order, experts)
     plain = step(make_layer(case, topology, dispatch=dispatch), rank)
     for pair in pairs:
@@ -80,9 +81,9 @@ def same_as_without_a_schedule(
         pytest.param(4, 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) -> None:
-    pairs = PAIRS if world == 2 else PAIRS[:: len(DEGREES) - 1]  # each degree of a pass with one of the other
-    cluster.run(world, same_as_without_a_schedule, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", pairs)
+def test_any_degrees_equal_no_schedule(cluster: Cluster, world: int, ep: int, esp: int, experts: str) -> None:
+    pairs = PAIRS if world == 2 else PAIRS[:: len(DEGREES) - 1]  # each degree of one pass with some degree of the other
+    cluster.run(world, compare_with_no_schedule, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", pairs)
 
 
 @pytest.mark.parametrize(("world", "esp"), [(2, 1), *slowly((4, 2))])
@@ -94,31 +95,31 @@ def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) 
         if name not in ("topk", "switch")
     ],
 )
-def test_gates(cluster: Cluster, gate: str, world: int, esp: int) -> None:
+def test_scheduled_gates_equal_no_schedule(cluster: Cluster, gate: str, world: int, esp: int) -> None:
     order = "dropless" if gate in ("topk3", "deepseek_v3") else "sparse"
-    cluster.run(world, same_as_without_a_schedule, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
+    cluster.run(world, compare_with_no_schedule, 2, esp, gate, order, "swiglu", "direct", "fsmoe", [(4, 2), (2, 8)])
 
 
 @pytest.mark.parametrize("policy", ["joint", *slowly("lina", "sequential", "tutel", "fsmoe_no_iio")])
-def test_policies(cluster: Cluster, policy: str) -> None:
-    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
+def test_policies_equal_no_schedule(cluster: Cluster, policy: str) -> None:
+    cluster.run(4, compare_with_no_schedule, 2, 2, "topk", "dropless", "swiglu", "direct", policy, [(4, 2), (3, 3)])
 
 
 @pytest.mark.parametrize("dispatch", ["2dh", *slowly("1dh")])
-def test_dispatch(cluster: Cluster, dispatch: str) -> None:
+def test_hierarchical_dispatch_equals_no_schedule(cluster: Cluster, dispatch: str) -> None:
     cluster.run(
-        4, same_as_without_a_schedule, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)]
+        4, compare_with_no_schedule, 4, 1, "topk", "sparse", "feed_forward", dispatch, "fsmoe", [(1, 1), (4, 2)]
     )
 
 
 @pytest.mark.slow
-def test_modules_and_products(cluster: Cluster) -> None:
-    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "sparse", "custom", "direct", "fsmoe", [(1, 1), (4, 4)])
-    cluster.run(4, same_as_without_a_schedule, 2, 2, "topk", "einsum", "swiglu", "direct", "fsmoe", [(1, 1), (4, 2)])
+def test_custom_experts_and_einsum_equal_no_schedule(cluster: Cluster) -> None:
+    cluster.run(4, compare_with_no_schedule, 2, 2, "topk", "sparse", "custom", "direct", "fsmoe", [(1, 1), (4, 4)])
+    cluster.run(4, compare_with_no_schedule, 2, 2, "topk", "einsum", "swiglu", "direct", "fsmoe", [(1, 1), (4, 2)])
 
 
 class Count(fusedmoe.Hooks):
-    """Notes which chunks its seams saw, and sends bfloat16."""
+    """Record the chunks that each seam receives, and send bfloat16."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, int, int]] = []
@@ -137,7 +138,7 @@ class Count(fusedmoe.Hooks):
     after_combine = after_dispatch
 
 
-def hooked(rank: int, world: int) -> None:
+def check_hooks_with_chunks(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     hooks = [Count(), Count()]
     plain, chunked = (
@@ -151,33 +152,35 @@ def hooked(rank: int, world: int) -> None:
     assert len(hooks[0].seen) == 4
 
 
-def test_hooks_see_every_chunk(cluster: Cluster) -> None:
-    cluster.run(2, hooked)
+def test_hooks_receive_each_chunk(cluster: Cluster) -> None:
+    cluster.run(2, check_hooks_with_chunks)
 
 
-def by_costs(rank: int, world: int) -> tuple[Any, Any]:
-    """Slow links make many chunks worth their start; a link that takes long to start makes one best."""
+def degrees_for_costs(rank: int, world: int) -> tuple[Any, Any]:
+    """Slow links make many chunks worth their latency; with a high latency, one chunk is best."""
     topology = Topology.from_sizes(2)
     found = []
     for alpha_s in (0.0, 10.0):
         line = Line(alpha_s, 1e-9)
         costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
         layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", costs=costs))
+        assert "schedule='fsmoe'" in repr(layer)
         step(layer, rank)
-        (plans,) = layer._plans.made.values()
+        (plans,) = layer.plans.plans_by_workload.values()
+        assert f"schedule='fsmoe in {plans.degrees} chunks'" in repr(layer)
         found.append((max(plans.forward.degrees.values()), max(plans.backward.degrees.values())))
         found.append(plans.forward.fingerprint)
     return tuple(found)
 
 
-def test_degrees_by_costs(cluster: Cluster) -> None:
-    one, other = cluster.run(2, by_costs)
+def test_costs_determine_degrees(cluster: Cluster) -> None:
+    one, other = cluster.run(2, degrees_for_costs)
     assert one == other
     assert min(one[0]) > 1 and one[2] == (1, 1)
 
 
-def by_own_policy(rank: int, world: int) -> None:
-    """The user's chunks, and the same results; where nothing travels nothing is asked for."""
+def check_custom_policy(rank: int, world: int) -> None:
+    """A user's policy sets the chunks, and results stay; if no rows are sent, the policy is not called."""
     line = Line(1e-5, 1e-9)
     costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
 
@@ -193,7 +196,7 @@ def by_own_policy(rank: int, world: int) -> None:
             layer = make_layer(LAYER, topology, schedule=schedule)
             found = step(layer, rank)
             assert_same_results(found, plain, 1e-10)
-            (plans,) = layer._plans.made.values()
+            (plans,) = layer.plans.plans_by_workload.values()
             assert {**plans.forward.degrees, **plans.backward.degrees} == {("forward", 0): 3, ("backward", 0): 2}
     finally:
         del POLICIES["mine"]
@@ -201,11 +204,11 @@ def by_own_policy(rank: int, world: int) -> None:
     step(make_layer(LAYER, alone, schedule=Schedule(mine)), rank)
 
 
-def test_a_policy_of_ones_own(cluster: Cluster) -> None:
-    cluster.run(2, by_own_policy)
+def test_custom_policy_sets_chunks(cluster: Cluster) -> None:
+    cluster.run(2, check_custom_policy)
 
 
-def other_plan_on_each_rank(rank: int, world: int) -> None:
+def check_different_policies(rank: int, world: int) -> None:
     def mine(workload: Workload, costs: StepCosts) -> Plan:
         return step_plan(costs, *([ChunkedPass(one_queue, 1 + rank)],) * 2)
 
@@ -217,11 +220,11 @@ def other_plan_on_each_rank(rank: int, world: int) -> None:
         step(layer, rank)
 
 
-def test_ranks_whose_policies_differ(cluster: Cluster) -> None:
-    cluster.run(2, other_plan_on_each_rank)
+def test_different_policies_across_ranks_are_rejected(cluster: Cluster) -> None:
+    cluster.run(2, check_different_policies)
 
 
-def fail_in_a_chunk(rank: int, world: int) -> None:
+def fail_in_chunk(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, timeout_s=60.0)
     layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", (4, 4)))
     if rank == 1:
@@ -243,34 +246,34 @@ def fail_in_a_chunk(rank: int, world: int) -> None:
     step(layer, rank)
 
 
-def test_a_failure_in_a_chunk_names_its_rank(cluster: Cluster) -> None:
-    one, other = (outcome.error for outcome in cluster.outcomes(2, fail_in_a_chunk, timeout_s=40.0))
+def test_failure_in_chunk_names_rank(cluster: Cluster) -> None:
+    one, other = (outcome.error for outcome in cluster.outcomes(2, fail_in_chunk, timeout_s=40.0))
     assert one is not None and other is not None
     assert other[:2] == ("MemoryError", "no room for chunk 2")
     assert one[0] == "RankError" and "rank 1 failed" in one[1] and "no room for chunk 2" in one[1]
 
 
 def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
-    """What this machine takes, measured in a moment if it was not yet: layers then find it on disk."""
+    """Return this machine's costs, measured briefly if missing: layers then read them from disk."""
     return cached_profile(topology, torch.device("cpu"), dtype=dtype, budget_s=0.5)[0].costs
 
 
-def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
+def check_named_schedules(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs_of(topology, torch.float64)
     measured = schedules.ScheduledPlans.measured
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.runtime.cache.profile", None)  # measured once is enough
+        patch.setattr("fusedmoe.runtime.cache.profile", None)  # measuring once is enough
         plain = step(make_layer(LAYER, topology), rank)
         for name in names:
             layer = make_layer(LAYER, topology, schedule=name)
-            costs = measured(layer._plans, torch.empty(6, M, dtype=torch.float64))
+            costs = measured(layer.plans, torch.empty(6, M, dtype=torch.float64))
             patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all, known=costs: known)
             found = step(layer, rank)
             assert_same_results(found, plain, 1e-10, what=name)
-            (plans,) = layer._plans.made.values()
+            (plans,) = layer.plans.plans_by_workload.values()
             given = Schedule("joint" if name == "auto" else name, costs=costs)
-            (workload,) = layer._plans.made
+            (workload,) = layer.plans.plans_by_workload
             assert plans == given.plans(layer.parts, workload)
             layer.eval()
             with torch.no_grad():
@@ -281,13 +284,13 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     ("world", "ep", "esp"),
     [pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 1, 2), (2, 2, 1), (4, 2, 1), (4, 2, 2))],
 )
-def test_names(cluster: Cluster, world: int, ep: int, esp: int) -> None:
-    """Whatever was measured, all ranks plan by it, and results stay. Replicas measure together."""
-    cluster.run(world, by_name, ep, esp, ["auto", "tutel"] if world == 2 else ["auto"])
+def test_named_schedules_use_equal_measured_costs(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+    """All ranks plan with the same measured costs, and results stay. Replicas measure together."""
+    cluster.run(world, check_named_schedules, ep, esp, ["auto", "tutel"] if world == 2 else ["auto"])
 
 
-def many_chunks(rank: int, world: int) -> tuple[int, int]:
-    """Where starts cost nothing and links are slow, "auto" takes many chunks, and results stay."""
+def degrees_of_auto(rank: int, world: int) -> tuple[int, int]:
+    """With zero latency and slow links, "auto" selects many chunks, and results stay."""
     topology = Topology.from_sizes(2)
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
@@ -297,17 +300,17 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
         layer = make_layer(LAYER, topology, schedule="auto")
         found = step(layer, rank)
     assert_same_results(found, plain, 1e-10)
-    (plans,) = layer._plans.made.values()
+    (plans,) = layer.plans.plans_by_workload.values()
     return max(plans.forward.degrees.values()), max(plans.backward.degrees.values())
 
 
-def test_auto_takes_what_is_best(cluster: Cluster) -> None:
-    one, other = cluster.run(2, many_chunks)
+def test_auto_chooses_many_chunks_for_slow_links(cluster: Cluster) -> None:
+    one, other = cluster.run(2, degrees_of_auto)
     assert one == other and min(one) > 1
 
 
-def measured_once(rank: int, world: int) -> list[Any]:
-    """Measuring is asked for once for all layers of a topology and dtype, whatever the plans; plans compared once."""
+def count_measurements(rank: int, world: int) -> list[Any]:
+    """One measurement serves all layers of a topology and dtype, whatever the plans; plans are compared once."""
     topology = Topology.from_sizes(2, 1, ranks_per_node=2)
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     asked: list[Any] = []
@@ -318,7 +321,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
         return Profile(slow), None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_module, "cached_profile", measure)
+        patch.setattr(cache, "cached_profile", measure)
         patch.setattr(schedules, "require_same_plans", lambda topology, plans: compared.append(plans))
         for dtype in (torch.float64, torch.float32):
             for _ in range(2):
@@ -330,13 +333,15 @@ def measured_once(rank: int, world: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_measuring_and_comparing_is_for_the_first_time(cluster: Cluster) -> None:
-    assert cluster.run(2, measured_once) == [[[torch.float64, torch.float32], 8]] * 2
+def test_costs_are_measured_once_per_topology_and_dtype(cluster: Cluster) -> None:
+    assert cluster.run(2, count_measurements) == [[[torch.float64, torch.float32], 8]] * 2
 
 
-def checkpointed(rank: int, world: int, folder: str) -> int:
-    """How often a first forward has measured: outside of recomputations, which save as many tensors. Nor do plans that
-    change in between matter."""
+def measure_in_checkpoint(rank: int, world: int, folder: str) -> int:
+    """Count a first forward's measurements: recomputations measure nothing and save the same number of tensors.
+
+    Plans that change in between have no effect.
+    """
     topology = Topology.from_sizes(2, 1, ranks_per_node=2)
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     x = torch.randn(9 + rank, M, dtype=torch.float64, requires_grad=True)
@@ -357,10 +362,10 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
     theirs = gradients(plain, lambda layer, x: layer(x))
     whole = partial(checkpoint, use_reentrant=False)
     calls = (whole, partial(whole, context_fn=save_communication), partial(checkpoint, use_reentrant=True))
-    observe, measured = measure_module.observe_layer, []
+    observe, measured = measure_module.time_layer, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_module, "cached_profile", lambda *_, **__: (Profile(slow), None))
-        patch.setattr(measure_module, "observe_layer", lambda *given: (measured.append(0), observe(*given))[1])
+        patch.setattr(cache, "cached_profile", lambda *_, **__: (Profile(slow), None))
+        patch.setattr(measure_module, "time_layer", lambda *given: (measured.append(0), observe(*given))[1])
         for number, call in enumerate(calls):
             patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
             patch.setattr(measure_module, "_parts", WeakKeyDictionary())
@@ -376,34 +381,34 @@ def checkpointed(rank: int, world: int, folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_first_forward_inside_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    """A selective one goes by operators, which have no plans."""
-    assert cluster.run(2, checkpointed, str(tmp_path)) == [2, 2]
+def test_first_forward_in_checkpoint_measures_once(cluster: Cluster, tmp_path: Path) -> None:
+    """A selective checkpoint runs operators, which have no plans."""
+    assert cluster.run(2, measure_in_checkpoint, str(tmp_path)) == [2, 2]
 
 
-def differing(rank: int, world: int) -> None:
+def run_different_plans(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, 2, ranks_per_node=2, timeout_s=60.0)
     layer = make_layer(LAYER, topology, schedule=Schedule("fsmoe", (2, 2)))
     if rank in (1, 3):
-        layer._plans.schedule = Schedule("fsmoe", (2, 4))
+        layer.plans.schedule = Schedule("fsmoe", (2, 4))
     step(layer, rank)
 
 
-def test_differing_plans_are_refused(cluster: Cluster) -> None:
-    errors = [outcome.error for outcome in cluster.outcomes(4, differing)]
+def test_different_plans_across_ranks_are_rejected(cluster: Cluster) -> None:
+    errors = [outcome.error for outcome in cluster.outcomes(4, run_different_plans)]
     (name, message), *others = [error[:2] for error in errors if error is not None]
     assert name == "RankError" and others == [(name, message)] * 3
     assert "on ranks [0, 2] but" in message and "on ranks [1, 3]" in message and "the same versions" in message
 
 
 class Doubling(Custom):
-    """Modules that say what they compute."""
+    """Modules that declare their computation."""
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         return Workload(1, rows * esp, M, 64, 8, k=1, ep=ep, esp=esp, itemsize=itemsize)
 
 
-def modules(rank: int, world: int) -> None:
+def compare_modules(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     found = []
     for options in ({}, {"schedule": Schedule("fsmoe", costs=BACKWARD_HEAVY)}):
@@ -412,22 +417,22 @@ def modules(rank: int, world: int) -> None:
         layer = MoELayer(M, GATES["topk"](), experts, topology=topology, dtype=torch.float64, **options)
         found.append(step(layer, rank))
     assert_same_results(found[1], found[0], 1e-10)
-    (plans,) = layer._plans.made.values()
+    (plans,) = layer.plans.plans_by_workload.values()
     assert plans.forward.degrees["forward", 0] == plans.backward.degrees["backward", 0] > 1
-    (workload,) = layer._plans.made
-    assert layer._plans.schedule is not None
-    free = layer._plans.schedule.plans(layer.parts, workload)
+    (workload,) = layer.plans.plans_by_workload
+    assert layer.plans.schedule is not None
+    free = layer.plans.schedule.plans(layer.parts, workload)
     assert free.forward == plans.forward and free.backward.degrees["backward", 0] != plans.forward.degrees["forward", 0]
 
 
 BACKWARD_HEAVY = CostModel({"all-to-all/ep": Line(1e-4, 1e-6), "gemm": Line(0.0, 2e-8)})
 
 
-def test_modules_have_one_degree(cluster: Cluster) -> None:
-    cluster.run(2, modules)
+def test_custom_modules_use_one_degree_for_both_passes(cluster: Cluster) -> None:
+    cluster.run(2, compare_modules)
 
 
-def twice_backward(rank: int, world: int) -> None:
+def run_backward_twice(rank: int, world: int) -> None:
     topology = Topology.from_sizes(world)
     layer = make_layer(("topk", "sparse", "custom"), topology, schedule=Schedule("fsmoe", (2, 2)))
     x = torch.randn(4 + rank, M, dtype=torch.float64, requires_grad=True)
@@ -438,25 +443,25 @@ def twice_backward(rank: int, world: int) -> None:
         assert torch.equal(one, again)
 
 
-def test_modules_go_back_twice(cluster: Cluster) -> None:
-    """With `retain_graph` the graph of each chunk is there the second time, too."""
-    cluster.run(2, twice_backward)
+def test_custom_modules_support_second_backward(cluster: Cluster) -> None:
+    """With `retain_graph`, each chunk's graph also exists in the second backward."""
+    cluster.run(2, run_backward_twice)
 
 
-def unknown_work(rank: int, world: int) -> None:
+def make_experts_without_workload(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     experts = Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
     MoELayer(M, GATES["topk"](), experts, topology=topology, schedule="auto")
 
 
-def test_experts_that_do_not_say_what_they_compute_are_refused(cluster: Cluster) -> None:
-    for outcome in cluster.outcomes(2, unknown_work):
+def test_experts_without_workload_are_rejected(cluster: Cluster) -> None:
+    for outcome in cluster.outcomes(2, make_experts_without_workload):
         assert outcome.error is not None
         name, message, _ = outcome.error
-        assert name == "ConfigError" and "Custom does not say how much it computes" in message and "degrees=" in message
+        assert name == "ConfigError" and "Custom does not define its work" in message and "degrees=" in message
 
 
-def test_refusals() -> None:
+def test_unknown_schedules_and_policies_are_rejected() -> None:
     for name, match in (
         ("fast", "unknown schedule 'fast'; choose off, auto, sequential, .*joint, fused$"),
         ("flowmoe", "flowmoe plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"),
@@ -485,13 +490,13 @@ ASSIGNED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (("compute: DEC0\ninter: DEC0", ASSIGNED[1]), r"forward plan has f0\.DEC0 .*cannot run here; what can: dis"),
+        (("compute: DEC0\ninter: DEC0", ASSIGNED[1]), r"forward plan has f0\.DEC0 .*cannot run here; supported: dis"),
         ((ASSIGNED[0], ASSIGNED[1] + " AR0(4)"), r"backward plan has b0\.AR0 \(gradient-all-reduce\), which cannot"),
         ((ASSIGNED[0] + "\nintra: AG0 AG1", ASSIGNED[1]), r"f0\.AG0 \(all-gather\), which cannot run here"),
         ((ASSIGNED[0], "phase: backward\ncompute: E0\ninter: D0"), "backward plan has no combine, which every chunk"),
     ],
 )
-def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says: str) -> None:
+def test_unsupported_manual_plans_are_rejected(texts: tuple[str, str], says: str) -> None:
     layer = make_layer(LAYER, Topology(), hooks=[fusedmoe.Hooks()])
     right = step(layer, 0)
     with pytest.raises(ConfigError, match=says):
@@ -502,8 +507,8 @@ def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says:
 
 
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
-def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: str | Schedule) -> None:
-    """Nor does it measure anything, with hooks or without."""
+def test_one_process_ignores_schedule(monkeypatch: pytest.MonkeyPatch, schedule: str | Schedule) -> None:
+    """One process ignores the schedule and measures nothing, with or without hooks."""
     monkeypatch.setattr(measure_module, "measured_costs", None)
     for hooks in ([], [fusedmoe.Hooks()]):
         found = []
@@ -514,14 +519,14 @@ def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: 
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_does_not_notice() -> None:
+def test_compiled_one_process_layer_ignores_schedule() -> None:
     layer = make_layer(LAYER, Topology(), schedule="auto")
     x = torch.randn(5, M, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
 
 
-def modules_in_a_checkpoint(rank: int, world: int) -> None:
-    """A checkpoint that packs what is saved sends all once more, and not again for each chunk."""
+def count_sends_in_checkpoint(rank: int, world: int) -> None:
+    """A checkpoint that packs saved tensors sends all rows once more, rather than once per chunk."""
     topology = Topology.from_sizes(2)
     met: list[str] = []
 
@@ -544,5 +549,5 @@ def modules_in_a_checkpoint(rank: int, world: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_modules_in_a_checkpoint(cluster: Cluster) -> None:
-    cluster.run(2, modules_in_a_checkpoint)
+def test_checkpoint_of_custom_modules_resends_rows_once(cluster: Cluster) -> None:
+    cluster.run(2, count_sends_in_checkpoint)

@@ -1,4 +1,4 @@
-"""Names and split dimensions of parameters, as checkpoints and gradient synchronisation read them."""
+"""Names and split dimensions of parameters, as read by checkpoints and gradient synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Split(nn.Module):
         self.shardings = shardings
 
 
-def test_names_are_those_of_the_whole_model() -> None:
+def test_shardings_use_names_of_whole_model() -> None:
     model = nn.Module()
     model.a = _Split(weight={"ep": 0, "esp": 1}, bias={"mp": 0}, state={"ep": 0})
     model.a.shardings["inner.weight"] = {"ep": -1}
@@ -43,7 +43,7 @@ def test_names_are_those_of_the_whole_model() -> None:
     assert parameter_shardings(nn.Linear(2, 2)) == {}
 
 
-def test_of_the_layer() -> None:
+def test_layer_shards_expert_weights_over_ep_and_esp() -> None:
     layer = MoELayer(4, gates.TopK(experts=2, k=1), experts.SwiGLU(hidden=6))
     found = parameter_shardings(layer)
     assert found.keys() == {"experts.w1", "experts.w2"}
@@ -61,14 +61,14 @@ def test_of_the_layer() -> None:
         ({"weight": {"mp": 0, "ep": 1}}, "m.weight .* not both"),
     ],
 )
-def test_mistakes(shardings: dict[str, dict[str, int]], message: str) -> None:
+def test_invalid_shardings_are_rejected(shardings: dict[str, dict[str, int]], message: str) -> None:
     model = nn.Module()
     model.m = _Split(**shardings)
     with pytest.raises(ConfigError, match=message):
         parameter_shardings(model)
 
 
-def test_owners_that_disagree_about_a_shared_tensor() -> None:
+def test_conflicting_shardings_of_tied_tensor_are_rejected() -> None:
     model = nn.ModuleList([_Split(weight={"ep": 0}), _Split(weight={"ep": 1})])
     model[1].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are one tensor, but split as"):
@@ -87,8 +87,8 @@ class LowRank(nn.Module):
         return weight + self.A @ self.B
 
 
-def test_parametrised_experts() -> None:
-    """The refusal says what to do, and that works."""
+def test_parametrized_experts_error_names_fix() -> None:
+    """The refusal states a fix, and the fix works."""
     layer = MoELayer(8, gates.TopK(4, k=1), experts.FeedForward(8))
     own = layer.experts
     axes = own.shardings["w1"]

@@ -1,4 +1,4 @@
-"""Tokens that travel once through whole layers: placed experts, blocks, graphs; and a peer's codes that are wrong."""
+"""Deduplicated tokens through whole layers: placed experts, blocks, graphs; and a peer's invalid expert assignments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES = (4, 0, 7, 1)  # by rank, of three positions each
 
 
 class ByBits(gates.Gate):
-    """Sends a token where its numbers' bits say: often to expert 0, to some experts twice; and leaves slots empty."""
+    """Route a token by the bits of its values: often to expert 0, to some experts twice, with some slots empty."""
 
     splits: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ class ByBits(gates.Gate):
 
 
 class Dense(nn.Module):
-    """A block's dense part, number by number."""
+    """Elementwise dense part of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Dense(nn.Module):
 
 
 def blocks_over(topology: Topology | None, **options: Any) -> nn.ModuleList:
-    """Two blocks, x → x + experts(u) with (x, u) = dense(x), the same in every world."""
+    """Two blocks, x → x + experts(u) with (x, u) = dense(x), equal in every world."""
     torch.manual_seed(5)
     layers = (MoELayer(M, ByBits(E, K), FeedForward(4), topology=topology, mp_input="split", dtype=torch.float64,
                        **options) for _ in range(2))  # fmt: skip
@@ -72,8 +72,8 @@ def blocks_over(topology: Topology | None, **options: Any) -> nn.ModuleList:
 Way = Callable[[nn.ModuleList, Tensor], Tensor]
 
 
-def plainly(call: Callable[[MoELayer, Tensor], Tensor]) -> Way:
-    """Makes the way through blocks whose layers are called so."""
+def run_blocks_with(call: Callable[[MoELayer, Tensor], Tensor]) -> Way:
+    """Build the function that runs the blocks and applies each layer with `call`."""
 
     def through(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for dense, layer in blocks:  # type: ignore[misc]
@@ -84,36 +84,36 @@ def plainly(call: Callable[[MoELayer, Tensor], Tensor]) -> Way:
     return through
 
 
-def compiled(layer: MoELayer, u: Tensor) -> Tensor:
+def call_compiled(layer: MoELayer, u: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what its compiler still calls
+        warnings.simplefilter("ignore")  # PyTorch's compiler calls its own deprecated functions
         result: Tensor = torch.compile(layer, fullgraph=True, backend="aot_eager")(u)
     return result
 
 
-def recomputed(layer: MoELayer, u: Tensor) -> Tensor:
+def call_in_checkpoint(layer: MoELayer, u: Tensor) -> Tensor:
     result: Tensor = checkpoint(layer, u, use_reentrant=False, context_fn=save_communication)
     return result
 
 
-def in_micro_batches(degrees: tuple[int, int]) -> Way:
+def run_in_micro_batches(degrees: tuple[int, int]) -> Way:
     return lambda blocks, x: fusedmoe.pipeline([tuple(block) for block in blocks], degrees)(x)  # type: ignore[arg-type]
 
 
 # name -> (the layers' options, how blocks are called)
 CALLS: dict[str, tuple[dict[str, Any], Way]] = {
-    "layers": ({}, plainly(lambda layer, u: layer(u))),
-    "schedules": ({"schedule": Schedule("fsmoe", (2, 3))}, plainly(lambda layer, u: layer(u))),
-    "graphs": ({}, plainly(compiled)),
-    "checkpoints": ({}, plainly(recomputed)),
-    "blocks": ({}, in_micro_batches((2, 3))),
-    "blocks in one": ({}, in_micro_batches((1, 1))),
-    "placed": ({"placement": "fssdp"}, plainly(lambda layer, u: layer(u))),
+    "layers": ({}, run_blocks_with(lambda layer, u: layer(u))),
+    "schedules": ({"schedule": Schedule("fsmoe", (2, 3))}, run_blocks_with(lambda layer, u: layer(u))),
+    "graphs": ({}, run_blocks_with(call_compiled)),
+    "checkpoints": ({}, run_blocks_with(call_in_checkpoint)),
+    "blocks": ({}, run_in_micro_batches((2, 3))),
+    "blocks in one chunk": ({}, run_in_micro_batches((1, 1))),
+    "placed": ({"placement": "fssdp"}, run_blocks_with(lambda layer, u: layer(u))),
     "placed and scheduled": (
         {"placement": "fssdp", "schedule": Schedule("fsmoe", (3, 2))},
-        plainly(lambda layer, u: layer(u)),
+        run_blocks_with(lambda layer, u: layer(u)),
     ),
-    "placed blocks": ({"placement": "fssdp"}, in_micro_batches((2, 3))),
+    "placed blocks": ({"placement": "fssdp"}, run_in_micro_batches((2, 3))),
 }
 
 
@@ -123,8 +123,8 @@ def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), dz
 
 
-def defined(layer: MoELayer, u: Tensor) -> Tensor:
-    """The layer by its definition; it has all experts."""
+def layer_definition(layer: MoELayer, u: Tensor) -> Tensor:
+    """Layer by its definition, with all experts."""
     u_SM = u.reshape(-1, M)
     routing = layer.gate(u_SM)
     y_SKM = all_experts(layer.experts, u_SM)[routing.expert_SK.clamp(min=0), torch.arange(len(u_SM))[:, None]]
@@ -132,8 +132,8 @@ def defined(layer: MoELayer, u: Tensor) -> Tensor:
     return (weight_SK[..., None] * y_SKM).sum(1).view_as(u)
 
 
-def equals_the_definition(rank: int, world: int, name: str, esp: int) -> int:
-    """Returns how many copies of experts there were."""
+def compare_with_definition(rank: int, world: int, name: str, esp: int) -> int:
+    """Compare with the definition; return the number of expert replicas."""
     torch._dynamo.reset()
     topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=30)
     options, call = CALLS[name]
@@ -141,21 +141,21 @@ def equals_the_definition(rank: int, world: int, name: str, esp: int) -> int:
     right: dict[int, tuple[Tensor, Tensor]] = {}
     for source in range(world):
         x, dz = batch_of(source)
-        z = plainly(defined)(whole, x)
+        z = run_blocks_with(layer_definition)(whole, x)
         z.backward(dz)
         right[source] = z.detach(), x.grad  # type: ignore[assignment]
     sharded, optimizer, copies = None, torch.optim.SGD(blocks.parameters(), lr=0.0), 0
     if "placed" in name:
         sharded = ShardedExperts(blocks, optimizer, topology, overlap=4, memory=2)
-    for _ in range(3):  # with what was counted in a step experts have other owners, and copies, in the next
+    for _ in range(3):  # from the second step on, counted loads move experts and add replicas
         optimizer.zero_grad()
         copies += 0 if sharded is None else sum(str(placement).count("+") for placement in sharded.placements)
         x, dz = batch_of(rank)
         z = call(blocks, x)
         z.backward(dz)
         assert x.grad is not None
-        close(z, right[rank][0])
-        close(x.grad, right[rank][1])
+        assert_close(z, right[rank][0])
+        assert_close(x.grad, right[rank][1])
         everything = dict(whole.named_parameters())
         for key, parameter in blocks.named_parameters():
             expected, got = (
@@ -172,12 +172,12 @@ def equals_the_definition(rank: int, world: int, name: str, esp: int) -> int:
                 expected = slice_of(expected, last, experts.own_numbers, experts.place)
             else:
                 got = all_reduce(topology.world, got.clone())
-            close(got, expected)
+            assert_close(got, expected)
         optimizer.step()
     return copies
 
 
-def close(got: Tensor, right: Tensor) -> None:
+def assert_close(got: Tensor, right: Tensor) -> None:
     assert got.shape == right.shape
     if right.numel():
         assert (got - right).abs().max() <= 1e-10 * right.abs().max().clamp(min=1e-3)
@@ -192,8 +192,8 @@ def close(got: Tensor, right: Tensor) -> None:
         for way in [(2, 1), (4, 1), (4, 2)]
     ],
 )
-def test_layers_equal_the_definition(cluster: Cluster, name: str, world: int, esp: int) -> None:
-    copies = cluster.run(world, equals_the_definition, name, esp)
+def test_deduplicated_layers_equal_definition(cluster: Cluster, name: str, world: int, esp: int) -> None:
+    copies = cluster.run(world, compare_with_definition, name, esp)
     assert "placed" not in name or min(copies) > 0
 
 
@@ -204,7 +204,7 @@ def _flip(code_N: Tensor, at: int, code: int) -> Tensor:
 
 
 def _swapped(code_N: Tensor) -> Tensor:
-    """Says of another pair than the first one that it is the first of its token."""
+    """Mark a pair other than the first as its token's first pair."""
     at = int((code_N & 1 == 0).nonzero()[0])
     wrong_N = code_N.clone()
     wrong_N[0] -= 1
@@ -218,26 +218,26 @@ def _last(code_N: Tensor, first: int) -> int:
 
 here = E // 2
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "another expert": lambda code_N: _flip(code_N, -1, (int(code_N[-1]) + 2) % (2 * here)),
-    "another expert at first": lambda code_N: _flip(code_N, 0, (int(code_N[0]) + 2) % (2 * here)),
-    "swapped": _swapped,
-    "no such expert": lambda code_N: _flip(code_N, -1, 2 * here + int(code_N[-1])),
-    "a negative expert": lambda code_N: _flip(code_N, -1, int(code_N[-1]) - 2 * here),
-    "the smallest number": lambda code_N: _flip(code_N, 0, -(2**15)),
-    "one first too few": lambda code_N: _flip(code_N, _last(code_N, 1), int(code_N[_last(code_N, 1)]) - 1),
-    "one first too many": lambda code_N: _flip(code_N, _last(code_N, 0), int(code_N[_last(code_N, 0)]) + 1),
+    "last expert changed": lambda code_N: _flip(code_N, -1, (int(code_N[-1]) + 2) % (2 * here)),
+    "first expert changed": lambda code_N: _flip(code_N, 0, (int(code_N[0]) + 2) % (2 * here)),
+    "first mark moved": _swapped,
+    "expert out of range": lambda code_N: _flip(code_N, -1, 2 * here + int(code_N[-1])),
+    "negative expert": lambda code_N: _flip(code_N, -1, int(code_N[-1]) - 2 * here),
+    "int16 minimum": lambda code_N: _flip(code_N, 0, -(2**15)),
+    "first mark missing": lambda code_N: _flip(code_N, _last(code_N, 1), int(code_N[_last(code_N, 1)]) - 1),
+    "extra first mark": lambda code_N: _flip(code_N, _last(code_N, 0), int(code_N[_last(code_N, 0)]) + 1),
     "zeros": torch.zeros_like,
     "noise": lambda code_N: torch.randint_like(code_N, -(2**15), 2**15 - 1),
 }
 
 
-def one_lies(rank: int, world: int, name: str, esp: int, wrong: str, culprit: int) -> None:
+def send_wrong_assignments(rank: int, world: int, name: str, esp: int, wrong: str, culprit: int) -> None:
     torch._dynamo.reset()
-    # Longer than the run may take: nobody ends because it has waited for so long.
+    # Longer than the run may take, so no rank ends on a time-out.
     topology = Topology.from_sizes(world // esp, esp, ranks_per_node=2, timeout_s=300)
     options, call = CALLS[name]
     blocks = blocks_over(topology, **options)
-    # Every rank has tokens, and two passes go well.
+    # Every rank has tokens, and two passes succeed.
     x = torch.randn(4 + rank, 3, M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     for _ in range(2):
         call(blocks, x).sum().backward()
@@ -252,9 +252,9 @@ def one_lies(rank: int, world: int, name: str, esp: int, wrong: str, culprit: in
         call(blocks, x).sum().backward()
 
 
-def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, culprit: int) -> None:
-    cluster.run(world, nothing)  # starting ranks takes a while
-    outcomes = cluster.outcomes(world, one_lies, name, esp, wrong, culprit, timeout_s=80)
+def assert_culprit_named(cluster: Cluster, name: str, world: int, esp: int, wrong: str, culprit: int) -> None:
+    cluster.run(world, nothing)  # starting ranks is slow
+    outcomes = cluster.outcomes(world, send_wrong_assignments, name, esp, wrong, culprit, timeout_s=80)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, (rank, wrong)
         kind, text, _ = outcome.error
@@ -262,7 +262,7 @@ def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, c
         assert f"ended because rank {culprit} failed in exchange of pairs" in text, text
 
 
-# Each pair of a way and a fault, by either rank in turn; graphs, which take long to make, with a third of the faults.
+# Each combination of a data path and a fault, on alternating ranks; graphs, slow to build, with a third of the faults.
 @pytest.mark.parametrize(
     ("name", "wrong", "culprit"),
     [
@@ -274,8 +274,8 @@ def check_blame(cluster: Cluster, name: str, world: int, esp: int, wrong: str, c
         if name != "graphs" or place % 3 == 2
     ],
 )
-def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
-    check_blame(cluster, name, 2, 1, wrong, culprit)
+def test_invalid_assignments_of_peer_end_all_ranks(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
+    assert_culprit_named(cluster, name, 2, 1, wrong, culprit)
 
 
 @pytest.mark.parametrize(
@@ -285,15 +285,15 @@ def test_wrong_codes_of_a_peer_end_all_ranks(cluster: Cluster, name: str, wrong:
         for name in ("layers", "schedules", "graphs", "blocks")
         for number, wrong in enumerate(WRONG)
         for by in [number % 4]
-        if name != "graphs" or number % 4 == 0  # these take long to make
+        if name != "graphs" or number % 4 == 0  # slow to build
     ],
 )
-def test_the_shard_that_sent_them_is_named(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
-    """Not the one that passed them on to other shards of the same experts."""
-    check_blame(cluster, name, 4, 2, wrong, culprit)
+def test_invalid_assignments_error_names_sending_shard(cluster: Cluster, name: str, wrong: str, culprit: int) -> None:
+    """The error names the sending shard, rather than the rank that forwarded the assignments to other shards."""
+    assert_culprit_named(cluster, name, 4, 2, wrong, culprit)
 
 
-def one_sends_to_wrong_places(rank: int, world: int, wrong: str, culprit: int, dispatch: str) -> None:
+def send_wrong_positions(rank: int, world: int, wrong: str, culprit: int, dispatch: str) -> None:
     topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=300)
     batch = Batch("places", 8, partial(some_experts, 8), world, dispatch=dispatch)
 
@@ -313,14 +313,14 @@ def some_experts(experts: int, rank: int, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize(
     ("wrong", "culprit", "dispatch"),
     [
-        pytest.param(*of, marks=() if of == ("swapped", 1, "2dh") else pytest.mark.slow)
+        pytest.param(*of, marks=() if of == ("first mark moved", 1, "2dh") else pytest.mark.slow)
         for number, wrong in enumerate(WRONG)
         for of in [(wrong, 1 + number % 2, "1dh"), (wrong, 2 - number % 2, "2dh")]
     ],
 )
-def test_wrong_places_of_a_peer_end_all_ranks(cluster: Cluster, wrong: str, culprit: int, dispatch: str) -> None:
-    """Those who forward its tokens name it."""
-    outcomes = cluster.outcomes(4, one_sends_to_wrong_places, wrong, culprit, dispatch, timeout_s=80)
+def test_invalid_positions_of_peer_end_all_ranks(cluster: Cluster, wrong: str, culprit: int, dispatch: str) -> None:
+    """The ranks that forward the peer's tokens name it."""
+    outcomes = cluster.outcomes(4, send_wrong_positions, wrong, culprit, dispatch, timeout_s=80)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, (rank, wrong)
         kind, text, _ = outcome.error

@@ -1,4 +1,4 @@
-"""`WireFp8` rounds rows that travel and nothing else, in one process and between ranks."""
+"""`WireFp8` rounds only the sent rows, in one process and between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ M = 24
 
 
 class OnWire(Hooks):
-    """Looks at what the hooks before it send; the list holds (dtype, width, direction)."""
+    """Inspect the tensors sent by the hooks before it; the list holds (dtype, width, direction)."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.dtype, int, str]] = []
@@ -30,7 +30,7 @@ class OnWire(Hooks):
 
 
 class Rounded(Hooks):
-    """What WireFp8 does to the values, by definition."""
+    """WireFp8's effect on values, by definition."""
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
         return define_unpack_fp8(define_pack_fp8(rows), rows.dtype)
@@ -39,7 +39,7 @@ class Rounded(Hooks):
 
 
 def run(hooks: list[Hooks], topology: Topology | None, dtype: torch.dtype, tokens: int) -> tuple[Tensor, ...]:
-    """y and gradients of x and of the router."""
+    """Return y and the gradients of x and of the router."""
     torch.manual_seed(1)
     gate = fusedmoe.gates.TopK(experts=4, k=2)
     layer = MoELayer(M, gate, SwiGLU(16), topology=topology, hooks=hooks, dtype=dtype)
@@ -52,7 +52,7 @@ def run(hooks: list[Hooks], topology: Topology | None, dtype: torch.dtype, token
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 33])
-def test_rounds_what_travels_and_nothing_else(dtype: torch.dtype, tokens: int) -> None:
+def test_wire_fp8_rounds_sent_rows_only(dtype: torch.dtype, tokens: int) -> None:
     wire = OnWire()
     got = run([WireFp8(), wire], None, dtype, tokens)
     assert wire.seen == [(torch.uint8, M + 4, direction) for direction in ("forward",) * 2 + ("backward",) * 2]
@@ -60,7 +60,7 @@ def test_rounds_what_travels_and_nothing_else(dtype: torch.dtype, tokens: int) -
         assert value.dtype == expected.dtype and torch.equal(value, expected)
 
 
-def across(rank: int, world: int) -> None:
+def check_between_ranks(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     tokens = 30 + 5 * rank
     got, exact = (run(hooks, topology, torch.float32, tokens) for hooks in ([WireFp8()], []))
@@ -69,5 +69,5 @@ def across(rank: int, world: int) -> None:
         assert 0.005 < error < 0.1, error
 
 
-def test_between_ranks(cluster: Cluster) -> None:
-    cluster.run(2, across)
+def test_wire_fp8_between_ranks_is_close_to_exact(cluster: Cluster) -> None:
+    cluster.run(2, check_between_ranks)

@@ -1,4 +1,4 @@
-"""Under autocast rows travel in its dtype: half of float32's bytes, there and back, in both passes, for all experts."""
+"""Under autocast rows are sent in its dtype: half of float32's bytes, in both passes, for all experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.layers.test_lifetime import Dense, M, own
 
 
 class Wide(nn.Module):
-    """Experts of a user of Tutel, whose results are in float32."""
+    """Experts of a Tutel user, with float32 results."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class Wide(nn.Module):
         return x_eCM @ self.weight_eMM + self.bias_M
 
 
-def normed(model_dim: int) -> nn.Module:
-    """Autocast computes the norm, and so the result, in float32."""
+def expert_with_norm(model_dim: int) -> nn.Module:
+    """Autocast computes the norm, and thus the result, in float32."""
     return nn.Sequential(own(model_dim), nn.LayerNorm(model_dim))
 
 
@@ -42,7 +42,11 @@ def make_models(world: int) -> dict[str, nn.Module]:
         described |= {"num_experts_per_device": 4 // world}
         return moe.moe_layer({"type": "top", "k": 2}, M, described, a2a_ffn_overlap_degree=degree)
 
-    networks = {"grouped": lambda: None, "own": lambda: experts.Custom(own), "norm": lambda: experts.Custom(normed)}
+    networks = {
+        "grouped": lambda: None,
+        "own": lambda: experts.Custom(own),
+        "norm": lambda: experts.Custom(expert_with_norm),
+    }
     models: dict[str, nn.Module] = {"esp": layer(topology=esp), "2dh": layer(dispatch="2dh")}
     models["fssdp"] = layer(placement="fssdp")
     for name, network in networks.items():
@@ -55,8 +59,8 @@ def make_models(world: int) -> dict[str, nn.Module]:
     return models
 
 
-def travels(rank: int, world: int) -> dict[str, list[tuple[int, set[torch.dtype]]]]:
-    """Of each model the bytes of rows that this rank sends, and their dtypes: in float32, then under autocast."""
+def bytes_and_dtypes_sent(rank: int, world: int) -> dict[str, list[tuple[int, set[torch.dtype]]]]:
+    """Return per model the bytes and dtypes of the rows that this rank sends: in float32, then under autocast."""
     sent: list[Tensor] = []
     plain = dist.all_to_all_single
 
@@ -81,10 +85,10 @@ def travels(rank: int, world: int) -> dict[str, list[tuple[int, set[torch.dtype]
     return found
 
 
-def test_rows_take_half_the_bytes_under_autocast(cluster: Cluster) -> None:
-    ranks = cluster.run(2, travels)
+def test_autocast_halves_sent_bytes(cluster: Cluster) -> None:
+    ranks = cluster.run(2, bytes_and_dtypes_sent)
     for name in ranks[0]:
         (whole, lower), (_, dtypes) = ([of[name][i][0] for of in ranks] for i in (0, 1)), ranks[0][name][1]
-        # What one rank does not send another one does: after the first block's products in bfloat16 gates may choose
-        # other experts.
+        # Sum over ranks: after the first block's bfloat16 products, gates may choose other experts, which shifts rows
+        # between ranks.
         assert dtypes == {torch.bfloat16} and sum(lower) == sum(whole) / 2 > 0, (name, whole, lower, dtypes)

@@ -1,4 +1,4 @@
-"""Rows of zeros before a gate: their gradients are finite, and of the size of other rows' gradients."""
+"""All-zero rows before a gate: their gradients are finite, and as large as other rows' gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.gates import DeepSeekV3, Gate, Sigmoid, SoftMoE, Switch, TopK, XMoE, unit_vectors
+from fusedmoe.gates import DeepSeekV3, Gate, Sigmoid, SoftMoE, Switch, TopK, XMoE
+from fusedmoe.gates.base import SoftRouting, unit_vectors
 from fusedmoe.kernels.gate import GateRule, define_choice
 from fusedmoe.tutel.gates.cosine_top import CosineTopKGate
 from fusedmoe.tutel.impls.fast_dispatch import choose
@@ -17,7 +18,7 @@ from fusedmoe.tutel.impls.fast_dispatch import choose
 M, E, H = 6, 4, 5
 GATES: dict[str, Callable[[], Gate]] = {
     "XMoE": lambda: XMoE(E, 2),
-    "XMoE, one choice": lambda: XMoE(E, 1),
+    "XMoE, k = 1": lambda: XMoE(E, 1),
     "SoftMoE": lambda: SoftMoE(E, 2),
     "DeepSeekV3": lambda: DeepSeekV3(E, 2, aux={"balance": 0.1}),
     "Sigmoid": lambda: Sigmoid(E, 2, aux={"balance": 0.1}),
@@ -27,7 +28,7 @@ GATES: dict[str, Callable[[], Gate]] = {
 
 
 def gradient_of_rows(layer: nn.Module, x_SM: Tensor) -> Tensor:
-    """The largest gradient of each row, as that of a loss that the experts' results and the gate's losses make."""
+    """Return each row's largest gradient, for a loss over the experts' results and the gate's losses."""
     x_SM = x_SM.clone().requires_grad_()
     (layer(x_SM).float().square().sum() + layer.aux_loss.float()).backward()
     assert x_SM.grad is not None
@@ -39,9 +40,9 @@ def gradient_of_rows(layer: nn.Module, x_SM: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("row", [0.0, 1e-30, 1e-7])
-def test_a_row_among_others(name: str, dtype: torch.dtype, row: float) -> None:
+def test_zero_row_has_bounded_gradient(name: str, dtype: torch.dtype, row: float) -> None:
     torch.manual_seed(0)
-    # With a bias a token of zeros has a result, and with it a gradient that arrives at the gate.
+    # With a bias, a zero token has a result, and thus a gradient that reaches the gate.
     layer = fusedmoe.MoELayer(M, GATES[name](), fusedmoe.experts.FeedForward(H), dtype=dtype)
     x_SM = torch.randn(5, M)
     x_SM[2] = row
@@ -50,7 +51,7 @@ def test_a_row_among_others(name: str, dtype: torch.dtype, row: float) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_nothing_but_zeros(name: str) -> None:
+def test_all_zero_batch_has_bounded_gradients(name: str) -> None:
     torch.manual_seed(0)
     layer = fusedmoe.MoELayer(M, GATES[name](), fusedmoe.experts.FeedForward(H))
     usual = gradient_of_rows(layer, torch.randn(5, M)).max()
@@ -58,15 +59,15 @@ def test_nothing_but_zeros(name: str) -> None:
 
 
 @pytest.mark.parametrize("gate", [XMoE(E, 2), SoftMoE(E)], ids=["XMoE", "SoftMoE"])
-def test_an_embedding_of_zeros(gate: Gate) -> None:
-    """An expert that has no direction yet can take one."""
+def test_zero_expert_embedding_has_bounded_gradient(gate: Gate) -> None:
+    """A zero expert embedding gets a finite, bounded gradient, which only XMoE permits to be zero."""
     gate.setup(M)
     side = gate.expert_EP if isinstance(gate, XMoE) else gate.weight_NM
     with torch.no_grad():
         side[1] = 0
     gate.train()
     result = gate(torch.randn(9, M))
-    weights = result.dispatch_SN if isinstance(result, fusedmoe.gates.SoftRouting) else result.weight_SK
+    weights = result.dispatch_SN if isinstance(result, SoftRouting) else result.weight_SK
     (weights * torch.randn_like(weights)).sum().backward()
     assert side.grad is not None and side.grad.isfinite().all() and side.grad[1].abs().max() < 1e3
     assert isinstance(gate, XMoE) or side.grad[1].abs().max() > 0
@@ -74,10 +75,10 @@ def test_an_embedding_of_zeros(gate: Gate) -> None:
 
 @pytest.mark.parametrize("fp32_gate", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tutels_cosine_gate(fp32_gate: bool, dtype: torch.dtype) -> None:
+def test_tutel_cosine_gate_of_zero_rows_has_bounded_gradient(fp32_gate: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate = CosineTopKGate(M, E, fp32_gate=fp32_gate, proj_dim=8).to(dtype)
-    with torch.no_grad():  # with a bias no token has a projection of zeros
+    with torch.no_grad():  # with a bias no token has a zero projection
         gate.cosine_projector.bias.zero_()
         gate.sim_matrix[:, 1] = 0
     x_SM = torch.randn(5, M)
@@ -91,7 +92,7 @@ def test_tutels_cosine_gate(fp32_gate: bool, dtype: torch.dtype) -> None:
     assert 0 < gate.sim_matrix.grad[:, 1].float().abs().max() < 1e3
 
 
-def test_unit_vectors_are_those_of_their_definition() -> None:
+def test_unit_vectors_equal_definition() -> None:
     x = torch.randn(7, 5, dtype=torch.float64)
     x[2], x[4] = 0, 1e-6
     x.requires_grad_()
@@ -110,7 +111,7 @@ def test_unit_vectors_are_those_of_their_definition() -> None:
 
 @pytest.mark.parametrize("aux", [{}, {"balance": 1.0}], ids=str)
 @pytest.mark.parametrize("logit", [-40.0, -60.0, -87.5, -95.0, -103.0, -200.0])
-def test_scores_that_underflow(logit: float, aux: dict[str, float]) -> None:
+def test_underflowing_scores_have_finite_gradients(logit: float, aux: dict[str, float]) -> None:
     gate = DeepSeekV3(E, 2, aux=aux)
     gate.setup(M)
     with torch.no_grad():
@@ -122,13 +123,13 @@ def test_scores_that_underflow(logit: float, aux: dict[str, float]) -> None:
     x_SM.requires_grad_()
     routing = gate(x_SM)
     assert routing.weight_SK.isfinite().all() and routing.weight_SK.max() <= 1
-    # A loss scale of float16 training comes on top.
+    # float16 training adds a loss scale.
     ((routing.weight_SK * torch.randn(5, 2)).sum() * 2**16 + routing.aux_loss).backward()
     assert x_SM.grad is not None and gate.weight_EM.grad is not None
     assert (x_SM.grad.abs().amax(1) < 2**16 * 1e3).all() and gate.weight_EM.grad.isfinite().all()
 
 
-def test_given_scores_of_zero() -> None:
+def test_zero_scores_have_finite_gradients() -> None:
     score_SE = torch.rand(6, E)
     score_SE[2] = 0
     score_SE.requires_grad_()

@@ -1,6 +1,6 @@
-"""Batches whose tokens travel once, and what must come of them: plain sums over all ranks' tokens, without transport.
+"""Batches of deduplicated tokens and their expected results: plain sums over all ranks' tokens, without transport.
 
-Every rank draws the tokens of all ranks from one seed, so that each has the whole definition.
+Every rank draws the tokens of all ranks from one seed, so each rank can compute the whole definition.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
-from fusedmoe.engine.run import Assigned
-from fusedmoe.experts.networks import Custom, Experts, FeedForward, Place, SwiGLU, even_place
+from fusedmoe.engine.run import AssignedPlans
+from fusedmoe.experts.networks import Custom, Experts, FeedForward, Place, SwiGLU, assign_evenly
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import contiguous_layout, define_layout
 from fusedmoe.layers.schedule import Schedule
@@ -39,7 +39,7 @@ Choose = Callable[[int, torch.Generator], Tensor]
 
 
 class Elementwise(nn.Module):
-    """An expert of a user's, whose results have the same bits whatever rows are beside them."""
+    """User-defined expert whose results have the same bits whichever rows share its batch."""
 
     def __init__(self, model_dim: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Tokens:
 
 @dataclass
 class Found:
-    """What came of a batch on one rank: results, gradients of tokens and weights, and those of experts by name."""
+    """One rank's results, gradients of tokens and weights, and expert gradients by name."""
 
     y: Tensor
     dx: Tensor
@@ -111,12 +111,12 @@ class Found:
 
 
 def drawn(seed: int, world: int) -> Batch:
-    """Draws a layout: sizes, axes, algorithm, choices with some of no expert, and whether there is a capacity."""
+    """Draw a layout: sizes, axes, algorithm, choices (some without an expert), and an optional capacity."""
     draw = random.Random(f"{seed} of {world}")
     esp = draw.choice([1, 2]) if world > 2 or draw.random() < 0.2 else 1
     ep = world // esp
     if world > 2 and draw.random() < 0.15:
-        ep //= 2  # two copies of all experts, which have nothing to say to each other
+        ep //= 2  # two full sets of experts, without communication between them
     experts = ep * draw.randint(1, 4)
     k = draw.randint(1, experts)
     tokens = [draw.choice([0, 1, draw.randint(0, 40), draw.randint(0, 40)]) for _ in range(world)]
@@ -146,7 +146,6 @@ def drawn(seed: int, world: int) -> Batch:
 
 
 def tokens_of(batch: Batch, rank: int) -> Tokens:
-    """Draws a rank's tokens."""
     generator = torch.Generator().manual_seed(1000 * batch.seed + rank)
     expert_SK = batch.choose(rank, generator)
     S, K = expert_SK.shape
@@ -157,7 +156,7 @@ def tokens_of(batch: Batch, rank: int) -> Tokens:
     x_SM, weight_SK, dy_SM = normal(S, batch.M), normal(S, K), normal(S, batch.M)
     if batch.weights is not None:
         weight_SK = batch.weights(weight_SK)
-    if batch.strided:  # every other column of a wider one, a transpose, and rows with a gap
+    if batch.strided:  # every other column of a wider tensor, a transpose, and rows with a gap
         x_SM = torch.stack([x_SM, torch.full_like(x_SM, torch.nan)], 2).flatten(1)[:, ::2]
         expert_SK, weight_SK = (values.t().contiguous().t() for values in (expert_SK, weight_SK))
         dy_SM = torch.cat([dy_SM, torch.full_like(dy_SM, torch.nan)], 1)[:, : batch.M]
@@ -165,7 +164,7 @@ def tokens_of(batch: Batch, rank: int) -> Tokens:
 
 
 def all_experts(experts: Experts, x_SM: Tensor) -> Tensor:
-    """Takes every token through every expert, [E, S, M]."""
+    """Apply every expert to every token, [E, S, M]."""
     if isinstance(experts, Custom):
         return torch.stack([module(x_SM) for module in experts.experts.values()])
     assert isinstance(experts, FeedForward)
@@ -183,7 +182,7 @@ def all_experts(experts: Experts, x_SM: Tensor) -> Tensor:
 
 
 def make_experts(batch: Batch, place: Place) -> Experts:
-    """Makes the experts of a place: shards of one and the same model on all ranks."""
+    """Build a rank's experts: shards of the same model on all ranks."""
     torch.manual_seed(batch.seed)
     experts = NETWORKS[batch.network](batch.H)
     experts.setup(batch.M, place, dtype=batch.dtype)
@@ -191,7 +190,7 @@ def make_experts(batch: Batch, place: Place) -> Experts:
 
 
 def define(batch: Batch, rank: int, ranks: list[int], place: Place) -> Found:
-    """Defines what a rank must have, from the tokens of all `ranks` that share its experts."""
+    """Compute a rank's expected results from the tokens of all `ranks` that share its experts."""
     whole = make_experts(batch, Place(0, batch.experts))
     own: Found | None = None
     for source in ranks:
@@ -216,9 +215,9 @@ def define(batch: Batch, rank: int, ranks: list[int], place: Place) -> Found:
 
 
 def slice_of(whole: Tensor, name: str, numbers: Sequence[int], place: Place) -> Tensor:
-    """Returns the part of all feed-forward experts' parameter that the shard of some experts has."""
+    """Slice the parameter of all feed-forward experts to the shard of some experts."""
     own = whole[list(numbers)]
-    # Halves of a gated activation lie in front of H; a slice may be empty where M is smaller than the shards are.
+    # The halves of a gated activation precede H; a slice may be empty if M is smaller than the number of shards.
     dim = {"w1": own.dim() - 2, "b1": own.dim() - 1, "w2": 2, "b2": 1}[name]
     parts = own.chunk(place.shards, dim)
     return parts[place.shard] if place.shard < len(parts) else own.narrow(dim, 0, 0)
@@ -229,18 +228,18 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def dispatcher_of(batch: Batch, topology: Topology, degrees: tuple[int, int] | None) -> Collectives:
-    """Makes the dispatcher, with a plan of so many chunks in each pass."""
+    """Build the dispatcher, with a plan of the given chunk counts in each pass."""
     way = make_all_to_all(batch.dispatch, topology)
     if degrees is None:
         return Collectives(topology, way)
     kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-    assigned = Assigned(Schedule("fsmoe", degrees).plans(kinds, None))
+    assigned = AssignedPlans(Schedule("fsmoe", degrees).plans(kinds, None))
     return Collectives(topology, way, lambda *_: assigned)
 
 
 def travel(batch: Batch, rank: int, topology: Topology, degrees: tuple[int, int] | None) -> Found:
-    """Has a rank's tokens go through the experts of all ranks, and gradients back."""
-    given, experts = tokens_of(batch, rank), make_experts(batch, even_place(batch.experts, topology))
+    """Send a rank's tokens through the experts of all ranks, and gradients back."""
+    given, experts = tokens_of(batch, rank), make_experts(batch, assign_evenly(batch.experts, topology))
     x_SM, weight_SK = given.x_SM.requires_grad_(), given.weight_SK.requires_grad_()
     layout = autograd.order(given.expert_SK, batch.experts, batch.capacity)
     with topology.guard("a batch"):
@@ -252,10 +251,10 @@ def travel(batch: Batch, rank: int, topology: Topology, degrees: tuple[int, int]
 
 
 def check(batch: Batch, rank: int, topology: Topology) -> None:
-    """Compares all plans with the definition, and no plan with that of one chunk bit by bit."""
+    """Compare all plans with the definition, and compare no plan with the one-chunk plan bit by bit."""
     assert topology.expert_grid is not None
     ranks = next(grid.flatten().tolist() for grid in topology.expert_grid if rank in grid)
-    right = define(batch, rank, ranks, even_place(batch.experts, topology)).named()
+    right = define(batch, rank, ranks, assign_evenly(batch.experts, topology)).named()
     plain: dict[str, Tensor] = {}
     for degrees in DEGREES:
         if batch.network == "custom" and degrees is not None and degrees[0] != degrees[1]:
@@ -274,8 +273,8 @@ def check(batch: Batch, rank: int, topology: Topology) -> None:
 
 
 def travel_by_pairs(batch: Batch, rank: int, topology: Topology) -> None:
-    """Has each pair travel as a row of its own, as the transport does where rows are no copies of tokens."""
-    given, experts = tokens_of(batch, rank), make_experts(batch, even_place(batch.experts, topology))
+    """Send each pair as a separate row, as the transport does for rows that are not copies of tokens."""
+    given, experts = tokens_of(batch, rank), make_experts(batch, assign_evenly(batch.experts, topology))
     layout = autograd.order(given.expert_SK, batch.experts, batch.capacity)
     x_NM = permute(given.x_SM.requires_grad_(), layout)
     weight_N1 = take_pairs(given.weight_SK.requires_grad_(), layout)[:, None]
@@ -285,7 +284,7 @@ def travel_by_pairs(batch: Batch, rank: int, topology: Topology) -> None:
 
 @dataclass
 class Wire:
-    """What left this rank for other ranks by collectives on rows, the meetings' counts aside.
+    """Rows that left this rank in collectives, without the counts of metadata exchanges.
 
     Attributes:
         rows: by axis of the group and width of a row in bytes.
@@ -303,7 +302,7 @@ class Wire:
 
 @contextmanager
 def counted() -> Iterator[Wire]:
-    """Counts what leaves this rank."""
+    """Count the rows that leave this rank."""
     move, wire = collectives.all_to_all_rows, Wire()
 
     def spy(group: Group, rows: Tensor, send: Any, *more: Any, **named: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A transformer in micro-batches is the transformer: loss, gradients, dropped rows; and what a block amounts to."""
+"""A transformer in micro-batches: same loss, gradients and dropped rows; the workload of a block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedmoe.blocks.pipeline import Along
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import Place
+from fusedmoe.experts.networks import Place
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts
@@ -86,23 +86,25 @@ def compare(
     ],
     ids=["gpt-again", "bert", "gpt", "bert-again", "hash", "hash-again"],
 )
-def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
+def test_micro_batches_equal_whole_batch(settings: dict[str, Any], recompute: bool) -> None:
     compare(0, 1, settings, {}, recompute)
 
 
 @pytest.mark.slow
-def test_four_ranks(cluster: Cluster) -> None:
+def test_micro_batches_equal_whole_batch_on_four_ranks(cluster: Cluster) -> None:
     cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("joint",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [dict(ep=2, esp=2, mp=2), dict(ep=4), dict(ep=2, mp=4)], ids=str)
 @pytest.mark.parametrize("settings", [GPT, BERT], ids=["gpt", "bert"])
-def test_four_ranks_under_every_policy(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
+def test_every_policy_equals_whole_batch_on_four_ranks(
+    cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]
+) -> None:
     cluster.run(4, compare, settings, layout, False)
 
 
-def test_the_last_block_may_have_no_experts() -> None:
+def test_micro_batches_with_dense_last_block() -> None:
     compare(0, 1, {**GPT, "layers": 3, "moe_every": 2}, {}, False)
 
 
@@ -110,16 +112,16 @@ def test_the_last_block_may_have_no_experts() -> None:
     ("positions", "moe_every"),
     [("rope", 1), ("learned", 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in (("rope", 2), ("learned", 1)))],
 )
-def test_along_positions(positions: str, moe_every: int) -> None:
+def test_position_chunks_equal_whole_batch(positions: str, moe_every: int) -> None:
     compare(0, 1, {**GPT, "positions": positions, "layers": 4, "moe_every": moe_every}, {}, False, "positions")
 
 
 @pytest.mark.slow
-def test_along_positions_on_ranks(cluster: Cluster) -> None:
+def test_position_chunks_equal_whole_batch_on_ranks(cluster: Cluster) -> None:
     cluster.run(2, compare, {**GPT, "k": 1, "bias": True}, dict(ep=2), True, "positions")
 
 
-def test_models_that_cannot_be_split() -> None:
+def test_unsplittable_models_raise() -> None:
     with pytest.raises(ConfigError, match="no experts"):
         Transformer(ModelConfig(**{**GPT, "moe_every": 3})).in_micro_batches()
     with pytest.raises(ConfigError, match="along positions"):
@@ -144,16 +146,16 @@ TOKENS = 2 * 16
     ],
     ids=str,
 )
-def test_rows(settings: dict[str, Any], rows: int) -> None:
+def test_block_workload_row_count(settings: dict[str, Any], rows: int) -> None:
     config = ModelConfig(batch=2, seq_len=16, experts=8, **settings)
     assert block_workload(config, 4, 1, 1, 4).rows == pytest.approx(rows)
-    # Twice as many ranks on an expert's shards bring twice as many tokens.
+    # Doubling an expert's shards doubles the tokens it receives.
     assert block_workload(config, 4, 2, 1, 4).rows == pytest.approx(2 * rows)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_flop_of_experts(activation: str) -> None:
-    """A gated activation has a third product, whichever --expert it is given with."""
+def test_expert_flop_equals_parameters_times_rows(activation: str) -> None:
+    """A gated activation adds a third product, whichever --expert it is combined with."""
     config = ModelConfig(expert="ffn", activation=activation, layers=1)
     expert = make_experts(config)
     expert.setup(config.model_dim, Place(), device="meta")

@@ -1,7 +1,8 @@
-"""Configurations of the papers' models: their published sizes, and refused dimensions and parts."""
+"""Configurations of the papers' models: published sizes, and refused dimensions and splits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ PAPERS = {
 }
 
 
-def test_the_papers_models_have_the_papers_sizes() -> None:
+def test_named_models_have_published_sizes() -> None:
     assert {"bytes-small", *PAPERS} == set(MODELS)
     for name, sizes in PAPERS.items():
         m = named_model(name.lower())
@@ -41,22 +42,31 @@ def test_the_papers_models_have_the_papers_sizes() -> None:
         ("BERT-Large-MoE", 4, 4, 8),  # E/P = 2
         ("DeepSeek-V2-S", 6, 6, 12),
         ("DeepSeek-V2-S", 3, 3, 9),  # k = 8, and a multiple of 3
-        ("Mixtral-7B", 4, 2, 8),  # a number of its own
+        ("Mixtral-7B", 4, 2, 8),  # published value
     ],
 )
-def test_experts_follow_the_ranks(name: str, ranks: int, ep: int, experts: int) -> None:
+def test_expert_count_follows_ranks(name: str, ranks: int, ep: int, experts: int) -> None:
     assert named_model(name).with_experts(ranks, ep).experts == experts
 
 
+def test_label_names_changes_of_preset() -> None:
+    mixtral = named_model("Mixtral-7B")
+    assert mixtral.label == "Mixtral-7B" and replace(mixtral, k=4).label == "Mixtral-7B with k=4"
+    assert named_model("GPT2-Tiny-MoE").with_experts(4, 2).label == "GPT2-Tiny-MoE"
+    own = replace(mixtral, layers=1, model_dim=1024, heads=16, hidden=512, k=1)
+    assert own.label == "Mixtral-7B with layers=1, model_dim=1024, heads=16 and 2 more"
+    assert ModelConfig(name="mine", k=1).label == "mine"
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_every_named_model_can_be_made(name: str) -> None:
+def test_every_named_model_is_constructed(name: str) -> None:
     config = named_model(name).with_experts(1)
     model = Transformer(config, device="meta")
     assert len(list(model.moe_layers())) == config.layers
     assert model.symbol_weight.shape == (256 + (config.objective == "masked"), config.model_dim)
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_model_error_lists_names() -> None:
     with pytest.raises(ConfigError, match="GPT2-Tiny-MoE"):
         named_model("GPT5")
 
@@ -73,7 +83,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ({"shared_hidden": -1}, "shared_hidden"),
     ],
 )
-def test_dimensions_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_dimensions_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**changes)
 
@@ -90,12 +100,12 @@ def test_dimensions_that_do_not_fit_are_refused(changes: dict[str, Any], message
         ({"k": 9}, "9"),
     ],
 )
-def test_parts_that_do_not_exist_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_unknown_gate_order_or_option_raises(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Transformer(ModelConfig(**changes), device="meta")
 
 
-def test_experts_of_another_kind_are_made_as_described() -> None:
+def test_gate_order_and_shared_experts_follow_config() -> None:
     config = ModelConfig(
         gate="deepseek_v3", gate_options={"groups": 2, "groups_kept": 1}, order="einsum", shared_hidden=8, expert="ffn"
     )

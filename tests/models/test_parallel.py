@@ -1,4 +1,4 @@
-"""A model split over ranks is the model on one rank: parameters, loss and every gradient."""
+"""A model split over ranks: same parameters, loss and gradients as on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.marks import slowly
 
 TOLERANCE = 1e-10
 AUX = 0.3
-BATCH, LENGTH = 3, 5  # positions that split unevenly over two ranks, and over four so that one has none
+BATCH, LENGTH = 3, 5  # unevenly split positions: over four ranks, one rank has none
 
 GPT: dict[str, Any] = dict(
     layers=2,
@@ -64,12 +64,12 @@ LAYOUTS = [dict(ep=2, esp=2, mp=2), dict(ep=4, esp=1, mp=1), dict(ep=1, esp=4, m
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if "ep" in value else value.get("objective", "gpt"),
 )
-def test_four_ranks_equal_one(cluster: Cluster, model: dict[str, Any], layout: dict[str, int]) -> None:
+def test_four_ranks_equal_one_rank(cluster: Cluster, model: dict[str, Any], layout: dict[str, int]) -> None:
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_with_one_rank, seed, model, layout, {})
 
 
-def test_hash_layers_route_by_the_rank_s_own_bytes(cluster: Cluster) -> None:
+def test_hash_gate_routes_by_bytes_of_local_rank(cluster: Cluster) -> None:
     seed = int(torch.randint(2**31, ()))
     model = GPT | {"gate": "hash", "k": 1, "capacity_factor": None}
     cluster.run(4, compare_with_one_rank, seed, model, dict(ep=2, esp=1, mp=4), {})
@@ -78,15 +78,14 @@ def test_hash_layers_route_by_the_rank_s_own_bytes(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "options", [{"recompute": True}, *slowly({"dispatch": "2dh"}, {"dispatch": "1dh"})], ids=["recompute", "2dh", "1dh"]
 )
-def test_options_do_not_change_results(cluster: Cluster, options: dict[str, Any]) -> None:
+def test_recompute_and_dispatch_options_preserve_results(cluster: Cluster, options: dict[str, Any]) -> None:
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_with_one_rank, seed, GPT, dict(ep=4, esp=1, mp=2), options)
 
 
 @pytest.mark.parametrize("length", [5, *slowly(8, 7, 1)])
-def test_blocks_take_any_samples(cluster: Cluster, length: int) -> None:
-    """What a block makes of some samples is what it makes of them among others; a rank's rows are its positions of
-    them, in order."""
+def test_block_output_is_independent_of_other_samples(cluster: Cluster, length: int) -> None:
+    """A block's output for some samples does not depend on the other samples; a rank's rows are its positions."""
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_samples, seed, length)
 
@@ -129,7 +128,7 @@ def compare_with_one_rank(
     (mine.nats + AUX * mine.aux).backward()
     sync_gradients(split, topology)
 
-    if config.gate != "hash":  # whose tokens do not compete
+    if config.gate != "hash":  # hash gate: tokens do not compete for capacity
         for layer in whole.moe_layers():
             route_slice_by_slice(layer, topology.mp.size)
     theirs = [whole(*batch) for batch in batches]
@@ -150,8 +149,8 @@ def compare_with_one_rank(
         other = others[name]
         assert parameter.grad is not None and other.grad is not None, name
         axes = shardings.get(name, {})
-        torch.testing.assert_close(parameter, piece(other, axes, topology), rtol=0, atol=0)
-        close(f"gradient of {name}", parameter.grad, piece(other.grad, axes, topology))
+        torch.testing.assert_close(parameter, shard_of(other, axes, topology), rtol=0, atol=0)
+        close(f"gradient of {name}", parameter.grad, shard_of(other.grad, axes, topology))
 
 
 def batch_of(config: ModelConfig, seed: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -164,7 +163,7 @@ def batch_of(config: ModelConfig, seed: int, replica: int) -> tuple[Tensor, Tens
 
 
 def route_slice_by_slice(layer: MoELayer, slices: int) -> None:
-    """Makes a layer route as `slices` ranks do: each its own positions of all samples, with a capacity of its own."""
+    """Make a layer route like `slices` ranks: each routes its own positions of all samples, with its own capacity."""
     whole = layer.forward
 
     def forward(x_BLM: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ def route_slice_by_slice(layer: MoELayer, slices: int) -> None:
     layer.forward = forward  # type: ignore[method-assign]
 
 
-def piece(tensor: Tensor, axes: dict[str, int], topology: Topology) -> Tensor:
+def shard_of(tensor: Tensor, axes: dict[str, int], topology: Topology) -> Tensor:
     for axis, dim in axes.items():
         group = getattr(topology, axis)
         size = -(-tensor.shape[dim] // group.size)

@@ -1,4 +1,4 @@
-"""How sequences are split over ranks, and attention and feed-forward on one, against plain formulas in float64."""
+"""Sequence splits over ranks, and single-rank attention and feed-forward, compared with plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def split_on(rank: int, ranks: int, length: int) -> TokenSplit:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 8])
 @pytest.mark.parametrize("samples", [0, 1, 3])
-def test_rows_by_rank_and_by_sample(ranks: int, length: int, samples: int) -> None:
+def test_token_split_orders_rows_by_rank_and_sample(ranks: int, length: int, samples: int) -> None:
     splits = [split_on(rank, ranks, length) for rank in range(ranks)]
     chunks = [chunk.tolist() for chunk in torch.arange(length).chunk(ranks)]
     own = [list(range(split.start, split.stop)) for split in splits]
     assert own == chunks + [[]] * (ranks - len(chunks))
 
-    # What each rank holds, [rank, sample, position], and what attention sees: [sample, position].
+    # Layout on each rank, [rank, sample, position], and in attention, [sample, position].
     by_rank = [(sample, place) for part in own for sample in range(samples) for place in part]
     by_sample = sorted(by_rank)
     split = splits[-1]
@@ -42,7 +42,7 @@ def test_rows_by_rank_and_by_sample(ranks: int, length: int, samples: int) -> No
     assert [tuple(row) for row in split.by_rank(y_BLM).tolist()] == by_rank
 
 
-def test_nothing_is_copied_on_one_rank_or_of_one_sample() -> None:
+def test_token_split_avoids_copy_for_one_rank_or_sample() -> None:
     for ranks, samples in ((1, 3), (4, 1)):
         split = split_on(0, ranks, 6)
         rows = torch.randn(6 * samples, 2)
@@ -50,19 +50,19 @@ def test_nothing_is_copied_on_one_rank_or_of_one_sample() -> None:
         assert shaped.data_ptr() == rows.data_ptr() == split.by_rank(shaped).data_ptr()
 
 
-def whole(length: int) -> TokenSplit:
+def unsplit(length: int) -> TokenSplit:
     return TokenSplit.from_length(length, Topology())
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_is_the_formula(objective: str, kv_heads: int) -> None:
+def test_attention_equals_formula(objective: str, kv_heads: int) -> None:
     config = replace(SMALL, objective=objective, kv_heads=kv_heads, positions="learned", bias=True)
     attention = Attention(config, Topology(), 0, dtype=torch.float64)
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x_BLM = torch.randn(3, 5, 16, dtype=torch.float64)
-    actual = attention(x_BLM, whole(5))
+    actual = attention(x_BLM, unsplit(5))
 
     assert attention.qkv_bias is not None and attention.out_bias is not None
     sharing, head = 4 // kv_heads, 4
@@ -79,7 +79,7 @@ def test_attention_is_the_formula(objective: str, kv_heads: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rotation_depends_on_the_distance_only() -> None:
+def test_rotary_scores_depend_only_on_distance() -> None:
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
     angles = rotary_angles(20, 8, torch.device("cpu"), torch.float64)
     scores = rotate(q.expand(1, 1, 20, 8), *angles)[0, 0] @ rotate(k.expand(1, 1, 20, 8), *angles)[0, 0].T
@@ -90,7 +90,7 @@ def test_rotation_depends_on_the_distance_only() -> None:
 
 
 @pytest.mark.parametrize(("expert", "activation"), [("ffn", "gelu"), ("ffn", "geglu"), ("swiglu", "gelu")])
-def test_dense_feed_forward_is_the_formula(expert: str, activation: str) -> None:
+def test_dense_feed_forward_equals_formula(expert: str, activation: str) -> None:
     config = replace(SMALL, expert=expert, activation=activation, bias=True)
     dense = DenseFeedForward(config, Topology(), dtype=torch.float64)
     for parameter in dense.parameters():
@@ -103,5 +103,5 @@ def test_dense_feed_forward_is_the_formula(expert: str, activation: str) -> None
         gate, up = (x_SM @ dense.up_weight[i].T + dense.up_bias[i] for i in (0, 1))
         mid = (F.silu if expert == "swiglu" else F.gelu)(gate) * up
     expected = mid @ dense.down_weight.T + dense.down_bias
-    actual = dense(x_SM.view(2, 3, 16), whole(3)).flatten(0, 1)
+    actual = dense(x_SM.view(2, 3, 16), unsplit(3)).flatten(0, 1)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

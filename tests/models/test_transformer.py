@@ -1,4 +1,4 @@
-"""What a model computes, against plain formulas in float64."""
+"""Model outputs compared with plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe.runtime.recorder import Recorder
 SMALL = ModelConfig(layers=2, model_dim=16, heads=4, hidden=8, experts=4, k=2, capacity_factor=None, seq_len=7, batch=2)
 
 
-def test_loss_is_the_mean_over_the_targets_that_count() -> None:
+def test_loss_is_mean_over_non_ignored_targets() -> None:
     model = Transformer(replace(SMALL, objective="masked"), dtype=torch.float64)
     tokens, targets = torch.randint(256, (2, 2, 7))
     targets[torch.rand(2, 7) < 0.4] = IGNORE
@@ -31,7 +31,7 @@ def test_loss_is_the_mean_over_the_targets_that_count() -> None:
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_a_causal_model_does_not_see_the_future(positions: str) -> None:
+def test_causal_logits_ignore_future_tokens(positions: str) -> None:
     model = Transformer(replace(SMALL, positions=positions), dtype=torch.float64)
     tokens = torch.randint(256, (2, 7))
     changed = tokens.clone()
@@ -41,13 +41,13 @@ def test_a_causal_model_does_not_see_the_future(positions: str) -> None:
     assert (before[:, 4:] - after[:, 4:]).abs().max() > 1e-3
 
 
-def test_learned_positions_end() -> None:
+def test_sequence_longer_than_learned_positions_raises() -> None:
     model = Transformer(replace(SMALL, positions="learned"))
-    with pytest.raises(ConfigError, match="7 positions"):
+    with pytest.raises(ConfigError, match="7 learned positions"):
         model.logits(torch.zeros(1, 8, dtype=torch.long))
 
 
-def test_hash_layers_route_by_the_byte() -> None:
+def test_hash_gate_routes_by_byte() -> None:
     model = Transformer(replace(SMALL, gate="hash", k=1))
     tokens = torch.full((2, 7), 65)
     model.logits(tokens)
@@ -56,7 +56,7 @@ def test_hash_layers_route_by_the_byte() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parameters_depend_on_the_seed_alone(dtype: torch.dtype) -> None:
+def test_parameters_depend_only_on_seed(dtype: torch.dtype) -> None:
     made = []
     for kind in (dtype, torch.float32):
         torch.manual_seed(3)
@@ -65,7 +65,7 @@ def test_parameters_depend_on_the_seed_alone(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.float(), other, rtol=0, atol=0)
 
 
-def test_autocast_stays_near_float32() -> None:
+def test_autocast_loss_is_close_to_float32() -> None:
     model = Transformer(SMALL)
     tokens, targets = torch.randint(256, (2, 2, 7))
     expected = model(tokens, targets).nats
@@ -77,7 +77,7 @@ def test_autocast_stays_near_float32() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_recorded_step_shows_both_passes_and_changes_nothing() -> None:
+def test_recording_shows_both_passes_and_preserves_loss() -> None:
     model = Transformer(SMALL, dtype=torch.float64)
     tokens, targets = torch.randint(256, (2, 2, 7))
     losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Exact balance: by its rules on drawn placements, and against the best that an integer programme finds."""
+"""Exact balance: its rules on drawn placements, and its results against the optimum of an integer program."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bench.placement.baselines import CLUSTER_A
 from bench.placement.exact import fewest_copies, least_busiest, price_gap
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s, outlasts_rows
-from fusedmoe.placement.hecate import gathered_s
+from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s
+from fusedmoe.placement.hecate import exposed_gather_s
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather, layer_s, transfers_s
 from fusedmoe.schedule.cost import Durations
@@ -29,8 +29,8 @@ from tests.placement.placements import situations
 UGLY = ("as drawn", "nothing", "one expert", "one rank", "one row")
 
 
-def ugly(tokens_WE: np.ndarray, kind: str) -> np.ndarray:
-    """The counts, or what is left of them where only some ranks or experts have any."""
+def zero_part_of_counts(tokens_WE: np.ndarray, kind: str) -> np.ndarray:
+    """Draw token counts, at times with some ranks or experts zeroed."""
     kept_WE = np.zeros_like(tokens_WE)
     if kind == "as drawn":
         return tokens_WE
@@ -43,18 +43,18 @@ def ugly(tokens_WE: np.ndarray, kind: str) -> np.ndarray:
     return kept_WE
 
 
-def sent_of(found: Balance) -> np.ndarray:
-    """[W, E, V]: what each rank works out for itself, together."""
+def rows_sent_by_rank(found: Balance) -> np.ndarray:
+    """Stack the rows [W, E, V] that each rank computes separately."""
     return np.stack([found.sent_from(rank) for rank in range(found.nodes.ranks)])
 
 
-def copies_of(placement: Placement) -> int:
+def count_replicas(placement: Placement) -> int:
     return int(placement.extra_W().sum())
 
 
-def check(found: Balance, before: Placement, m: int, stays: bool = True) -> None:
-    """A balance's rules, in plain loops. `stays`: no copy gives its place to another."""
-    nodes, tokens_WE, sent_WEV = found.nodes, found.tokens_WE, sent_of(found)
+def assert_valid_balance(found: Balance, before: Placement, m: int, stays: bool = True) -> None:
+    """Check a balance's rules in plain loops. `stays`: no replica is replaced by another."""
+    nodes, tokens_WE, sent_WEV = found.nodes, found.tokens_WE, rows_sent_by_rank(found)
     assert before.is_within(found.placement) or not stays
     assert before.owners == found.placement.owners
     assert (found.placement.extra_W() <= np.maximum(m, before.extra_W())).all(), (
@@ -76,39 +76,39 @@ def check(found: Balance, before: Placement, m: int, stays: bool = True) -> None
 
 @settings(deadline=None)
 @given(situations(), st.integers(0, 4), st.sampled_from((1.0, 1.1, 2.0)), st.sampled_from(UGLY))
-def test_rules(case, m, level, kind):
+def test_balance_is_valid_and_deterministic(case, m, level, kind):
     placement, tokens_WE, nodes = case
-    tokens_WE = ugly(tokens_WE, kind)
+    tokens_WE = zero_part_of_counts(tokens_WE, kind)
     found = balance(placement, tokens_WE, nodes, m, level)
-    check(found, placement, m)
+    assert_valid_balance(found, placement, m)
     again = balance(placement, tokens_WE, nodes, m, level)
     assert again.placement == found.placement and (again.computed_EV == found.computed_EV).all(), "a pure function"
 
 
 @settings(deadline=None)
 @given(situations(), st.sampled_from((1.0, 1.1, 2.0)), st.sampled_from(UGLY))
-def test_with_room_the_busiest_rank_has_the_mean(case, level, kind):
+def test_enough_slots_reduce_max_load_to_mean(case, level, kind):
     placement, tokens_WE, nodes = case
-    tokens_WE = ugly(tokens_WE, kind)
+    tokens_WE = zero_part_of_counts(tokens_WE, kind)
     found, rows = balance(placement, tokens_WE, nodes, placement.experts, level), int(tokens_WE.sum())
     assert found.busiest <= max(-(-rows // nodes.ranks), level * rows / nodes.ranks)
-    new = copies_of(found.placement) - copies_of(placement)
+    new = count_replicas(found.placement) - count_replicas(placement)
     assert new < nodes.ranks + placement.experts, "a copy fills a rank, or takes what an expert has too much"
 
 
 @settings(deadline=None)
 @given(situations(), st.integers(0, 3), st.sampled_from(UGLY))
-def test_no_other_shares_of_these_copies_are_better(case, m, kind):
+def test_split_over_replicas_minimizes_max_load(case, m, kind):
     placement, tokens_WE, nodes = case
-    found = balance(placement, ugly(tokens_WE, kind), nodes, m)
+    found = balance(placement, zero_part_of_counts(tokens_WE, kind), nodes, m)
     load_E = found.tokens_WE.sum(axis=0)
     assert m or found.placement == placement
-    assert all_fit(found.placement, load_E, found.busiest)
-    assert found.busiest == 0 or not all_fit(found.placement, load_E, found.busiest - 1)
+    assert loads_fit(found.placement, load_E, found.busiest)
+    assert found.busiest == 0 or not loads_fit(found.placement, load_E, found.busiest - 1)
 
 
-def all_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
-    """Whether ranks that compute `most` rows each can compute all: a maximum flow from experts to ranks."""
+def loads_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
+    """Whether ranks of at most `most` rows each can compute all rows: a maximum flow from experts to ranks."""
     experts, ranks = placement.experts, placement.ranks
     source, sink = experts + ranks, experts + ranks + 1
     edges = [(source, e, load_E[e]) for e in range(experts)]
@@ -121,16 +121,16 @@ def all_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
 
 @settings(deadline=None)
 @given(situations(replicas=False), st.integers(1, 4), st.sampled_from(UGLY))
-def test_bound_with_little_room(case, m, kind):
+def test_max_load_bound_with_few_slots(case, m, kind):
     placement, tokens_WE, nodes = case
-    tokens_WE = ugly(tokens_WE, kind)
+    tokens_WE = zero_part_of_counts(tokens_WE, kind)
     mean, most_owned = -(-int(tokens_WE.sum()) // nodes.ranks), np.bincount(placement.owners).max()
     assert balance(placement, tokens_WE, nodes, m).busiest <= (1 + most_owned / m) * mean
 
 
 @pytest.mark.slow
-def test_close_to_the_best():
-    """100 small cases: the busiest rank against the best there is, copies against the fewest for such a rank."""
+def test_balance_is_near_integer_program_optimum():
+    """Compare maximum load and replica count with the optimum in 100 small cases."""
     rng, more, busier = np.random.default_rng(0), Counter[int](), []
     for case in range(100):
         (ranks, experts), m = ((4, 6), (6, 9))[case % 5 == 0], int(rng.integers(1, 4))
@@ -141,27 +141,27 @@ def test_close_to_the_best():
         load_E = tokens_WE.sum(axis=0)
         if case % 3:
             busier.append(found.busiest / least_busiest(placement, load_E, m))
-        more[copies_of(found.placement) - fewest_copies(placement, load_E, m, found.busiest)] += 1
+        more[count_replicas(found.placement) - fewest_copies(placement, load_E, m, found.busiest)] += 1
     assert max(busier) < 1.2 and np.mean(busier) < 1.005
     assert more[0] >= 95 and max(more) <= 1
 
 
 @pytest.mark.slow
-def test_close_to_the_least_time():
+def test_cheapest_balance_time_is_near_optimum():
     gaps = [price_gap(seed) for seed in range(12)]
     assert min(gaps) > -1e-6, "nothing is faster than the best"
     assert np.mean(gaps) < 0.12
 
 
-def test_one_copy_is_room_enough_on_many_ranks():
+def test_one_slot_balances_64_ranks_exactly():
     tokens_WE = make_loads(1, 1, 64, 256).tokens_ILWE[0, 0]
     found = balance(Placement.even(64, 256), tokens_WE, Nodes(64, 8), 1)
     assert found.busiest == tokens_WE.sum() / 64
-    # Each of the 63 other ranks has to be filled.
-    assert copies_of(found.placement) <= 66
+    # Each of the 63 other ranks needs a replica.
+    assert count_replicas(found.placement) <= 66
 
 
-def test_by_hand():
+def test_balance_of_docstring_example():
     """The docstring's example."""
     found = balance(Placement.even(2, 2), [[5, 1], [5, 1]], Nodes(2, 1), 1)
     assert found.placement == Placement.parse("0: 0\n1: 1 +0")
@@ -171,10 +171,10 @@ def test_by_hand():
 
 @settings(deadline=None)
 @given(situations(most=400), st.integers(0, 3))
-def test_rows_of_ranks_and_links(case, m):
+def test_rank_loads_and_link_rows_equal_definition(case, m):
     placement, tokens_WE, nodes = case
     found = balance(placement, tokens_WE, nodes, m)
-    flow_WV, tokens = sent_of(found).sum(axis=1), found.load
+    flow_WV, tokens = rows_sent_by_rank(found).sum(axis=1), found.load
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
@@ -183,12 +183,12 @@ def test_rows_of_ranks_and_links(case, m):
         assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
 
 
-def test_copies_where_they_pay():
+def test_cheapest_balance_replicates_only_if_cheaper():
     trace, nodes, even = make_loads(1, 1, 16, 32), Nodes(16, 4), Placement.even(16, 32)
     tokens_WE = trace.tokens_ILWE[0, 0]
     found = cheapest_balance(even, tokens_WE, nodes, 2, CLUSTER_A)
-    check(found, even, 2)
-    seconds = layer_s(found.load, CLUSTER_A) + gathered_s(even, found.placement, nodes, CLUSTER_A)
+    assert_valid_balance(found, even, 2)
+    seconds = layer_s(found.load, CLUSTER_A) + exposed_gather_s(even, found.placement, nodes, CLUSTER_A)
     without = balance(even, tokens_WE, nodes, 0)
     assert seconds < layer_s(without.load, CLUSTER_A) / 2
     dear = replace(CLUSTER_A, expert_bytes=10**12)
@@ -197,7 +197,7 @@ def test_copies_where_they_pay():
     assert cheapest_balance(even, tokens_WE, nodes, 2, light).busiest == tokens_WE.sum() / 16
 
 
-# Rows, rows on links, or both take time; copies may take more.
+# Rows, rows on links, or both cost time; replicas may cost more.
 COSTS = (
     PlacementCosts(1.0, 1, 1, 1, 1.0, 10.0),
     PlacementCosts(1.0, 0, 0, 0, 1.0, 1.0),
@@ -207,22 +207,22 @@ COSTS = (
 )
 
 
-def auto_seconds(found: Balance, before: Placement, costs: PlacementCosts) -> float:
-    """By the definition: copies that are in neither place before travel to it, and their gradients back."""
+def auto_balance_s(found: Balance, before: Placement, costs: PlacementCosts) -> float:
+    """Compute the seconds by definition: new replicas are sent to the placement, and their gradients back."""
     kept = Placement.holding(before.owners, before.holds_EW & found.placement.holds_EW)
-    return layer_s(found.load, costs) + gathered_s(kept, found.placement, found.nodes, costs)
+    return layer_s(found.load, costs) + exposed_gather_s(kept, found.placement, found.nodes, costs)
 
 
 @settings(deadline=None)
 @given(situations(), st.integers(0, 3), st.sampled_from(COSTS), st.sampled_from(UGLY))
-def test_auto_is_never_dearer(case, m, costs, kind):
+def test_auto_balance_never_increases_time(case, m, costs, kind):
     before, tokens_WE, nodes = case
-    tokens_WE = ugly(tokens_WE, kind)
+    tokens_WE = zero_part_of_counts(tokens_WE, kind)
     found = auto_balance(before, tokens_WE, nodes, m, costs)
-    check(found, before, m, stays=False)
-    nearest = auto_balance(before, tokens_WE, nodes, m, costs, look_s=1e12)
+    assert_valid_balance(found, before, m, stays=False)
+    nearest = auto_balance(before, tokens_WE, nodes, m, costs, planning_s=1e12)
     assert nearest.placement == before
-    assert auto_seconds(found, before, costs) <= auto_seconds(nearest, before, costs) * (1 + 1e-12)
+    assert auto_balance_s(found, before, costs) <= auto_balance_s(nearest, before, costs) * (1 + 1e-12)
     if m == 0:
         assert found.placement == before
     gone_EW = before.holds_EW & ~found.placement.holds_EW
@@ -234,7 +234,7 @@ def test_auto_is_never_dearer(case, m, costs, kind):
     assert again.placement == found.placement and (again.computed_EV == found.computed_EV).all(), "a pure function"
 
 
-def test_auto_leaves_even_loads_alone():
+def test_auto_balance_keeps_placement_for_even_loads():
     trace = make_loads(1, 4, 16, 32, skew=0, spread=0, drift=0, jitter=0, difference=0)
     for tokens_WE in trace.tokens_ILWE[0]:
         found = auto_balance(Placement.even(16, 32), tokens_WE, Nodes(16, 4), 2, CLUSTER_A)
@@ -243,27 +243,27 @@ def test_auto_leaves_even_loads_alone():
     assert found.sent_from(1).tolist() == np.diag([7] * 4).tolist() or found.busiest == 28
 
 
-def test_auto_puts_copies_in_the_place_of_useless_ones():
+def test_auto_balance_replaces_underused_replicas():
     before = Placement.parse("0: 0 +1\n1: 1 +2\n2: 2 +3\n3: 3 +1")
     tokens_WE = np.array([[100, 1, 1, 1]] * 4)
     found = auto_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1])
     assert found.busiest == 103 and found.placement.replicas[0] == (1, 2, 3)
     assert found.placement.extra_W().tolist() == [1, 1, 1, 1], "rank 0's copy, for which nothing else comes, stays"
-    # Exact balance does the same, and leaves copies where nothing else may come.
+    # Exact balance does the same, and keeps replicas in slots that no new replica needs.
     exact = cheapest_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1])
     assert exact.placement == found.placement and exact.busiest == 103
     assert cheapest_balance(before, tokens_WE, Nodes(4, 2), 0, COSTS[1]).placement == before
 
 
-def test_copies_keep_rows_on_their_node():
-    """Loads are even, and half of the rows cross: ten each way, four times, or once a copy and its gradients."""
+def test_replicas_reduce_inter_node_rows():
+    """Loads are even, and half of the rows cross nodes: ten each way, four times, or one replica and its gradient."""
     tokens_WE, even = [[10, 10], [10, 10]], Placement.even(2, 2)
     for expert_bytes, copied in ((19, True), (21, False)):
         costs = PlacementCosts(1.0, 1, expert_bytes, 0, 1.0, 1.0)
         found = cheapest_balance(even, tokens_WE, Nodes(2, 1), 1, costs)
         assert found.placement == (Placement.parse("0: 0 +1\n1: 1 +0") if copied else even)
         assert found.load.busiest_inter == (0 if copied else 10) and found.busiest == 20
-    # Those with the most rows come first, on the rank of the node with the least work; rank 1 has room for none more.
+    # Experts with the most rows are placed first, on the least busy rank of the node; rank 1 has no free slot left.
     before = Placement.parse("0: 0 1\n1: 2 3 +0\n2: 4 5\n3: 6 7")
     tokens_WE = np.tile([[5, 90, 70, 3, 4, 4, 4, 4]], (4, 1))
     costs = PlacementCosts(1e-3, 1, 1, 0, 1.0, 1e3)
@@ -271,52 +271,43 @@ def test_copies_keep_rows_on_their_node():
     assert {found.placement.replicas[1], found.placement.replicas[2]} == {(2,), (3,)}
 
 
-def test_what_hides_copies_by_hand():
-    """The docstring's example: rank 0 keeps 6 rows and sends 2, rank 1 computes 3 rows of its own, a third forward."""
+def test_exposed_time_of_docstring_example():
+    """Docstring example: a replica of expert 0 takes 5 s, and one that was there before 3 s."""
     before, after = Placement.parse("0: 0 2\n1: 1"), Placement.parse("0: 0 2\n1: 1 +0")
     tokens_WE, computed_EV = np.array([[4, 2, 2], [2, 1, 0]]), np.array([[4, 2], [0, 3], [2, 0]])
     costs, found = PlacementCosts(1.0, 1, 5, 0, 1.0, 1.0), Balance(after, tokens_WE, computed_EV, Nodes(2, 1))
-    assert found.load.busiest_inter == 2
-    assert exposed_s(before, found, costs) == 4 + 5
-    assert exposed_s(before, found, costs, hidden_s=3.0) == 4 + 2
-    assert exposed_s(before, found, costs, hidden_s=5.0) == 4
+    assert exposed_s(before, found, costs) == 5 + 5
+    assert exposed_s(before, found, costs, hidden_s=3.0) == 5 + 2
+    assert exposed_s(before, found, costs, hidden_s=5.0) == 5
     assert exposed_s(after, found, costs) == 0
-    new = gather(before, after, Nodes(2, 1))
-    assert outlasts_rows(costs, new, found) and not outlasts_rows(replace(costs, expert_bytes=2), new, found)
-    # Copies before it have the link as well: one more from rank 0 to rank 1.
+    # Gradients of the previous replicas use 5 s of the hidden time: one more from rank 0 to rank 1.
     two = Placement.parse("0: 0 2\n1: 1 +0 +2")
     more = Balance(two, tokens_WE, computed_EV, Nodes(2, 1))
-    assert exposed_s(after, more, costs, hidden_s=8.0) == pytest.approx(5 - 5 / 3 + 2)
+    assert exposed_s(after, more, costs, hidden_s=8.0) == 5 + 2
 
 
-# A layer forward in two chunks, of which the second has the rows of late copies, and backward, with what follows.
+# A layer's forward and backward pass, with the tasks after it.
 STEP = """
-    compute: f1.E0 f1.E1 b1.E0 b1.A b0.E0
-    inter: f1.D0 f1.D1 f1.C0 f1.C1 b1.D0 b1.C0 b0.D0 b0.C0
+    compute: f1.E0 b1.E0 b1.A b0.E0
+    inter: f1.D0 f1.C0 b1.D0 b1.C0 b0.D0 b0.C0
 """
 
 
-def simulated_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float) -> float:
-    """Seconds that new copies take in simulated plans: those of the rank that waits longest for its own."""
+def simulated_exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float) -> float:
+    """Seconds that new replicas add to simulated plans: the maximum over ranks of the wait for their own replicas."""
     plan, after, nodes = Plan.parse(STEP), found.placement, found.nodes
     new_EV = after.holds_EW & ~before.holds_EW
     had_s, there_s = (
         transfers_s(gather(old, new, nodes), nodes, costs, costs.expert_bytes)
         for old, new in ((before.sharding, before), (before, after))
     )
-    rows_s, forward_EV = exchange_s(found.load, costs) / EXCHANGES, found.computed_EV * costs.token_s / 3
-    copied = add_sparse(plan, [1], late={1: 1} if there_s > rows_s else {})
-    exposed = [0.0]
+    rows_s, forward_W = exchange_s(found.load, costs) / EXCHANGES, found.computed_EV.sum(axis=0) * costs.token_s / 3
+    replicated, exposed = add_sparse(plan, [1]), [0.0]
     for rank in np.flatnonzero(new_EV.any(axis=0)).tolist():
-        late_s = forward_EV[new_EV[:, rank], rank].sum()
-        here_s = forward_EV[:, rank].sum() - late_s
-        rows = {"f1.D0": rows_s, "f1.E0": here_s, "f1.E1": late_s, "f1.C1": rows_s, "b1.A": hidden_s}
+        rows = {"f1.D0": rows_s, "f1.E0": forward_W[rank], "f1.C0": rows_s, "b1.A": hidden_s}
         without, with_them = (
-            makespan(copied, Durations({task: (rows | sparse).get(name(task), 0.0) for task in copied}))
-            for sparse in (
-                {"b1.SRS": had_s},
-                {"f1.SAG": there_s, "f1.SAG1": there_s, "b1.SRS": had_s + there_s},
-            )
+            makespan(replicated, Durations({task: (rows | sparse).get(name(task), 0.0) for task in replicated}))
+            for sparse in ({"b1.SRS": had_s}, {"f1.SAG": there_s, "b1.SRS": had_s + there_s})
         )
         exposed.append(with_them - without)
     return max(exposed)
@@ -324,21 +315,21 @@ def simulated_s(before: Placement, found: Balance, costs: PlacementCosts, hidden
 
 @settings(deadline=None)
 @given(situations(), st.integers(1, 3), st.sampled_from(COSTS), st.sampled_from((0.0, 1.0, 30.0)), st.integers(1, 9))
-def test_what_hides_copies(case, m, costs, hidden_s, dear):
+def test_exposed_time_equals_simulation(case, m, costs, hidden_s, dear):
     before, tokens_WE, nodes = case
-    # Where the new copies' gradients travel behind those of the copies before, their bytes add up on one link.
+    # Gradients of new replicas follow those of the previous replicas on the same link: the bytes add up.
     costs = replace(costs, token_s=dear * costs.token_s, intra_bytes_s=1e9)
     found = balance(before, tokens_WE, nodes, m)
-    whole_s = gathered_s(before, found.placement, nodes, costs)
+    whole_s = exposed_gather_s(before, found.placement, nodes, costs)
     assert exposed_s(before, found, replace(costs, token_s=0.0)) == pytest.approx(whole_s)
     priced_s = exposed_s(before, found, costs, hidden_s)
     assert -1e-12 <= priced_s <= exposed_s(before, found, costs) <= whole_s + 1e-9
-    if hidden_s:  # else the copies before are nobody's concern
-        assert priced_s == pytest.approx(simulated_s(before, found, costs, hidden_s), rel=1e-9, abs=1e-9)
+    if hidden_s:  # else previous replicas have no effect
+        assert priced_s == pytest.approx(simulated_exposed_s(before, found, costs, hidden_s), rel=1e-9, abs=1e-9)
 
 
-def test_auto_by_hand():
-    """The docstring's example: 20 rows, of which half take as long as the copy's way there and back at 5 bytes a s."""
+def test_auto_balance_of_docstring_example():
+    """Docstring example: 20 rows, half of which take as long as one replica's round trip at 5 bytes/s."""
     before, tokens_WE = Placement.parse("0: 0 +1\n1: 1"), [[10, 0], [10, 0]]
     for expert_bytes, copied in ((23, True), (26, False)):
         costs = PlacementCosts(1.0, 0, expert_bytes, 0, 5.0, 5.0)
@@ -361,6 +352,6 @@ def test_auto_by_hand():
         (np.ones((4, 4), dtype=int), 4, 1, np.nan),
     ],
 )
-def test_what_is_refused(tokens_WE, ranks, m, level):
+def test_balance_rejects_invalid_arguments(tokens_WE, ranks, m, level):
     with pytest.raises(ConfigError, match="balance"):
         balance(Placement.even(4, 4), tokens_WE, Nodes(ranks, 2), m, level)

@@ -14,8 +14,8 @@ from fusedmoe.placement.traffic import PlacementCosts, layer_s
 from tests.marks import slowly
 
 
-def drawn(seed: int) -> tuple[Placement, np.ndarray, Nodes, int, PlacementCosts, float]:
-    """A skewed layer of 2 to 8 ranks with predicted replicas, of hot experts or of any, on links of any speed."""
+def draw_skewed_layer(seed: int) -> tuple[Placement, np.ndarray, Nodes, int, PlacementCosts, float]:
+    """Draw a skewed layer of 2 to 8 ranks with predicted replicas of hot or arbitrary experts, and any link speed."""
     rng = np.random.default_rng(seed)
     nodes = Nodes(*((2, 1), (4, 1), (4, 2), (6, 2), (8, 2), (8, 4))[rng.integers(6)])
     experts, m = int(rng.integers(2, 3 * nodes.ranks + 1)), int(rng.integers(1, 4))
@@ -41,33 +41,34 @@ def drawn(seed: int) -> tuple[Placement, np.ndarray, Nodes, int, PlacementCosts,
     return Placement.holding(even.owners, holds_EW), tokens_WE, nodes, m, costs, float(rng.choice((0, 1e-4, 1e-2)))
 
 
-def seconds(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float) -> float:
+def layer_and_exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float) -> float:
     return layer_s(found.load, costs) + exposed_s(before, found, costs, hidden_s)
 
 
 @pytest.mark.parametrize("seeds", [range(40), *slowly(range(40, 500))], ids=str)
-def test_it_is_never_dearer_than_a_plain_balance(seeds: range) -> None:
+def test_cheapest_balance_never_exceeds_plain_balance_time(seeds: range) -> None:
     for seed in seeds:
-        before, tokens_WE, nodes, m, costs, hidden_s = drawn(seed)
+        before, tokens_WE, nodes, m, costs, hidden_s = draw_skewed_layer(seed)
         plain_s = [
-            seconds(before, balance(before, tokens_WE, nodes, room, level), costs, hidden_s)
+            layer_and_exposed_s(before, balance(before, tokens_WE, nodes, room, level), costs, hidden_s)
             for room in range(m + 1)
             for level in LEVELS
         ]
         cheapest = cheapest_balance(before, tokens_WE, nodes, m, costs, hidden_s)
         assert (cheapest.placement.extra_W() <= np.maximum(m, before.extra_W())).all()
-        assert seconds(before, cheapest, costs, hidden_s) <= min(plain_s) * (1 + 1e-12), seed
+        assert layer_and_exposed_s(before, cheapest, costs, hidden_s) <= min(plain_s) * (1 + 1e-12), seed
         again = cheapest_balance(before, tokens_WE, nodes, m, costs, hidden_s)
         assert again.placement == cheapest.placement and (again.computed_EV == cheapest.computed_EV).all()
-        # `auto_balance` wants 2% of the layer's time for new replicas, and for the search.
+        # `auto_balance` requires a gain of 2% of the layer's time for new replicas and for the search.
         auto = auto_balance(before, tokens_WE, nodes, m, costs, hidden_s=hidden_s)
         nearest_s = layer_s(balance(before, tokens_WE, nodes, 0, float(nodes.ranks)).load, costs)
-        assert seconds(before, auto, costs, hidden_s) <= min(plain_s) + 0.02 * nearest_s * (1 + 1e-9), seed
+        assert layer_and_exposed_s(before, auto, costs, hidden_s) <= min(plain_s) + 0.02 * nearest_s * (1 + 1e-9), seed
 
 
-def test_replicas_inside_a_node_where_the_network_is_slow() -> None:
+def test_slow_network_keeps_replicas_inside_node() -> None:
     """Expert 0 is hot. A replica on its owner's node takes 2 ms, one on the other node 2 s. Rank 1, on the owner's
-    node, computes more rows than ranks 2 and 3, and has to take enough to even out its node."""
+    node, computes more rows than ranks 2 and 3, because it has to take enough to even out its node.
+    """
     before, nodes = Placement.parse("0: 0\n1: 1\n2: 2\n3: 3"), Nodes(4, 2)
     tokens_WE = np.array([[300, 30, 10, 10], [300, 30, 10, 10], [0, 0, 10, 10], [0, 0, 10, 10]])
     costs = PlacementCosts(1e-3, 1, 10**6, 0, 1e6, 1e9)
@@ -77,7 +78,7 @@ def test_replicas_inside_a_node_where_the_network_is_slow() -> None:
 
 
 def all_balances(before: Placement, tokens_WE: np.ndarray, nodes: Nodes, m: int) -> Iterator[Balance]:
-    """Every placement within the room of two ranks, and every way to share the rows over it."""
+    """Enumerate every placement within the slots of two ranks, and every split of the rows over it."""
     for added in product((False, True), repeat=before.experts):
         holds_EW = before.holds_EW | np.array(added)[:, None]
         after = Placement.holding(before.owners, holds_EW)
@@ -91,7 +92,7 @@ def all_balances(before: Placement, tokens_WE: np.ndarray, nodes: Nodes, m: int)
                 yield Balance(after, tokens_WE, computed_EV, nodes)
 
 
-def test_it_is_close_to_the_cheapest_of_all_balances_of_tiny_layers() -> None:
+def test_cheapest_balance_is_near_exhaustive_optimum() -> None:
     over_best = []
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -100,8 +101,8 @@ def test_it_is_close_to_the_cheapest_of_all_balances_of_tiny_layers() -> None:
         even = Placement.even(2, experts)
         before = Placement.holding(even.owners, even.holds_EW | (rng.random((experts, 2)) < 0.2))
         costs = PlacementCosts(1.0, 1, int(rng.integers(0, 8)), 0, 10 ** rng.uniform(-1, 1), 10 ** rng.uniform(0, 2))
-        best_s = min(seconds(before, one, costs, 0.0) for one in all_balances(before, tokens_WE, nodes, m))
-        found_s = seconds(before, cheapest_balance(before, tokens_WE, nodes, m, costs), costs, 0.0)
+        best_s = min(layer_and_exposed_s(before, one, costs, 0.0) for one in all_balances(before, tokens_WE, nodes, m))
+        found_s = layer_and_exposed_s(before, cheapest_balance(before, tokens_WE, nodes, m, costs), costs, 0.0)
         assert found_s >= best_s * (1 - 1e-12)
         over_best.append(found_s / best_s if best_s else 1.0)
     print("over best", np.mean(over_best), max(over_best))

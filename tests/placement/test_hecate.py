@@ -1,4 +1,4 @@
-"""Hecate's algorithms: by hand, by their rules on drawn placements, and against the best placements that there are."""
+"""Hecate's algorithms: by hand, by their rules on drawn placements, and against the optimal placements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bench.placement.exact import best_placement
 from bench.placement.made_loads import make_loads
 from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import materialise, overlap_degree, predict, reshard, slots, uneven
+from fusedmoe.placement.hecate import is_uneven, materialise, max_owned_experts, overlap_degree, predict_load, reshard
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.replica_search import improve, worth
+from fusedmoe.placement.replica_search import accept, improve
 from fusedmoe.placement.traffic import PlacementCosts, layer_s, load
 from tests.marks import slowly
 from tests.placement.placements import nodes as any_nodes
@@ -29,7 +29,7 @@ LIMITS = st.tuples(st.integers(0, 8), st.integers(0, 5))
 
 @settings(deadline=None)
 @given(situations(), LIMITS)
-def test_limits(case, limits):
+def test_materialise_respects_t_and_m(case, limits):
     placement, tokens_WE, nodes = case
     t, m = limits
     after = materialise(placement, tokens_WE.sum(axis=0), nodes, t, m)
@@ -43,7 +43,7 @@ def test_limits(case, limits):
 
 @settings(deadline=None)
 @given(situations(replicas=False), st.integers(0, 8))
-def test_with_room_for_all_the_top_experts_are_everywhere(case, t):
+def test_enough_slots_replicate_top_experts_everywhere(case, t):
     placement, tokens_WE, nodes = case
     load_E = tokens_WE.sum(axis=0)
     after = materialise(placement, load_E, nodes, t, t + 1)
@@ -55,8 +55,8 @@ def test_with_room_for_all_the_top_experts_are_everywhere(case, t):
 
 @settings(deadline=None)
 @given(situations(replicas=False), LIMITS)
-def test_slots_by_load(case, limits):
-    """How many replicas each expert gets, by the definition; and a node without it goes first."""
+def test_replica_counts_are_proportional_to_load(case, limits):
+    """Check the number of replicas of each expert; a node without the expert receives it first."""
     placement, tokens_WE, nodes = case
     t, m = min(limits[0], placement.experts), limits[1]
     if m >= t:
@@ -78,27 +78,27 @@ def test_slots_by_load(case, limits):
         slots, left = slots - len(got), left - int(load_E[expert])
 
 
-def test_by_hand():
+def test_materialise_of_worked_example():
     # Four slots for loads 60, 30 and 10: round(4·0.6) = 2, round(2·30/40) = 2, none are left.
     after = materialise(Placement.even(4, 4), [60, 30, 10, 0], Nodes(4, 2), t=3, m=1)
-    # Expert 0: node 1 lacks it, and rank 3 has less to do there than rank 2. Then both nodes have it, and node 0 has
-    # two free slots left, node 1 one. Expert 1 gets the last two.
+    # Expert 0: node 1 lacks it, and rank 3 has less work there than rank 2. Then both nodes have it; node 0 has two
+    # free slots left, node 1 one. Expert 1 gets the last two.
     assert after == Placement.parse("0: 0 +1\n1: 1 +0\n2: 2 +1\n3: 3 +0")
 
 
-def test_equal_places_go_to_who_has_less_to_do():
+def test_ties_place_replica_on_less_loaded_rank():
     # One replica of expert 0, on node 1; rank 2 owns the second largest.
     after = materialise(Placement.even(4, 4), [50, 0, 40, 0], Nodes(4, 2), t=2, m=1)
     assert 3 in after.replicas[0]
 
 
-def test_experts_that_have_copies_share_their_load():
+def test_existing_replicas_reduce_load_per_replica():
     placement = Placement.parse("0: 0\n1: 1 +0\n2: 2 +0\n3: +0")
     after = materialise(placement, [80, 30, 25], Nodes(4, 2), t=1, m=2)
     assert after.replicas == ((1, 2, 3), (0, 2, 3), ()), "80 over four copies are less than 30 for one"
 
 
-def test_nothing_to_do():
+def test_materialise_keeps_placement_without_load_or_slots():
     even = Placement.even(4, 8)
     for load_E, t, m in (([0] * 8, 3, 1), ([1] * 8, 0, 5), ([1] * 8, 5, 0)):
         assert materialise(even, load_E, Nodes(4, 2), t, m) == even
@@ -106,7 +106,7 @@ def test_nothing_to_do():
     assert materialise(alone, [3, 2, 1], Nodes(1, 1), 2, 1) == alone
 
 
-def test_overlap_degree():
+def test_overlap_degree_of_examples_and_invalid_arguments():
     assert overlap_degree(1e-3, 4_000_000, 12.5e9) == 3  # 12.5 MB in 1 ms
     assert overlap_degree(0.0, 1, 1e9) == 0
     assert overlap_degree(2.0, 3, 6.0) == 4
@@ -126,23 +126,23 @@ def test_overlap_degree():
         ([1, 2, 3, 4], 4, 1, -1),
     ],
 )
-def test_what_is_refused(load_E, ranks, t, m):
+def test_materialise_rejects_invalid_arguments(load_E, ranks, t, m):
     with pytest.raises(ConfigError, match="materialisation"):
         materialise(Placement.even(4, 4), load_E, Nodes(ranks, 2), t, m)
 
 
-#: Nothing takes time inside a node.
+#: Communication inside a node is free.
 COSTS = replace(CLUSTER_A, intra_bytes_s=1e300)
 
 
 def expected_s(load_E: np.ndarray, placement: Placement, nodes: Nodes, costs: PlacementCosts = COSTS) -> float:
-    """Seconds by definition, with the same tokens on every rank, so many that they divide over any copies."""
+    """Seconds by definition, with equal token counts on every rank that divide evenly over any number of replicas."""
     return layer_s(load(np.tile(720720 * load_E, (nodes.ranks, 1)), placement, nodes), costs)
 
 
 @settings(deadline=None)
 @given(situations(), LIMITS, st.sampled_from((0, 100, 1536, 10**5)))
-def test_within_the_limits_and_never_slower(case, limits, token_bytes):
+def test_improve_respects_limits_and_never_increases_time(case, limits, token_bytes):
     placement, tokens_WE, nodes = case
     (t, m), load_E, costs = limits, tokens_WE.sum(axis=0), replace(COSTS, token_bytes=token_bytes)
     start = materialise(placement, load_E, nodes, t, m)
@@ -154,8 +154,8 @@ def test_within_the_limits_and_never_slower(case, limits, token_bytes):
     assert after == improve(placement, start, load_E, nodes, t, m, costs), "a pure function"
 
 
-def test_shares_of_few_slots_are_coarse():
-    """Three of four slots go to expert 4, one to expert 7. From there it takes two changes at once."""
+def test_improve_corrects_rounding_of_few_slots():
+    """Expert 4 gets three of four slots, expert 7 one. An improvement from there needs two simultaneous changes."""
     load_E = np.array([133, 425, 126, 115, 2081, 285, 232, 603])
     even, nodes = Placement.even(4, 8), Nodes(4, 2)
     start = materialise(even, load_E, nodes, 3, 1)
@@ -166,8 +166,8 @@ def test_shares_of_few_slots_are_coarse():
     assert expected_s(load_E, after, nodes) < 1.05 * expected_s(load_E, better, nodes)
 
 
-def test_machines_differ():
-    """Where computation takes no time the search lowers what nodes send each other, where tokens are light the work."""
+def test_improve_minimizes_machine_bottleneck():
+    """With free computation the search lowers inter-node traffic; with cheap tokens it lowers the computation."""
     nodes, load_E = Nodes(16, 4), make_loads(1, 1, 16, 32).load_ILE[0, 0]
     even, tokens_WE = Placement.even(16, 32), np.tile(720720 * load_E, (16, 1))
     start = materialise(even, load_E, nodes, 8, 2)
@@ -178,23 +178,23 @@ def test_machines_differ():
     assert exchange.busiest_inter < work.busiest_inter and work.work_W.max() < exchange.work_W.max()
 
 
-def test_copies_that_save_nothing_are_not_made():
-    """At even loads and on a quick network they do; where an expert is liked, or rows are dear, they save something."""
+def test_accept_rejects_replicas_that_save_no_time():
+    """At even loads and on a fast network replicas save nothing; with a hot expert or costly rows they save time."""
     nodes, even = Nodes(4, 2), Placement.even(4, 8)
     copied = materialise(even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, 4, 2)
     assert copied != even
     quick, slow = (PlacementCosts(1e-6, 8, 100, 200, rate, rate) for rate in (1e12, 1e5))
     unknown = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
-    assert worth(even, copied, [5] * 8, nodes, quick) == even
-    assert worth(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
+    assert accept(even, copied, [5] * 8, nodes, quick) == even
+    assert accept(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
     everywhere = materialise(even, [5] * 8, nodes, 8, 6)
-    assert worth(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
-    assert worth(even, everywhere, [5] * 8, nodes, quick) == even
-    assert worth(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
-    assert worth(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
+    assert accept(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
+    assert accept(even, everywhere, [5] * 8, nodes, quick) == even
+    assert accept(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
+    assert accept(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
 
 
-def test_nothing_to_improve():
+def test_improve_keeps_placement_without_load_or_costs():
     even, nodes = Placement.even(4, 8), Nodes(4, 2)
     for load_E, t, m in (([0] * 8, 3, 1), ([5] + [1] * 7, 0, 1), ([5] + [1] * 7, 2, 0)):
         assert improve(even, even, load_E, nodes, t, m, CLUSTER_A) == even
@@ -205,10 +205,10 @@ def test_nothing_to_improve():
     assert improve(alone, alone, [3, 2, 1], Nodes(1, 1), 2, 1, CLUSTER_A) == alone
 
 
-def materialised(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
-    """Hecate with Algorithm 1 alone, or with the search behind it."""
+def materialise_all_layers(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
+    """Hecate with Algorithm 1 alone, or followed by the search."""
     decision, placements = hecate(now, t=t, m=m), []
-    for one, load_E in zip(decision.placements, predict(now.history_ILE), strict=True):
+    for one, load_E in zip(decision.placements, predict_load(now.history_ILE), strict=True):
         start = materialise(one.sharding, load_E, now.nodes, t, m)
         after = improve(one.sharding, start, load_E, now.nodes, t, m, now.costs)
         placements.append(after if searched else start)
@@ -220,12 +220,15 @@ def materialised(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
     ("layers", "seed", "m"),
     [(4, 0, 2), *(pytest.param(24, seed, m, marks=pytest.mark.slow) for seed, m in ((0, 2), (1, 4)))],
 )
-def test_ahead_of_algorithm_1_on_loads_that_drift(layers, seed, m):
-    """What was expected is not what comes, and the search has seen the former only."""
+def test_search_beats_algorithm_1_on_drifting_loads(layers, seed, m):
+    """The actual loads differ from the expected ones, and the search has seen only the expected loads."""
     nodes, trace = Nodes(16, 4), make_loads(12, layers, 16, 32, seed=seed)
     ep, before, after = (
         replay(trace, policy, nodes, CLUSTER_A)
-        for policy in (expert_parallelism, *(partial(materialised, t=8, m=m, searched=how) for how in (False, True)))
+        for policy in (
+            expert_parallelism,
+            *(partial(materialise_all_layers, t=8, m=m, searched=how) for how in (False, True)),
+        )
     )
     assert after.straggler < before.straggler and after.ingress_bytes < before.ingress_bytes
     assert after.iteration_s < before.iteration_s
@@ -243,13 +246,13 @@ CASES = [
 ]
 
 
-def ratios(
+def ratios_to_optimum(
     nodes: Nodes, experts: int, t: int, m: int, seeds: range, *, searched: bool = True, hindsight: bool = False
 ) -> list[float]:
-    """What a layer takes by Algorithm 1, and by the search behind it (`searched`), over the least that it can take.
+    """Ratios of a layer's time by Algorithm 1, and by the search after it (`searched`), to the least possible time.
 
-    `hindsight`: the least is that for the tokens of each rank, which the two do not know; otherwise all ranks have
-    equally many for an expert.
+    `hindsight`: the least time is for the tokens of each rank, which neither algorithm knows; otherwise all ranks have
+    equally many tokens for an expert.
     """
     found = []
     for seed in seeds:
@@ -270,28 +273,28 @@ def ratios(
 
 
 @pytest.mark.parametrize(("t", "m"), [(2, 1), (2, 2), *slowly((3, 1), (4, 2))])
-def test_every_small_case_is_close_to_the_best(t, m):
-    assert max(ratios(Nodes(4, 2), 8, t, m, range(6))) < 1.1
+def test_small_cases_are_within_10_percent_of_optimum(t, m):
+    assert max(ratios_to_optimum(Nodes(4, 2), 8, t, m, range(6))) < 1.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "experts", "t", "m"), CASES)
-def test_every_case_is_close_to_the_best(nodes, experts, t, m):
-    found = ratios(nodes, experts, t, m, range(8))
+def test_all_cases_are_within_10_percent_of_optimum(nodes, experts, t, m):
+    found = ratios_to_optimum(nodes, experts, t, m, range(8))
     assert max(found) < 1.1 and np.mean(found) < 1.03
 
 
 @pytest.mark.slow
-def test_close_to_the_best_in_hindsight():
-    """What nobody knew before costs little: the tokens of each rank."""
-    found = [ratio for case in CASES for ratio in ratios(*case, range(100, 108), hindsight=True)]
+def test_search_is_near_optimum_in_hindsight():
+    """The unknown token counts of each rank cost little."""
+    found = [ratio for case in CASES for ratio in ratios_to_optimum(*case, range(100, 108), hindsight=True)]
     assert np.mean(found) < 1.03 and np.quantile(found, 0.98) < 1.1 and max(found) < 1.2
 
 
 @pytest.mark.slow
-def test_algorithm_1_alone_is_close_to_the_best_in_the_mean():
-    """One case alone may be half as long again where a rank has one slot: shares of four slots are coarse."""
-    found = [ratio for case in CASES for ratio in ratios(*case, range(4), searched=False, hindsight=True)]
+def test_algorithm_1_is_near_optimum_on_average():
+    """A single case may be 50% longer where a rank has one slot: shares of four slots are coarse."""
+    found = [ratio for case in CASES for ratio in ratios_to_optimum(*case, range(4), searched=False, hindsight=True)]
     assert np.mean(found) < 1.1 and np.median(found) < 1.06
 
 
@@ -302,8 +305,8 @@ def models(draw: st.DrawFn) -> tuple[list[Placement], np.ndarray, Nodes, int]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     if draw(st.booleans()):
         shardings = [Placement.even(where.ranks, experts)] * layers
-    else:  # as many of one rank as it has slots
-        room = np.repeat(np.arange(where.ranks), slots(layers, experts, where.ranks))
+    else:  # each rank owns as many as it has slots
+        room = np.repeat(np.arange(where.ranks), max_owned_experts(layers, experts, where.ranks))
         owners_LE = rng.permutation(room)[: layers * experts].reshape(layers, experts)
         shardings = [Placement(where.ranks, tuple(owners)) for owners in owners_LE.tolist()]
     most = draw(st.sampled_from((0, 3, 1000)))
@@ -312,23 +315,23 @@ def models(draw: st.DrawFn) -> tuple[list[Placement], np.ndarray, Nodes, int]:
 
 @settings(deadline=None)
 @given(models())
-def test_slots(case):
+def test_reshard_respects_slots_per_rank(case):
     shardings, load_LE, where, t = case
     after = reshard(shardings, load_LE, where, t)
     assert [one.experts for one in after] == [one.experts for one in shardings]
     assert not any(any(one.replicas) for one in after)
     owned_W = sum(np.bincount(one.owners, minlength=where.ranks) for one in after)
-    assert owned_W.max() <= slots(len(after), after[0].experts, where.ranks)
+    assert owned_W.max() <= max_owned_experts(len(after), after[0].experts, where.ranks)
 
 
 @settings(deadline=None)
 @given(models())
-def test_underloaded_experts_by_the_paper(case):
+def test_underloaded_experts_follow_algorithm_2(case):
     """Lines 5 to 14 of Algorithm 2, in plain loops."""
     shardings, load_LE, where, t = case
     layers, experts = load_LE.shape
     after = reshard(shardings, load_LE, where, t)
-    free = [slots(layers, experts, where.ranks)] * where.ranks
+    free = [max_owned_experts(layers, experts, where.ranks)] * where.ranks
     under = [sorted(range(experts), key=lambda e, of=of: (-of[e], e))[t:] for of in load_LE.tolist()]
     for layer in sorted(range(layers), key=lambda n: (-max((load_LE[n, e] for e in under[n]), default=0), n)):
         work = [0] * where.ranks
@@ -348,7 +351,7 @@ def test_underloaded_experts_by_the_paper(case):
 
 @settings(max_examples=25, deadline=None)
 @given(models())
-def test_moves_lead_from_one_to_the_other(case):
+def test_moves_transform_old_sharding_into_new(case):
     shardings, load_LE, where, t = case
     after = reshard(shardings, load_LE, where, t)
     owners = [list(one.owners) for one in shardings]
@@ -360,7 +363,7 @@ def test_moves_lead_from_one_to_the_other(case):
 
 @settings(deadline=None)
 @given(models())
-def test_the_same_again_is_no_change(case):
+def test_reshard_is_idempotent(case):
     shardings, load_LE, where, t = case
     once = reshard(shardings, load_LE, where, t)
     assert all(new is old for new, old in zip(reshard(once, load_LE, where, t), once, strict=True))
@@ -370,31 +373,31 @@ def test_the_same_again_is_no_change(case):
     assert all(new is old for new, old in zip(again, twice, strict=True))
 
 
-def test_the_same_again_is_no_change_on_many_models():
-    """For drawn models it is rare that the busiest experts are crowded, and have to move again."""
+def test_reshard_is_idempotent_for_300_random_models():
+    """In drawn models the busiest experts are rarely crowded, so they rarely have to move again."""
     for seed in range(300):
         rng = np.random.default_rng(seed)
         count, per_node = rng.integers(1, 5, 2).tolist()
         where, (layers, experts, t) = Nodes(count * per_node, per_node), rng.integers((1, 1, 0), (5, 17, 9)).tolist()
-        room = np.repeat(np.arange(where.ranks), slots(layers, experts, where.ranks))
+        room = np.repeat(np.arange(where.ranks), max_owned_experts(layers, experts, where.ranks))
         owners_LE = rng.permutation(room)[: layers * experts].reshape(layers, experts)
         load_LE = rng.integers(0, (1, 4, 1001)[seed % 3], (layers, experts))
         once = reshard([Placement(where.ranks, tuple(owners)) for owners in owners_LE.tolist()], load_LE, where, t)
         assert reshard(once, load_LE, where, t) == once
 
 
-def test_owners_by_hand():
-    # Two layers of three experts on 2 × 1 ranks: 3 slots each. t = 1: experts 0 travel.
+def test_reshard_of_worked_example():
+    # Two layers of three experts on 2 × 1 ranks: 3 slots each. t = 1: expert 0 is sent in each layer.
     even = [Placement(2, (0, 0, 1))] * 2
     after = reshard(even, [[90, 6, 4], [80, 15, 5]], Nodes(2, 1), 1)
-    # Layer 1 first, as 15 > 6: expert 1 to rank 0, 2 to rank 1. Then layer 0: rank 0 and 1 alike. One slot each is
-    # left: layer 0's expert 0 stays on rank 0; layer 1's cannot, and goes to rank 1.
+    # Layer 1 first, as 15 > 6: expert 1 to rank 0, 2 to rank 1. Then layer 0: the same for ranks 0 and 1. One slot each
+    # is left: layer 0's expert 0 stays on rank 0; layer 1's cannot, and moves to rank 1.
     assert [one.owners for one in after] == [(0, 0, 1), (1, 0, 1)]
     assert moves(even, after) == (Move(1, 0, 0, 1),)
 
 
-def test_even_work_and_ingress_of_what_nobody_copies():
-    """What the paper wants it for: no rank owns two of the larger ones, no node only small ones."""
+def test_reshard_balances_work_and_ingress_of_other_experts():
+    """The paper's purpose: no rank owns two of the larger experts, and no node only small ones."""
     nodes = Nodes(16, 4)
     trace = make_loads(1, 12, 16, 32, seed=1)
     even, load_LE = [Placement.even(16, 32)] * 12, trace.load_ILE[0]
@@ -411,15 +414,15 @@ def test_even_work_and_ingress_of_what_nobody_copies():
     assert work[1] < 0.8 * work[0] and ingress[1] < 0.8 * ingress[0]
 
 
-def test_uneven_owners_by_hand():
+def test_uneven_detects_imbalanced_owners():
     two = [Placement.parse("0: 0\n1: 1")] * 2
-    assert uneven(two, [[10, 30], [20, 20]]), "25 of 20 in the mean of the layers"
-    assert not uneven(two, [[20.5, 19.5], [20, 20]]) and not uneven(two, np.zeros((2, 2)))
-    assert not uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 20]])
-    assert uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 10]])
+    assert is_uneven(two, [[10, 30], [20, 20]]), "25 of 20 in the mean of the layers"
+    assert not is_uneven(two, [[20.5, 19.5], [20, 20]]) and not is_uneven(two, np.zeros((2, 2)))
+    assert not is_uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 20]])
+    assert is_uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 10]])
 
 
-def test_what_resharding_refuses():
+def test_reshard_rejects_invalid_shardings():
     even, nodes = [Placement.even(4, 4)] * 2, Nodes(4, 2)
     for shardings, load_LE, where in (
         (even, np.ones((1, 4)), nodes),

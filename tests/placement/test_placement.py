@@ -14,7 +14,7 @@ from tests.placement.placements import MATERIALISED, SHARDING, situations
 
 @settings(deadline=None)
 @given(situations())
-def test_the_text_reads_back(case):
+def test_parse_inverts_str(case):
     placement, _, _ = case
     again = Placement.parse(str(placement))
     assert again == placement and hash(again) == hash(placement) and str(again) == str(placement)
@@ -23,7 +23,7 @@ def test_the_text_reads_back(case):
 
 @settings(deadline=None)
 @given(situations())
-def test_every_expert_has_one_owner(case):
+def test_each_expert_has_one_owner(case):
     placement, _, nodes = case
     owned = [expert for rank in range(nodes.ranks) for expert in placement.owned(rank)]
     assert sorted(owned) == list(range(placement.experts))
@@ -32,7 +32,7 @@ def test_every_expert_has_one_owner(case):
     assert placement.is_within(placement.sharding) == (not any(placement.replicas))
 
 
-def test_text():
+def test_parse_accepts_comments_and_blank_lines():
     text = "\n# two of four\n0: 0 1 +2\n1: 2   # a comment\n\n2: 3 +2\n3:\n"
     placement = Placement.parse(text)
     assert placement == Placement(4, (0, 0, 1, 2), ((), (), (2, 0), ()))
@@ -57,12 +57,12 @@ def test_text():
         ("0:", "needs one of each"),
     ],
 )
-def test_what_is_no_placement(text, says):
+def test_parse_error_names_line_and_expert(text, says):
     with pytest.raises(ConfigError, match=says.replace("+", r"\+")):
         Placement.parse(text)
 
 
-def test_what_cannot_be():
+def test_constructors_reject_invalid_ranks():
     with pytest.raises(ConfigError, match="expert 1 is on rank 4"):
         Placement(4, (0, 4))
     with pytest.raises(ConfigError, match="expert 0 is on rank -1"):
@@ -76,13 +76,13 @@ def test_what_cannot_be():
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 40))
-def test_even(ranks, experts):
+def test_even_placement_differs_by_at_most_one_expert(ranks, experts):
     owners = Placement.even(ranks, experts).owners
     counts = np.bincount(owners, minlength=ranks)
     assert list(owners) == sorted(owners) and counts.max() - counts.min() <= 1
 
 
-def test_what_is_held_cannot_be_written_to():
+def test_holds_array_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         MATERIALISED.holds_EW[0, 0] = False
     assert SHARDING.is_within(MATERIALISED) and not MATERIALISED.is_within(SHARDING)

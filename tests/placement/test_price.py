@@ -1,4 +1,4 @@
-"""To which copies tokens go, and what that costs."""
+"""The replicas that tokens are sent to, and the cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import calibrate, gathered_s, materialise
+from fusedmoe.placement.hecate import calibrate, exposed_gather_s, materialise
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import (
     PlacementCosts,
@@ -26,7 +26,7 @@ from tests.placement.placements import MATERIALISED, NODES, situations
 
 @settings(deadline=None)
 @given(situations())
-def test_by_definition(case):
+def test_dispatch_equals_definition(case):
     placement, tokens_WE, nodes = case
     sent_WEV = dispatch(tokens_WE, placement, nodes)
     assert sent_WEV.dtype == np.int64 and (sent_WEV >= 0).all()
@@ -50,7 +50,7 @@ def test_by_definition(case):
     assert sent_WEV.sum() == tokens_WE.sum()
 
 
-def test_by_hand():
+def test_dispatch_prefers_local_replicas():
     # Expert 1 is on rank 1 only; expert 2 on ranks 0 and 2; expert 0 everywhere.
     sent_WEV = dispatch([[5, 3, 7], [5, 4, 7], [5, 1, 7], [5, 0, 7]], MATERIALISED, NODES)
     assert sent_WEV[:, 0].tolist() == np.diag([5, 5, 5, 5]).tolist()
@@ -58,8 +58,8 @@ def test_by_hand():
     assert sent_WEV[:, 2].tolist() == [[7, 0, 0, 0], [7, 0, 0, 0], [0, 0, 7, 0], [0, 0, 7, 0]]
 
 
-def test_what_does_not_divide_goes_on_where_the_rank_before_left_off():
-    # Ranks 2 to 7 have no copy on their nodes: one token each, over ranks 0 and 1.
+def test_remainders_continue_after_previous_rank():
+    # Ranks 2 to 7 have no replica on their nodes: one token each, over ranks 0 and 1.
     placement = Placement(8, (0,), ((1,),))
     sent_WEV = dispatch([[1]] * 8, placement, Nodes(8, 2))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [4, 4, 0, 0, 0, 0, 0, 0]
@@ -67,14 +67,14 @@ def test_what_does_not_divide_goes_on_where_the_rank_before_left_off():
     assert sent_WEV[2, 0].tolist()[:2] == [2, 1] and sent_WEV[4, 0].tolist()[:2] == [1, 1]
 
 
-def test_copies_on_one_node_are_the_same_choice_there_and_elsewhere():
+def test_replicas_on_one_node_share_local_and_remote_rows():
     sent_WEV = dispatch([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [2, 2, 0, 0, 0, 0]
     sent_WEV = dispatch([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_counts_past_32_bits():
+def test_dispatch_sums_64_bit_counts():
     tokens = np.full((4, 3), 2**40 + 1)
     assert dispatch(tokens, MATERIALISED, NODES).sum() == 12 * (2**40 + 1)
     small = np.full((4, 3), 200, dtype=np.uint8)
@@ -84,7 +84,7 @@ def test_counts_past_32_bits():
 @pytest.mark.parametrize(
     "tokens_WE", [[[1, 2, 3]], [[1, 2, 3, 4]] * 4, [[1.0, 2.0, 3.0]] * 4, [[1, -2, 3]] * 4, [[True, True, False]] * 4]
 )
-def test_what_is_refused(tokens_WE):
+def test_dispatch_rejects_invalid_counts(tokens_WE):
     with pytest.raises(ConfigError, match="dispatch"):
         dispatch(tokens_WE, MATERIALISED, NODES)
 
@@ -114,7 +114,7 @@ def test_load_by_definition(case):
     assert layer_s(found, COSTS) == pytest.approx(seconds)
 
 
-def test_seconds_by_hand():
+def test_layer_time_of_worked_example():
     # All four ranks send 3 tokens to rank 0: 6 from the other node, 3 from its own.
     found = load([[3]] * 4, Placement(4, (0,)), Nodes(4, 2))
     assert found.work_W.tolist() == [12, 0, 0, 0]
@@ -124,7 +124,7 @@ def test_seconds_by_hand():
     assert transfers_s([], Nodes(4, 2), COSTS, 100) == 0.0
 
 
-def test_costs():
+def test_placement_costs_reject_invalid_values():
     for change in ({"token_s": -1.0}, {"inter_bytes_s": 0.0}, {"intra_bytes_s": float("nan")}, {"state_bytes": -1}):
         with pytest.raises(ConfigError, match=next(iter(change))):
             replace(COSTS, **change)
@@ -132,20 +132,20 @@ def test_costs():
 
 @settings(deadline=None)
 @given(situations(), st.integers(0, 4))
-def test_calibration_is_cheaper_or_nothing(case, m):
+def test_calibrate_reduces_time_or_keeps_placement(case, m):
     placement, tokens_WE, nodes = case
     after = calibrate(placement, tokens_WE, nodes, m, COSTS)
     assert placement.is_within(after)
     assert (after.extra_W() <= np.maximum(m, placement.extra_W())).all()
     if after != placement:
         before_s, after_s = (layer_s(load(tokens_WE, one, nodes), COSTS) for one in (placement, after))
-        assert after_s + gathered_s(placement, after, nodes, COSTS) < before_s
+        assert after_s + exposed_gather_s(placement, after, nodes, COSTS) < before_s
 
 
-def test_calibration_finds_what_the_prediction_missed():
+def test_calibrate_adds_unpredicted_hot_expert():
     nodes, even = Nodes(4, 2), Placement.even(4, 8)
     tokens_WE = np.ones((4, 8), dtype=int)
-    tokens_WE[:, 6] = 200  # nobody expected it
+    tokens_WE[:, 6] = 200  # not predicted
     predicted = materialise(even, [90, 1, 50, 1, 1, 1, 1, 1], nodes, 2, 1)
     after = calibrate(predicted, tokens_WE, nodes, 2, COSTS)
     assert (
@@ -158,8 +158,8 @@ def test_calibration_finds_what_the_prediction_missed():
     assert calibrate(predicted, tokens_WE, nodes, 1, COSTS) == predicted, "no memory is left"
 
 
-def test_gathers_on_both_ways_count():
+def test_gather_time_includes_backward():
     even, nodes = Placement.even(4, 4), Nodes(4, 2)
     after = materialise(even, [9, 0, 0, 0], nodes, 1, 1)
-    assert gathered_s(even, after, nodes, COSTS) == 2 * 100 / 10.0
-    assert gathered_s(even, even, nodes, COSTS) == 0.0
+    assert exposed_gather_s(even, after, nodes, COSTS) == 2 * 100 / 10.0
+    assert exposed_gather_s(even, even, nodes, COSTS) == 0.0

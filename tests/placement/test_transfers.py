@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, chained, gather, reduce, traffic
+from fusedmoe.placement.traffic import Transfer, chain_gathers, gather, reduce, traffic
 from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Placement, Placement, Nodes]:
-    """Any placement, and one within it, with or without replicas of its own."""
+    """Draw a placement and one within it, possibly with replicas."""
     where = draw(nodes)
     after = draw(placements(where))
     keep = np.random.default_rng(draw(st.integers(0, 2**32))).random(after.holds_EW.shape) < draw(
@@ -28,7 +28,7 @@ def pairs(draw: st.DrawFn) -> tuple[Placement, Placement, Nodes]:
 
 
 def run_gather(before: Placement, transfers) -> np.ndarray:
-    """[E, W]: who has what once all steps have run; a source must have had the expert before its step."""
+    """Run all steps and return the holders [E, W]; a source must hold the expert before its step."""
     has_EW = before.holds_EW.copy()
     for step in sorted({one.step for one in transfers}):
         now = [one for one in transfers if one.step == step]
@@ -40,7 +40,7 @@ def run_gather(before: Placement, transfers) -> np.ndarray:
 
 
 def run_reduce(after: Placement, transfers, gradient_EW: np.ndarray) -> np.ndarray:
-    """[E, W]: what each rank holds at the end. What is sent is gone: sending it twice would be seen."""
+    """Run all steps and return each rank's sums [E, W]. A sent sum is removed, so that sending twice is detected."""
     sum_EW = np.where(after.holds_EW, gradient_EW, 0)
     for step in sorted({one.step for one in transfers}):
         now = [one for one in transfers if one.step == step]
@@ -54,13 +54,13 @@ def run_reduce(after: Placement, transfers, gradient_EW: np.ndarray) -> np.ndarr
 
 @settings(deadline=None)
 @given(pairs(), st.integers(0, 2**32))
-def test_gathers_that_follow_each_other(case, seed):
-    """They bring what both bring, as one, in no more steps, and gradients go back along it."""
+def test_chained_gathers_equal_sequential_gathers(case, seed):
+    """Two gathers merged into one hold both results, in no more steps, and gradients return along its edges."""
     before, after, nodes = case
     keep_EW = np.random.default_rng(seed).random(after.holds_EW.shape) < 0.5
     between = Placement.holding(after.owners, before.holds_EW | (after.holds_EW & keep_EW))
     first, second = gather(before, between, nodes), gather(between, after, nodes)
-    both = chained(first, second)
+    both = chain_gathers(first, second)
     assert (run_gather(before, both) == after.holds_EW).all() and len(both) == len(first) + len(second)
     steps = [max((one.step for one in of), default=-1) + 1 for of in (both, first, second)]
     assert steps[0] <= steps[1] + steps[2]
@@ -71,10 +71,10 @@ def test_gathers_that_follow_each_other(case, seed):
         np.testing.assert_allclose(owned_E, gradient_EW.sum(axis=1))
 
 
-def test_gathers_that_follow_each_other_by_hand():
+def test_chained_gathers_of_docstring_example():
     """The docstring's example."""
     more = (Transfer(5, 1, 2, 0), Transfer(6, 0, 2, 0))
-    assert chained((Transfer(5, 0, 1, 0),), more) == (
+    assert chain_gathers((Transfer(5, 0, 1, 0),), more) == (
         Transfer(5, 0, 1, 0),
         Transfer(6, 0, 2, 0),
         Transfer(5, 1, 2, 1),
@@ -82,7 +82,7 @@ def test_gathers_that_follow_each_other_by_hand():
 
 
 @given(pairs())
-def test_the_right_replicas(case):
+def test_gather_delivers_all_replicas(case):
     before, after, where = case
     transfers = gather(before, after, where)
     np.testing.assert_array_equal(run_gather(before, transfers), after.holds_EW)
@@ -91,7 +91,7 @@ def test_the_right_replicas(case):
 
 @settings(deadline=None)
 @given(pairs())
-def test_the_right_sums(case):
+def test_reduce_sums_gradients_at_owners(case):
     _, after, where = case
     back = reduce(gather(after.sharding, after, where))
     gradient_EW = np.random.default_rng(0).integers(-(2**40), 2**40, after.holds_EW.shape)
@@ -106,7 +106,7 @@ def test_the_right_sums(case):
 
 @settings(deadline=None)
 @given(pairs(), st.integers(1, 2**33))
-def test_bytes_as_predicted(case, expert_bytes):
+def test_traffic_equals_predicted_volume(case, expert_bytes):
     before, after, where = case
     transfers = gather(before, after, where)
     volume = predicted_volume(before, after, where, expert_bytes)
@@ -120,7 +120,7 @@ def test_bytes_as_predicted(case, expert_bytes):
 
 @settings(deadline=None)
 @given(pairs())
-def test_an_expert_enters_a_node_once(case):
+def test_expert_enters_each_node_once(case):
     before, after, where = case
     entries = Counter(
         (one.expert, where.of(one.target))
@@ -132,8 +132,8 @@ def test_an_expert_enters_a_node_once(case):
 
 @settings(deadline=None)
 @given(pairs())
-def test_the_volume_is_that_of_the_all_reduces(case):
-    """H2: of each expert on d ranks both collectives move 2(d − 1)/d of its bytes for each of these."""
+def test_volume_equals_all_reduce_volume(case):
+    """H2: for each expert on d ranks both collectives send 2(d − 1)/d of its bytes for each of these ranks."""
     _, after, where = case
     sharding = after.sharding
     both = 2 * traffic(gather(sharding, after, where), where, 1).total
@@ -144,17 +144,18 @@ def test_the_volume_is_that_of_the_all_reduces(case):
 def test_volume_tends_to_twice_lambda_s():
     for ranks in (2, 16, 256):
         sharding = Placement.even(ranks, 8)
-        after = Placement.holding(sharding.owners, np.arange(8)[:, None] < np.full(ranks, 3))  # three experts travel
+        after = Placement.holding(sharding.owners, np.arange(8)[:, None] < np.full(ranks, 3))  # three experts are sent
         total = 2 * predicted_volume(sharding, after, Nodes(ranks, 1), 100).total
         assert total / ranks == pytest.approx(2 * 3 * 100 * (ranks - 1) / ranks)
 
 
-def test_worked_example_by_the_papers_definitions():
-    """Section 3.1: P0 gives each chunk to one device, P0 ⊆ P1; what spRS leaves is the sum of what there was; the two
-    are symmetric; and no device moves more than λS."""
+def test_worked_example_satisfies_paper_definitions():
+    """Section 3.1: P0 assigns each chunk to one device, P0 ⊆ P1; spRS produces the sum of all inputs; the two are
+    symmetric; no device sends more than λS.
+    """
     assert (SHARDING.holds_EW.sum(axis=1) == 1).all() and SHARDING.is_within(MATERIALISED)
     np.testing.assert_array_equal(run_gather(SHARDING, GATHER), MATERIALISED.holds_EW)
-    # Gradients that ranks find for expert 0, 1 and 2; an owner is left with the sum of its row.
+    # Gradients that ranks compute for expert 0, 1 and 2; an owner ends with the sum of its row.
     gradient_EW = np.array([[1, 10, 100, 1000], [0, 7, 0, 0], [30, 0, 4, 0]])
     left_EW = run_reduce(MATERIALISED, REDUCE, gradient_EW)
     assert left_EW.tolist() == [[1111, 0, 0, 0], [0, 7, 0, 0], [0, 0, 34, 0]]
@@ -166,8 +167,8 @@ def test_worked_example_by_the_papers_definitions():
         assert traffic(transfers, NODES, 10).busiest <= share * size == 20
 
 
-def test_worked_example_in_our_numbers():
-    """What the paper leaves open: the ways, their order, and so the bytes of each rank."""
+def test_worked_example_routes_and_bytes():
+    """Choices that the paper leaves open: the routes, their order, and therefore the bytes of each rank."""
     assert gather(SHARDING, MATERIALISED, NODES) == GATHER
     assert reduce(GATHER) == REDUCE
     found = traffic(GATHER, NODES, 10)
@@ -176,7 +177,7 @@ def test_worked_example_in_our_numbers():
     assert predicted_volume(SHARDING, MATERIALISED, NODES, 10) == (40, 20, 20)
 
 
-def test_arrivals_are_spread_over_a_node():
+def test_arrivals_are_spread_over_node_ranks():
     """Four experts of node 0 for all ranks of node 1: each of its ranks receives one from outside."""
     sharding = Placement(8, (0, 1, 2, 3))
     after = Placement(8, (0, 1, 2, 3), ((4, 5, 6, 7),) * 4)
@@ -184,12 +185,12 @@ def test_arrivals_are_spread_over_a_node():
     assert found.inter_received_W.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_nothing_travels():
+def test_equal_placements_need_no_transfers():
     assert gather(SHARDING, SHARDING, NODES) == reduce(()) == ()
     assert traffic((), NODES, 7).busiest == 0
 
 
-def test_what_is_refused():
+def test_gather_rejects_incompatible_placements():
     for before, after in (
         (MATERIALISED, SHARDING),
         (SHARDING, Placement(4, (1, 1, 2))),

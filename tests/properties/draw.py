@@ -1,4 +1,4 @@
-"""Random input of the ugly kind for a property: everything follows from one seed, which a failure names."""
+"""Random edge-case input for a property: all values follow from one seed, which a failure names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class Draw:
-    """Draws from a seed; torch's default generator follows from it, too."""
+    """Draw from a seed, which also seeds torch's default generator."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
 
     def size(self, least: int = 0, most: int = 9) -> int:
-        """Small, and often the least."""
+        """Draw a small size, often the minimum."""
         return least if self.random.random() < 0.15 else self.random.randint(least, most)
 
     def maybe(self, chance: float = 0.5) -> bool:
@@ -36,7 +36,7 @@ class Draw:
         return self.random.choice(values)
 
     def floats(self, *shape: int, grad: bool = True) -> Tensor:
-        """float64 numbers, every second time not contiguous: every second column, or transposed."""
+        """float64 numbers, half of the time not contiguous: every second column, or transposed."""
         kind = self.one_of(("plain", "plain", "columns", "transposed")) if shape else "plain"
         if kind == "columns":
             made = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
@@ -47,7 +47,7 @@ class Draw:
         return made.requires_grad_(grad)
 
     def choices(self, tokens: int, slots: int, experts: int) -> Tensor:
-        """Chosen experts, distinct in a row, of any integer dtype and strides; at times all of them the same one."""
+        """Chosen experts, distinct in a row, of any integer dtype and strides; at times the same one everywhere."""
         expert_SK = choose(tokens, slots, experts, self.one_of((0.0, 0.0, 0.4, 1.0)))
         if self.maybe(0.2):
             expert_SK[:, 0] = self.random.randrange(experts)
@@ -55,7 +55,7 @@ class Draw:
         return expert_SK.t().contiguous().t() if self.maybe(0.3) else expert_SK
 
     def layout(self, tokens: int, slots: int, experts: int) -> Layout:
-        """Of random choices, with and without capacity and padding."""
+        """A layout of random choices, with and without capacity and padding."""
         capacity = self.one_of((None, None, 0, 1, 3))
         layout = autograd.order(self.choices(tokens, slots, experts), experts, capacity)
         if self.maybe():
@@ -65,7 +65,7 @@ class Draw:
         return layout
 
     def weights(self, experts: int, dim: int, activation: str, out: int | None = None) -> Weights:
-        """For rows of width `dim`; results are `out` wide, by default as wide."""
+        """Weights for rows of width `dim`; results have width `out`, which defaults to `dim`."""
         hidden, halves = self.size(1), (2,) if ACTIVATIONS[activation].gated else ()
         out = dim if out is None else out
         b1 = self.floats(experts, *halves, hidden) if self.maybe() else None
@@ -76,14 +76,14 @@ class Draw:
 
 
 def close(what: str, got: Any, expected: Any) -> None:
-    """To 1e-10 of the expected numbers' norm. NaN is far from everything."""
+    """Compare to 1e-10 of the expected norm. NaN is far from any number."""
     assert isinstance(got, Tensor) and got.shape == expected.shape, (what, got, expected.shape)
     error = (got.detach().double() - expected.detach()).norm()
     assert error <= 1e-10 * max(1.0, float(expected.detach().norm())), (what, float(error))
 
 
 def same_gradients(got: Tensor, expected: Tensor, inputs: dict[str, Tensor | None]) -> None:
-    """The gradients of a random sum of both results are equal, and zero where there is none."""
+    """Gradients of a random sum of both results are equal, and zero where a gradient is missing."""
     close("result", got, expected)
     named = {name: leaf for name, leaf in inputs.items() if leaf is not None}
     dy = torch.randn(expected.shape, dtype=expected.dtype)

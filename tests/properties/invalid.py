@@ -1,4 +1,4 @@
-"""Valid input with one thing spoilt, for every public operation of one process: each must be refused as ConfigError."""
+"""Valid input with one argument corrupted, for every public operation of one process: each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe import autograd
+from fusedmoe.autograd import parallel
+from fusedmoe.autograd.gate import gate_from_logits as gate_of_logits
+from fusedmoe.autograd.moves import all_gather, combine, dispatch, reduce_scatter
+from fusedmoe.autograd.moves import received_layout as layout_of_received
+from fusedmoe.autograd.order import take_pairs as values_of_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.metadata import RowForm
@@ -18,17 +23,18 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.gate import GateRule
 from fusedmoe.kernels.layout import Layout
 from tests.properties.draw import Draw
 
-# A call with all its arguments by name, and ways to spoil one of them.
+# A call with all its arguments by name, and ways to corrupt one of them.
 Call = Callable[..., Any]
 Spoil = Callable[[Draw, Any], Any]
 Case = tuple[Call, dict[str, Any], dict[str, list[Spoil]]]
 
 
 def attempt(make: Callable[[Draw], Case], draw: Draw) -> str:
-    """Calls with one argument spoilt; returns which, for the message of a failure."""
+    """Call with one argument corrupted; return its name, for the failure message."""
     call, given, spoils = make(draw)
     name = draw.one_of(sorted(spoils))
     at = draw.random.randrange(len(spoils[name]))
@@ -47,7 +53,7 @@ def _shown(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:200]
 
 
-# Ways to spoil a tensor.
+# Ways to corrupt a tensor.
 
 
 def longer(draw: Draw, x: Tensor) -> Tensor:
@@ -86,13 +92,13 @@ def nonsense_count(draw: Draw, value: Any) -> Any:
 
 
 def _strange_choice(draw: Draw, expert_SK: Tensor) -> Tensor:
-    """One number that is no expert's, of at least one token."""
+    """Give at least one token an expert number out of range."""
     one_more = torch.cat([expert_SK.long(), expert_SK.new_zeros(1, expert_SK.shape[1]).long()])
     return _with_one(draw, one_more, draw.one_of((-2, 100, 2**40, -(2**40))))
 
 
 def _with_one(draw: Draw, expert_SK: Tensor, number: int) -> Tensor:
-    """One of the choices replaced."""
+    """Replace one of the choices."""
     spoilt = expert_SK.long().clone()
     spoilt[draw.random.randrange(spoilt.shape[0]), draw.random.randrange(spoilt.shape[1])] = number
     return spoilt
@@ -113,7 +119,7 @@ def order(draw: Draw) -> Case:
 
 
 def _spoilt_layout(draw: Draw, layout: Layout) -> Any:
-    """A layout made by hand with one part that says something else."""
+    """A hand-made layout with one inconsistent part."""
     parts = dict(zip(("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"), layout.tensors, strict=True))
     name = draw.one_of(sorted(parts))
     part = parts[name]
@@ -134,7 +140,7 @@ def _spoilt_layout(draw: Draw, layout: Layout) -> Any:
             other[at] += by
             return other
 
-        # What stands in padding may be any valid index.
+        # Padding may hold any valid index.
         kept = sum(layout.counts)
         if name not in ("source_N", "pair_N") or at[0] < kept:
             ways += [moved, moved, moved]
@@ -160,7 +166,7 @@ def unpermute(draw: Draw) -> Case:
 def take_pairs(draw: Draw) -> Case:
     layout, _ = _with_layout(draw)
     given = {"value_SK": draw.floats(*layout.row_SK.shape), "layout": layout}
-    return autograd.take_pairs, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
+    return values_of_pairs, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
 
 
 def experts(draw: Draw) -> Case:
@@ -170,7 +176,7 @@ def experts(draw: Draw) -> Case:
     given = {
         "x_SM": x_SM,
         "layout": layout,
-        "weight_N": autograd.take_pairs(draw.floats(*layout.row_SK.shape), layout),
+        "weight_N": values_of_pairs(draw.floats(*layout.row_SK.shape), layout),
         "weights": weights,
         "activation": activation,
     }
@@ -199,7 +205,7 @@ def _spoilt_weights(draw: Draw, weights: Weights) -> Weights:
 
 def gate(draw: Draw) -> Case:
     S, M, E = draw.size(), draw.size(1, 6), draw.size(1)
-    rule = autograd.GateRule(draw.size(1, E))
+    rule = GateRule(draw.size(1, E))
     given = {"x_SM": draw.floats(S, M), "weight_EM": draw.floats(E, M), "rule": rule}
     given["bias_E"] = draw.floats(E, grad=False)
     spoils: dict[str, list[Spoil]] = {
@@ -215,13 +221,13 @@ def gate(draw: Draw) -> Case:
 
 def gate_from_logits(draw: Draw) -> Case:
     S, E = draw.size(), draw.size(1)
-    given = {"logits_SE": draw.floats(S, E), "rule": autograd.GateRule(E), "bias_E": draw.floats(E, grad=False)}
+    given = {"logits_SE": draw.floats(S, E), "rule": GateRule(E), "bias_E": draw.floats(E, grad=False)}
     spoils: dict[str, list[Spoil]] = {
         "logits_SE": [wider, deeper, whole, elsewhere, no_tensor],
         "bias_E": [longer, deeper, whole, elsewhere],
         "rule": [lambda _, x: replace(x, k=E + 1), lambda _, x: None],
     }
-    return autograd.gate_from_logits, given, spoils
+    return gate_of_logits, given, spoils
 
 
 def rule(draw: Draw) -> Case:
@@ -232,7 +238,7 @@ def rule(draw: Draw) -> Case:
         "scale": [lambda d, _: d.one_of((float("nan"), float("inf")))],
         "sequence": [nonsense_count, lambda _, x: 0],
     }
-    return autograd.GateRule, given, spoils
+    return GateRule, given, spoils
 
 
 def received_layout(draw: Draw) -> Case:
@@ -242,7 +248,7 @@ def received_layout(draw: Draw) -> Case:
         "counts_RE": [deeper, no_tensor, lambda _, x: x - 5, lambda _, x: x.double()],
         "rows": [lambda _, x: x + 1, lambda _, x: x - 1],
     }
-    return autograd.received_layout, given, spoils
+    return layout_of_received, given, spoils
 
 
 def _alone() -> tuple[Any, Any]:
@@ -265,10 +271,10 @@ def exchange(draw: Draw) -> Case:
 
 
 def moves(draw: Draw) -> Case:
-    """Rows that an exchange knows nothing of."""
+    """Rows whose number differs from the exchange's."""
     counts_E = torch.randint(0, 4, (draw.size(1, 5),))
     met = exchange_metadata(*_alone(), counts_E, RowForm(torch.float64, 3, 1, None))
-    move = draw.one_of((autograd.dispatch, autograd.combine, autograd.all_gather, autograd.reduce_scatter))
+    move = draw.one_of((all_gather, combine, dispatch, reduce_scatter))
     rows = draw.floats(int(counts_E.sum()), 3)
 
     def call(rows: Tensor) -> Any:
@@ -295,7 +301,7 @@ def _identity(rows: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
 
 def rows_over_a_group(draw: Draw) -> Case:
     N, group = draw.size(), Topology().mp
-    move = draw.one_of((autograd.gather_rows, autograd.reduce_scatter_rows, autograd.split_rows, autograd.join_rows))
+    move = draw.one_of((parallel.gather_rows, parallel.reduce_scatter_rows, parallel.split_rows, parallel.join_rows))
     spoils: dict[str, list[Spoil]] = {
         "x_SM": [longer, no_tensor],
         "counts": [lambda _, x: [N + 1], lambda _, x: [N, 0], lambda _, x: [], lambda _, x: [-1], lambda _, x: ["1"]],
@@ -316,7 +322,7 @@ def layer_input(draw: Draw) -> Case:
 
 
 class Users(Gate):
-    """A gate of the user's that gives what it is told."""
+    """A user's gate that returns the given values."""
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         return {}
@@ -352,7 +358,7 @@ def gate_of_the_users(draw: Draw) -> Case:
 
 
 def experts_of_the_users(draw: Draw) -> Case:
-    """Modules that give other rows than they got."""
+    """Modules that return rows of another shape than their input."""
 
     class Wrong(torch.nn.Module):
         def forward(self, rows: Tensor) -> Any:

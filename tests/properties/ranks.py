@@ -1,4 +1,4 @@
-"""The same over ranks: functions of (rank, world) that each rank runs, from seeds that all ranks share."""
+"""Properties over ranks: functions of (rank, world) that each rank runs, from seeds that all ranks share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe import autograd
+from fusedmoe.autograd import moves, parallel
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.group import Group
@@ -41,7 +41,7 @@ def hold(rank: int, world: int, ep: int, esp: int, seeds: Sequence[int]) -> None
 
 
 def layer(draw: Draw, rank: int, world: int, topology: Topology) -> None:
-    """Equals the dense computation of all ranks' tokens: outputs, losses, every gradient."""
+    """Compare with the dense computation of all ranks' tokens: outputs, losses, every gradient."""
     M, E = draw.size(2, 5), topology.ep.size * draw.size(1, 3)
     name, k = draw.one_of(GATES), draw.size(1, min(3, E))
     k = 1 if name in ("switch", "softmoe") else k
@@ -91,7 +91,7 @@ def _of_two(topology: Topology) -> Group:
 
 
 def rows_over_ranks(draw: Draw, rank: int, world: int, topology: Topology) -> None:
-    """The four moves of rows over a group, against sums and slices of all ranks' rows."""
+    """The four collectives on rows of a group, against sums and slices of all ranks' rows."""
     group = _of_two(topology)
     counts = [draw.size(0, 4) for _ in range(group.size)]
     at, index = [sum(counts[:i]) for i in range(group.size)], group.index
@@ -110,47 +110,48 @@ def rows_over_ranks(draw: Draw, rank: int, world: int, topology: Topology) -> No
     y_own = {"gather_rows": every, "join_rows": every, "reduce_scatter_rows": every[own], "split_rows": x[0][own]}
     dx_own = {"gather_rows": all_dy[own], "join_rows": dy[0][own], "reduce_scatter_rows": all_dy, "split_rows": all_dy}
     mine = x[index].clone().requires_grad_()
-    y = getattr(autograd, name)(mine, group, counts)
+    y = getattr(parallel, name)(mine, group, counts)
     (y * dy[index]).sum().backward()
     close(name, y, y_own[name])
     close(f"gradient of {name}", mine.grad, dx_own[name])
 
 
 def exchange(draw: Draw, rank: int, world: int, topology: Topology) -> None:
-    """Rows arrive by (sharding peer, source rank, local expert), and come back; gradients go the other way."""
+    """Rows arrive by (sharding peer, source rank, local expert) and return; gradients move the opposite way."""
     ep, esp = topology.ep, topology.esp
     E = ep.size * draw.size(1, 3)
     counts_WE = torch.randint(0, 4, (world, E))
     algorithm = make_all_to_all(draw.one_of(("direct", "1dh", "2dh")), topology)
     met = exchange_metadata(algorithm, esp, counts_WE[rank], RowForm(torch.float64, 3, 1, None))
-    # A row's value says whose it is and which expert's.
+    # A row's value encodes its rank and its expert.
     expert_E1 = torch.arange(E, dtype=torch.float64)[:, None].expand(E, 3)
     x_W = [100.0 * r + expert_E1.repeat_interleave(counts_WE[r], 0) for r in range(world)]
     mine = x_W[rank].clone().requires_grad_()
-    there = autograd.all_gather(autograd.dispatch(mine, met), met)
+    there = moves.all_gather(moves.dispatch(mine, met), met)
     local = range(ep.index * E // ep.size, (ep.index + 1) * E // ep.size)
     sources = [r for q in range(esp.size) for r in _sources(topology, q)]
     expected = [row for r in sources for row in x_W[r] if int(row[0]) % 100 in local]
     close("rows received", there, torch.stack(expected) if expected else there.new_zeros(0, 3))
-    back = autograd.combine(autograd.reduce_scatter(there * 2.0, met), met)
+    back = moves.combine(moves.reduce_scatter(there * 2.0, met), met)
     close("rows that came back", back, 2.0 * esp.size * x_W[rank])
     back.sum().backward()
     close("gradient", mine.grad, torch.full_like(mine, 2.0 * esp.size))
 
 
 def _sources(topology: Topology, peer: int) -> Sequence[int]:
-    """Ranks whose rows a sharding peer of this rank gets by dispatch, in order."""
+    """Ranks whose rows a sharding peer of this rank receives by dispatch, in order."""
     assert topology.expert_grid is not None
     edp = topology.edp.index
     return [int(r) for r in topology.expert_grid[edp, :, peer]]
 
 
-# Input that one rank spoils. Each ends its job, so each needs one of its own.
+# Input that one rank corrupts. Each case ends its job, so each needs its own.
 
 
 def spoil(rank: int, world: int, ep: int, esp: int, seed: int) -> tuple[str, str, int, int]:
-    """The type and text of the error that this rank ended with, which rank spoilt its input, and how many exchanges of
-    rows this one had begun."""
+    """Return the type and text of this rank's error, the rank that corrupted its input, and the number of exchanges of
+    rows that this rank had begun.
+    """
     draw, topology = Draw(seed), Topology.from_sizes(ep, esp, ranks_per_node=2, timeout_s=20)
     culprit, moved = draw.random.randrange(world), []
     act = draw.one_of(SPOILS)(draw, topology, moved)
@@ -204,8 +205,8 @@ def rows_of_one(draw: Draw, topology: Topology, moved: list[str]) -> Callable[[b
 
     def call(spoilt: bool) -> Any:
         if not spoilt:
-            return autograd.gather_rows(x, group, counts)
-        return autograd.gather_rows(longer(draw, x), group, counts)
+            return parallel.gather_rows(x, group, counts)
+        return parallel.gather_rows(longer(draw, x), group, counts)
 
     return call
 

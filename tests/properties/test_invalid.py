@@ -1,4 +1,4 @@
-"""Every public operation and the layer, on random input with one thing spoilt: refused, and by name."""
+"""Every public operation and the layer, on random input with one corrupted argument: refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.properties.draw import Draw
 from tests.properties.invalid import CASES, attempt
 
 
-def refuse(name: str, first: int, cases: int) -> None:
+def assert_rejected(name: str, first: int, cases: int) -> None:
     for seed in range(first, first + cases):
         try:
             attempt(CASES[name], Draw(seed))
@@ -19,15 +19,15 @@ def refuse(name: str, first: int, cases: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_few(name: str) -> None:
+def test_corrupted_argument_raises_config_error(name: str) -> None:
     first = random.SystemRandom().randrange(2**40)
     print(f"seeds from {first}")
-    refuse(name, first, 20)
+    assert_rejected(name, first, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_many(name: str) -> None:
+def test_corrupted_argument_raises_config_error_many_seeds(name: str) -> None:
     first = random.SystemRandom().randrange(2**40)
     print(f"seeds from {first}")
-    refuse(name, first, 200)
+    assert_rejected(name, first, 200)

@@ -1,4 +1,4 @@
-"""Properties of layers and operations over ranks: right to 1e-10, or refused on all ranks by the name of one."""
+"""Properties of layers and operations over ranks: right to 1e-10, or refused on all ranks, naming the faulty rank."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ def seeds(count: int) -> range:
 
 
 @pytest.mark.parametrize(("world", "ep", "esp"), SHAPES)
-def test_a_few(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+def test_layers_and_operations_equal_dense_reference(cluster: Cluster, world: int, ep: int, esp: int) -> None:
     cluster.run(world, hold, ep, esp, seeds(8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep", "esp"), SHAPES + LARGE)
-def test_many(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+def test_layers_and_operations_equal_dense_reference_many_seeds(
+    cluster: Cluster, world: int, ep: int, esp: int
+) -> None:
     cluster.run(world, hold, ep, esp, seeds(50), timeout_s=280)
 
 
-def refused(cluster: Cluster, world: int, ep: int, esp: int, seed: int) -> None:
+def assert_culprit_named_on_all_ranks(cluster: Cluster, world: int, ep: int, esp: int, seed: int) -> None:
     ends = cluster.run(world, spoil, ep, esp, seed)
     for kind, text, culprit, moved in ends:
         assert kind == "RankError" and f"rank {culprit}" in text and moved == 0, (seed, ends)
 
 
 @pytest.mark.parametrize("seed", seeds(4), ids=lambda seed: "seed")
-def test_a_few_spoilt(cluster: Cluster, seed: int) -> None:
-    refused(cluster, *SHAPES[seed % 2], seed)
+def test_corrupted_input_names_rank_before_any_exchange(cluster: Cluster, seed: int) -> None:
+    assert_culprit_named_on_all_ranks(cluster, *SHAPES[seed % 2], seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep", "esp"), SHAPES + LARGE[:1])
-def test_many_spoilt(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+def test_corrupted_input_names_rank_before_any_exchange_many_seeds(
+    cluster: Cluster, world: int, ep: int, esp: int
+) -> None:
     for seed in seeds(8):
-        refused(cluster, world, ep, esp, seed)
+        assert_culprit_named_on_all_ranks(cluster, world, ep, esp, seed)

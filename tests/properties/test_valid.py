@@ -1,4 +1,4 @@
-"""Every public operation and the layer, on random valid input of the ugly kind, in poisoned memory: right to 1e-10."""
+"""Every public operation and the layer, on random valid edge-case input in poisoned memory: right to 1e-10."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.properties.draw import Draw
 from tests.properties.valid import PROPERTIES
 
 
-def hold(name: str, first: int, cases: int) -> None:
+def check_property(name: str, first: int, cases: int) -> None:
     with poisoned():
         for seed in range(first, first + cases):
             try:
@@ -21,15 +21,15 @@ def hold(name: str, first: int, cases: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_a_few(name: str) -> None:
+def test_operation_equals_definition(name: str) -> None:
     first = random.SystemRandom().randrange(2**40)
     print(f"seeds from {first}")
-    hold(name, first, 12)
+    check_property(name, first, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_many(name: str) -> None:
+def test_operation_equals_definition_many_seeds(name: str) -> None:
     first = random.SystemRandom().randrange(2**40)
     print(f"seeds from {first}")
-    hold(name, first, 100)
+    check_property(name, first, 100)

@@ -1,4 +1,4 @@
-"""Valid input for every public operation of one process, and what must come of it: its definition, in float64."""
+"""Valid input for every public operation of one process, and the expected result: its definition, in float64."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe import autograd
+from fusedmoe.autograd.gate import gate_from_logits as gate_of_logits
+from fusedmoe.autograd.moves import received_layout as layout_of_received
+from fusedmoe.autograd.order import take_pairs as values_of_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.metadata import RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
+from fusedmoe.kernels.gate import GateChoice, GateRule
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
 from fusedmoe.kernels.layout import Layout, define_layout
 from tests.layers.gate_cases import best_first
@@ -59,7 +63,7 @@ def take_pairs(draw: Draw) -> None:
     kept = sum(layout.counts)
     taken = value_SK.reshape(-1)[layout.pair_N[:kept]]
     expected = torch.cat([taken, taken.new_zeros(layout.rows - kept)])
-    same_gradients(autograd.take_pairs(value_SK, layout), expected, {"value_SK": value_SK})
+    same_gradients(values_of_pairs(value_SK, layout), expected, {"value_SK": value_SK})
 
 
 def experts(draw: Draw) -> None:
@@ -69,8 +73,8 @@ def experts(draw: Draw) -> None:
     weight_SK = draw.floats(S, K) if draw.maybe(0.7) else None
     weight_N = None if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N]
     expected = define_experts(x_SM, layout.exact(), weight_N, weights, activation)
-    if weight_SK is not None and draw.maybe(0.8):  # else as one who indexes by slots: padding is token 0's
-        weight_N = autograd.take_pairs(weight_SK, layout)
+    if weight_SK is not None and draw.maybe(0.8):  # else, as with indexing by slots, padding is token 0's
+        weight_N = values_of_pairs(weight_SK, layout)
     given = {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2, "b1": weights.b1}
     given |= {"b2": weights.b2}
     same_gradients(autograd.experts(x_SM, layout, weight_N, weights, activation), expected, given)
@@ -92,7 +96,7 @@ def gate_from_logits(draw: Draw) -> None:
     rule, bias_E = _rule(draw, S, E), draw.floats(E, grad=False) if draw.maybe(0.3) else None
     if rule.score == "none":
         logits_SE = logits_SE.detach().abs().requires_grad_()
-    choice = autograd.gate_from_logits(logits_SE, rule, bias_E)
+    choice = gate_of_logits(logits_SE, rule, bias_E)
     _same_choice(choice, logits_SE, rule, bias_E, {"logits_SE": logits_SE})
 
 
@@ -101,7 +105,7 @@ def received_layout(draw: Draw) -> None:
     counts_RE = torch.randint(0, 4, (peers, experts))
     expert_R1 = torch.tensor([[e] for row in counts_RE.tolist() for e, n in enumerate(row) for _ in range(n)])
     expected = define_layout(expert_R1.long().reshape(-1, 1), experts)
-    same_layout(autograd.received_layout(counts_RE, int(counts_RE.sum()) if draw.maybe() else None), expected)
+    same_layout(layout_of_received(counts_RE, int(counts_RE.sum()) if draw.maybe() else None), expected)
 
 
 def through_experts(draw: Draw) -> None:
@@ -117,7 +121,7 @@ def through_experts(draw: Draw) -> None:
     def compute(rows: Tensor, here: Layout, factor: Tensor | None) -> Tensor:
         return autograd.experts(rows, here, factor, weights, activation)
 
-    rows_NM, weight_N = autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)
+    rows_NM, weight_N = autograd.permute(x_SM, layout), values_of_pairs(weight_SK, layout)
     y_SM = autograd.unpermute(autograd.through_experts(rows_NM, weight_N, exchange, compute), layout)
     expected = define_experts(x_SM, layout, weight_SK.reshape(-1)[layout.pair_N], weights, activation)
     same_gradients(y_SM, expected, {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2})
@@ -147,7 +151,7 @@ def layer(draw: Draw) -> None:
     expected, expected_aux = dense_forward(made, x.reshape(-1, M), dropless)
     close("aux", aux, expected_aux)
     both = y.reshape(-1, M), expected
-    # Sum in the loss, so that its gradient is compared, too.
+    # Sum in the loss, to compare its gradient, too.
     with_aux = [torch.cat([of.reshape(-1), one.reshape(1)]) for of, one in zip(both, (aux, expected_aux), strict=True)]
     same_gradients(*with_aux, {"x": x, **dict(made.named_parameters())})
 
@@ -162,9 +166,9 @@ def _rows(draw: Draw) -> tuple[Layout, Tensor]:
     return draw.layout(S, K, E), draw.floats(S, M)
 
 
-def _rule(draw: Draw, tokens: int, experts: int) -> autograd.GateRule:
+def _rule(draw: Draw, tokens: int, experts: int) -> GateRule:
     divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
-    return autograd.GateRule(
+    return GateRule(
         draw.size(1, experts),
         draw.one_of(("softmax", "sigmoid", "none")),
         draw.maybe(),
@@ -176,13 +180,13 @@ def _rule(draw: Draw, tokens: int, experts: int) -> autograd.GateRule:
 
 
 def _same_choice(
-    choice: autograd.GateChoice,
+    choice: GateChoice,
     logits_SE: Tensor,
-    rule: autograd.GateRule,
+    rule: GateRule,
     bias_E: Tensor | None,
     given: dict[str, Tensor | None],
 ) -> None:
-    """The choice token by token, by loops."""
+    """The same choice, token by token in loops."""
     S, E = logits_SE.shape
     score = {"softmax": lambda row: row.softmax(0), "sigmoid": torch.sigmoid, "none": lambda row: row}[rule.score]
     experts, parts = [], []

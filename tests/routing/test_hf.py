@@ -1,4 +1,4 @@
-"""Choices of experts in models of transformers, whoever computes the experts."""
+"""Expert choices in models of transformers, for any implementation of the experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
-import fusedmoe.hf
+import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe import ConfigError, routing
 from tests.cluster import Cluster
 from tests.integrations.models import CONFIGS, VOCABULARY, make
@@ -22,7 +22,7 @@ from tests.marks import slowly
 K = 2
 
 
-def noisy(model: Any) -> Any:
+def with_perturbed_routers(model: Any) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -35,8 +35,8 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if "_is_expert_parallel" in vars(module)]
 
 
-def used(model: Any, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Which experts a forward used, and their weights, by layer."""
+def experts_and_weights(model: Any, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The experts and weights of a forward, by layer."""
     numbers, weights, hooks = [], [], []
     for experts in experts_of(model):
         hooks.append(experts.register_forward_pre_hook(lambda _, given: numbers.append(given[1])))
@@ -51,22 +51,22 @@ def tokens_of(seed: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("implementation", [fusedmoe.hf.NAME, "eager"])
+@pytest.mark.parametrize("implementation", ["fusedmoe", "eager"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_families(family: str, implementation: str) -> None:
+def test_record_and_replay_per_family(family: str, implementation: str) -> None:
     torch.manual_seed(1)
     model, tokens = make(family, implementation, torch.float64), tokens_of(2)
     with routing.record(model) as choices:
-        wanted, weights = used(model, tokens)
+        wanted, weights = experts_and_weights(model, tokens)
     for chosen, number in zip(choices.values(), wanted, strict=True):
         assert torch.equal(chosen.long(), number)
-    other = noisy(model)
-    free, _ = used(other, tokens)
+    other = with_perturbed_routers(model)
+    free, _ = experts_and_weights(other, tokens)
     with routing.replay(other, choices):
-        found, others = used(other, tokens)
+        found, others = experts_and_weights(other, tokens)
     assert all(map(torch.equal, found, wanted)) and not all(map(torch.equal, free, wanted))
     assert not all(map(torch.equal, others, weights))
-    # With its own choices a model computes what it does without.
+    # Replaying its own choices does not change a model's output.
     plain, again = (model(input_ids=tokens).logits for _ in range(2))
     with routing.replay(model, choices):
         again = model(input_ids=tokens).logits
@@ -74,10 +74,10 @@ def test_families(family: str, implementation: str) -> None:
     assert not any("forward" in vars(module) for module in other.modules())
 
 
-def test_weights_and_gradients_are_of_live_logits() -> None:
-    """Mixtral's router: a softmax over all experts, in float32, those chosen divided by their sum."""
+def test_replay_computes_weights_and_gradients_from_live_logits() -> None:
+    """Mixtral's router: a float32 softmax over all experts; the chosen weights are divided by their sum."""
     torch.manual_seed(3)
-    model = make("mixtral", fusedmoe.hf.NAME, torch.float64).model.layers[0].mlp
+    model = make("mixtral", "fusedmoe", torch.float64).model.layers[0].mlp
     x = torch.randn(1, 9, 32, dtype=torch.float64, requires_grad=True)
     given = torch.rand(9, 4).topk(K).indices
     with routing.replay(model, [given]):
@@ -95,9 +95,9 @@ def test_weights_and_gradients_are_of_live_logits() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_gradient_checkpointing(reentrant: bool, inside: bool) -> None:
+def test_replay_under_gradient_checkpointing(reentrant: bool, inside: bool) -> None:
     torch.manual_seed(4)
-    model = make("qwen3", fusedmoe.hf.NAME, torch.float64).train()
+    model = make("qwen3", "fusedmoe", torch.float64).train()
     batches = [tokens_of(seed) for seed in range(3)]
     choices = [torch.rand(3 * 14, 4).topk(K).indices for _ in range(2)]
     found = []
@@ -120,29 +120,29 @@ def test_gradient_checkpointing(reentrant: bool, inside: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_in_wrappers() -> None:
+def test_record_and_replay_in_peft_and_compiled_models() -> None:
     torch.manual_seed(5)
-    model, tokens = make("mixtral", fusedmoe.hf.NAME), tokens_of(1)
+    model, tokens = make("mixtral", "fusedmoe"), tokens_of(1)
     with routing.record(model) as choices:
         model(input_ids=tokens)
     assert list(choices) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    wrapped = get_peft_model(noisy(model), lora)
+    wrapped = get_peft_model(with_perturbed_routers(model), lora)
     with routing.record(wrapped) as found, routing.replay(wrapped, list(choices.values())):
         wrapped(input_ids=tokens)
     assert all(map(torch.equal, found.values(), choices.values()))
-    compiled = torch.compile(noisy(model), backend="eager")
+    compiled = torch.compile(with_perturbed_routers(model), backend="eager")
     with routing.record(compiled) as found, routing.replay(compiled, choices):
         compiled(input_ids=tokens)
     assert all(map(torch.equal, found.values(), choices.values()))
     torch._dynamo.reset()
 
 
-def test_copies_are_in_no_replay() -> None:
-    model, tokens = make("mixtral", fusedmoe.hf.NAME), tokens_of(1)
+def test_deepcopy_during_replay_is_not_replayed() -> None:
+    model, tokens = make("mixtral", "fusedmoe"), tokens_of(1)
     with routing.record(model) as choices:
         model(input_ids=tokens)
-    other = noisy(model)
+    other = with_perturbed_routers(model)
     wanted = other(input_ids=tokens).logits
     with routing.replay(other, choices):
         copied = copy.deepcopy(other)
@@ -150,8 +150,8 @@ def test_copies_are_in_no_replay() -> None:
     assert torch.equal(copied(input_ids=tokens).logits, wanted)
 
 
-def test_a_router_that_takes_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("gpt-oss", fusedmoe.hf.NAME)
+def test_router_with_custom_selection_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt-oss", "fusedmoe")
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         logits, scores, index = original(self, hidden_states)
@@ -159,7 +159,7 @@ def test_a_router_that_takes_others_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     original = GptOssTopKRouter.forward
     monkeypatch.setattr(GptOssTopKRouter, "forward", forward)
-    with pytest.raises(ConfigError, match="model.layers.0.mlp takes other experts"), routing.record(model):
+    with pytest.raises(ConfigError, match="model.layers.0.mlp uses experts other"), routing.record(model):
         model(input_ids=tokens_of(1))
 
     def by_sort(self: Any, hidden_states: Tensor) -> Any:
@@ -168,21 +168,21 @@ def test_a_router_that_takes_others_is_refused(monkeypatch: pytest.MonkeyPatch) 
         return logits, scores.softmax(1), index
 
     monkeypatch.setattr(GptOssTopKRouter, "forward", by_sort)
-    # Which experts it took can be seen, but not given.
+    # The choice can be recorded, but not replayed.
     with routing.record(model) as choices:
         model(input_ids=tokens_of(1))
-    with pytest.raises(ConfigError, match="model.layers.0.mlp takes other experts"), routing.replay(model, choices):
+    with pytest.raises(ConfigError, match="model.layers.0.mlp uses experts other"), routing.replay(model, choices):
         model(input_ids=tokens_of(1))
 
 
-def test_two_experts_in_one_module() -> None:
+def test_module_with_two_routers_is_rejected() -> None:
     model = nn.ModuleDict()
     model["a"], model["b"] = (experts_of(make("mixtral", "eager"))[0] for _ in range(2))
     with pytest.raises(ConfigError, match="has two routers"):
         routing.routers(model)
 
 
-def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple[list[Tensor], Tensor]:
+def replay_on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple[list[Tensor], Tensor]:
     model = load(rank, world, folder, sizes)
     tokens = tokens_of(rank // sizes["tp_size"])
     generator = torch.Generator().manual_seed(rank // sizes["tp_size"])
@@ -205,9 +205,9 @@ def on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple
         (2, {"tp_size": 1, "ep_size": 2, "fsdp_size": 2}),
         *slowly((2, {"tp_size": 2, "ep_size": 2}), (4, {"tp_size": 2, "ep_size": 4, "fsdp_size": 2})),
     ],
-    ids=["own batches", "a shared batch", "both"],
+    ids=["separate batches", "shared batch", "separate and shared batches"],
 )
-def test_expert_parallelism(cluster: Cluster, tmp_path: Path, world: int, sizes: dict[str, int]) -> None:
+def test_replay_with_expert_parallelism(cluster: Cluster, tmp_path: Path, world: int, sizes: dict[str, int]) -> None:
     torch.manual_seed(6)
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(world, on_ranks, str(tmp_path), sizes, timeout_s=300)  # the first to import transformers takes long
+    cluster.run(world, replay_on_ranks, str(tmp_path), sizes, timeout_s=300)  # the first import of transformers is slow

@@ -1,4 +1,4 @@
-"""Families of transformers whose routers can be replayed, those of docs/guides/replay.md, and one that cannot."""
+"""Families of transformers with replayable routers, as listed in docs/guides/replay.md, and one without."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import fusedmoe.hf
+import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe import ConfigError, routing
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "replay.md"
-# By whichever names a family has for them.
+# By the names that each family uses.
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
@@ -29,8 +29,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def told() -> list[str]:
-    """The families that the guide names."""
+def families_in_guide() -> list[str]:
+    """The families that the guide lists."""
     line = re.search(r"tried with (.*?)\.\n", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     assert line is not None
     return re.findall(r"`(\w+)`", line[1])
@@ -41,7 +41,7 @@ def make(family: str) -> Any:
     known = CONFIG_MAPPING[kind]()
     config = CONFIG_MAPPING[kind](**{name: value for name, value in SMALL.items() if hasattr(known, name)})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation=fusedmoe.hf.NAME).eval()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="fusedmoe").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.3, 0.3)
@@ -53,8 +53,8 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", told())
-def test_family(family: str) -> None:
+@pytest.mark.parametrize("family", families_in_guide())
+def test_record_and_replay_per_listed_family(family: str) -> None:
     model = make(family)
     with routing.record(model) as own:
         model(input_ids=tokens())
@@ -67,13 +67,13 @@ def test_family(family: str) -> None:
     assert given and all(torch.equal(found[name], given[name]) for name in given)
 
 
-def test_a_sparse_mixer_is_refused() -> None:
+def test_phimoe_sparse_mixer_is_rejected() -> None:
     model = make("phimoe")
     with routing.record(model) as choices:
         model(input_ids=tokens())
-    with pytest.raises(ConfigError, match="model.layers.0.mlp takes other experts"), routing.replay(model, choices):
+    with pytest.raises(ConfigError, match="model.layers.0.mlp uses experts other"), routing.replay(model, choices):
         model(input_ids=tokens())
 
 
-def test_the_guide_names_families() -> None:
-    assert len(told()) >= 35
+def test_guide_lists_at_least_35_families() -> None:
+    assert len(families_in_guide()) >= 35

@@ -1,4 +1,4 @@
-"""Choices of experts that are recorded and replayed, in layers of this library."""
+"""Expert choices that are recorded and replayed, in layers of this library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer_of(gate: str = "topk", seed: int = 0, topology: Topology | None = None
 
 
 class Model(nn.Module):
-    """Two layers, each with a residual connection, each in a checkpoint of a kind."""
+    """Two layers with residual connections; `around` wraps each layer, for example in a checkpoint."""
 
     def __init__(self, around: Callable[..., Tensor] = lambda f, x: f(x), **options: Any) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class _Private(nn.Module):
         return y
 
 
-def test_a_private_name_is_no_wrapper() -> None:
+def test_private_module_name_is_not_a_wrapper() -> None:
     models = [nn.Sequential(_Private()), nn.Sequential(_Private(nn.Dropout(0.0)))]
     models += [nn.Sequential(torch.compile(_Private(), backend="eager")), nn.Sequential(checkpoint_wrapper(_Private()))]
     assert [list(routing.routers(model)) for model in models] == [["0._moe"]] * 4
 
 
-def noisy(model: nn.Module, seed: int = 9) -> nn.Module:
+def with_perturbed_routers(model: nn.Module, seed: int = 9) -> nn.Module:
     """The same with other routers: most tokens would choose other experts."""
     other = copy.deepcopy(model)
     torch.manual_seed(seed)
@@ -84,7 +84,7 @@ def tokens(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def chosen(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def record_choices(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     with routing.record(model) as choices:
         model(x)
     return choices
@@ -99,25 +99,25 @@ def gradients(model: nn.Module, y: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("gate", ROUTED)
 @pytest.mark.parametrize("count", [13, 1, 0])
-def test_another_router_takes_the_same_experts(gate: str, count: int) -> None:
+def test_replay_repeats_experts_in_other_router(gate: str, count: int) -> None:
     layer, x = layer_of(gate), tokens(count)
     (name,) = routing.routers(layer)
-    wanted = chosen(layer, x)[name]
-    other = noisy(layer)
+    wanted = record_choices(layer, x)[name]
+    other = with_perturbed_routers(layer)
     torch.manual_seed(5)
-    free = chosen(other, x)[name]
+    free = record_choices(other, x)[name]
     with routing.replay(other, {name: wanted}), routing.record(other) as found:
         other(x)
     assert torch.equal(found[name], wanted) and wanted.dtype == torch.int16 and wanted.shape == (count, other.gate.k)
     if count == 13:
         assert gate == "hash" or not torch.equal(free, wanted)
-    # Afterwards the router has the say again.
+    # After the replay the router decides again.
     torch.manual_seed(5)
-    assert torch.equal(chosen(other, x)[name], free)
+    assert torch.equal(record_choices(other, x)[name], free)
 
 
-def defined(layer: MoELayer, x: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """A softmax gate's layer with experts that are given, and its balance loss, token by token."""
+def replay_reference(layer: MoELayer, x: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """A softmax gate's layer with given experts, and its balance loss, token by token."""
     logits = x @ layer.gate.weight_EM.t()
     w1_E2HM, w2_EMH = (parameter for _, parameter in sorted(layer.experts.named_parameters()))
     out = []
@@ -132,22 +132,22 @@ def defined(layer: MoELayer, x: Tensor, expert_TK: Tensor) -> tuple[Tensor, Tens
     return torch.stack(out), E * (logits.softmax(1).mean(0) * share_E).sum()
 
 
-def test_gradients_are_the_definitions() -> None:
+def test_replay_gradients_equal_definition() -> None:
     layer, x = layer_of(), tokens(17).requires_grad_()
     expert_TK = torch.rand(17, E, generator=torch.Generator().manual_seed(4)).topk(K).indices
     with routing.replay(layer, [expert_TK]):
         y = layer(x)
     found = torch.autograd.grad(y.square().sum() + 3 * layer.aux_loss, [x, *layer.parameters()])
-    y_defined, aux = defined(layer, x, expert_TK)
+    y_defined, aux = replay_reference(layer, x, expert_TK)
     wanted = torch.autograd.grad(y_defined.square().sum() + 3 * aux, [x, *layer.parameters()])
     for one, other in zip([y, *found], [y_defined, *wanted], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     assert torch.equal(layer.load_E, torch.bincount(expert_TK.flatten(), minlength=E))
 
 
-def test_minus_one_routes_live() -> None:
+def test_minus_one_selects_live_routing() -> None:
     layer, x = layer_of(), tokens(9)
-    live = chosen(layer, x)["MoELayer"]
+    live = record_choices(layer, x)["MoELayer"]
     given = live.flip(1).clone()
     given[:4] = (live[:4] + 1) % E
     given[2] = -1
@@ -170,7 +170,7 @@ def selective(save: bool) -> Callable[..., Tensor]:
 
 
 class Reentrant(torch.autograd.Function):
-    """A checkpoint of another library's: a function that calls the forward again in its backward."""
+    """Another library's checkpoint: a function whose backward calls the forward again."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -191,20 +191,22 @@ class Reentrant(torch.autograd.Function):
 
 CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
     "not reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
-    "to its end": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
+    "no early stop": lambda f, x: checkpoint(f, x, use_reentrant=False, early_stop=False),
     "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
-    "in another": lambda f, x: checkpoint(lambda x: checkpoint(f, x, use_reentrant=False) + x, x, use_reentrant=False),
-    "in a reentrant one": lambda f, x: checkpoint(
+    "inside checkpoint": lambda f, x: checkpoint(
+        lambda x: checkpoint(f, x, use_reentrant=False) + x, x, use_reentrant=False
+    ),
+    "inside reentrant checkpoint": lambda f, x: checkpoint(
         lambda x: checkpoint(f, x, use_reentrant=False) + x, x, use_reentrant=True
     ),
     "selective": selective(save=False),
     "sequential": lambda f, x: checkpoint_sequential([f, nn.Identity()], 2, x, use_reentrant=False),
-    "a function": Reentrant.apply,
+    "custom autograd function": Reentrant.apply,
 }
 
 
 class ByHook(torch.autograd.Function):
-    """A checkpoint that computes again in a hook of its output, where nothing refers to its forward."""
+    """A checkpoint that recomputes in a hook of its output, without a reference to its forward."""
 
     @staticmethod
     def forward(run: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -221,30 +223,30 @@ class ByHook(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_an_unknown_recomputation_raises(ended: bool) -> None:
+def test_unrecognized_recomputation_raises(ended: bool) -> None:
     layer, x = layer_of(), tokens(5).requires_grad_()
     expert_TK = torch.rand(10, E).topk(K).indices
-    # Until its backward a checkpoint of PyTorch holds what was replayed, and the replay may have ended before.
+    # PyTorch's checkpoint keeps the replayed choices until its backward, which may follow the replay's end.
     with routing.replay(layer, [expert_TK]):
         y = checkpoint(layer, x, use_reentrant=False)
         z = ByHook.apply(layer, x)
         z.register_hook(lambda grad: layer(x) and None)
         if not ended:
-            with pytest.raises(ConfigError, match="by no checkpoint that replay recognises"):
+            with pytest.raises(ConfigError, match="outside of a checkpoint that replay recognizes"):
                 z.sum().backward(retain_graph=True)
     if ended:
-        with pytest.raises(ConfigError, match="by no checkpoint that replay recognises"):
+        with pytest.raises(ConfigError, match="outside of a checkpoint that replay recognizes"):
             z.sum().backward()
     del y
 
 
 @pytest.mark.parametrize("inside", [True, *slowly(False)])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:
+def test_recomputation_replays_choices_of_its_forward(kind: str, inside: bool) -> None:
     def plain(f: Callable[..., Tensor], x: Tensor) -> Tensor:
-        return f(x) + x if kind.startswith("in a") else f(x)
+        return f(x) + x if kind.startswith("inside") else f(x)
 
-    # No gradient of a loss that was made in a reentrant checkpoint arrives, so there is none.
+    # A loss made in a reentrant checkpoint receives no gradient, so the result has none.
     free, checked = Model(plain, aux={}), Model(CHECKPOINTS[kind], aux={})
     given = [[torch.rand(n, E).topk(K).indices for _ in range(2)] for n in (5, 5, 7)]
     batches = [tokens(len(one[0]), seed) for seed, one in enumerate(given)]
@@ -252,7 +254,7 @@ def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:
     found = []
     for model in (free, checked):
         with routing.replay(model, joined):
-            # All forwards come before the first backward, which goes through them in two orders.
+            # All forwards precede the first backward; the backward passes run in two orders.
             losses = [model(x.clone().requires_grad_()).square().sum() for x in batches]
             if inside:
                 model.zero_grad(set_to_none=True)
@@ -269,7 +271,7 @@ def test_a_recomputation_repeats_its_forward(kind: str, inside: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_graph_that_is_used_twice() -> None:
+def test_second_backward_of_retained_graph_replays_same_choices() -> None:
     model = Model(CHECKPOINTS["not reentrant"], aux={})
     given = [torch.rand(6, E).topk(K).indices for _ in range(2)]
     with routing.replay(model, given):
@@ -281,20 +283,20 @@ def test_a_graph_that_is_used_twice() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_recomputation_records_nothing() -> None:
+def test_recomputation_is_not_recorded() -> None:
     model = Model(CHECKPOINTS["not reentrant"], aux={})
     with routing.record(model) as choices:
         model(tokens(6).requires_grad_()).sum().backward()
     assert [one.shape for one in choices.values()] == [(6, K)] * 2
 
 
-def test_forwards_one_after_the_other() -> None:
+def test_sequential_forwards_consume_choices_in_order() -> None:
     model = Model()
     with routing.record(model, device="cpu") as choices:
         for count in (3, 0, 4):
             model(tokens(count, count))
     assert list(choices) == routing.routers(model) == ["layers.0", "layers.1"]
-    other, parts = noisy(model), [3, 4]
+    other, parts = with_perturbed_routers(model), [3, 4]
     with routing.replay(other, choices), routing.record(other) as found:
         model_input = torch.cat([tokens(3, 3), tokens(4, 4)])
         for part in model_input.split(parts):
@@ -303,8 +305,8 @@ def test_forwards_one_after_the_other() -> None:
         assert torch.equal(found[name], choices[name])
 
 
-def test_copies_are_in_no_replay() -> None:
-    model, x = noisy(Model()), tokens(5)
+def test_deepcopy_during_replay_is_not_replayed() -> None:
+    model, x = with_perturbed_routers(Model()), tokens(5)
     wanted = model(x)
     with routing.replay(model, [torch.rand(5, E).topk(K).indices for _ in range(2)]):
         copied = copy.deepcopy(model)
@@ -312,12 +314,12 @@ def test_copies_are_in_no_replay() -> None:
     assert torch.equal(copied(x), wanted) and torch.equal(model(x), wanted)
 
 
-def test_compiled_models_run_as_they_are() -> None:
+def test_replay_in_compiled_model() -> None:
     model = Model()
     compiled = torch.compile(model, backend="eager")
     x = tokens(5)
     compiled(x)
-    wanted = chosen(noisy(model), x)
+    wanted = record_choices(with_perturbed_routers(model), x)
     with routing.replay(compiled, wanted), routing.record(compiled) as found:
         compiled(x)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted) and list(found) == ["layers.0", "layers.1"]
@@ -330,13 +332,13 @@ GOOD = torch.tensor([[0, 1], [2, 3], [4, 5]])
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ([GOOD], "2 layers with experts, and 1 were given; layers.1 is the first without"),
-        ([GOOD] * 3, "2 layers with experts, and 3"),
+        ([GOOD], "2 layers with experts, but 1 were given; layers.1 is the first without"),
+        ([GOOD] * 3, "2 layers with experts, but 3"),
         ({"layers.0": GOOD}, "only the model has a layer 'layers.1'"),
         ({"layers.0": GOOD, "layers.1": GOOD, "layers.2": GOOD}, "only the choices have a layer 'layers.2'"),
-        ([GOOD, GOOD[:2]], "layers.1 routes 3 tokens, and of 2 rows that were given 2 are left"),
-        ([torch.cat([GOOD, GOOD]), GOOD], "layers.0 has routed 3 tokens, and 6 were given"),
-        ([GOOD, GOOD[:, :1]], "layers.1 chooses 2 experts for a token, and 1 were given"),
+        ([GOOD, GOOD[:2]], "layers.1 routes 3 tokens, but only 2 of 2 given rows are left"),
+        ([torch.cat([GOOD, GOOD]), GOOD], "layers.0 has routed 3 tokens, but 6 were given"),
+        ([GOOD, GOOD[:, :1]], "layers.1 selects 2 experts per token, but 1 were given"),
         ([GOOD, GOOD * 2], "choices of layers.1 must be numbers from 0 to 7, or -1, got 0 to 10"),
         ([GOOD, GOOD - 2], "choices of layers.1 .* got -2"),
         ([GOOD, GOOD * 0], "choices of layers.1 have an expert twice"),
@@ -344,44 +346,44 @@ GOOD = torch.tensor([[0, 1], [2, 3], [4, 5]])
         ([GOOD, GOOD[None]], r"choices of layers.1 must be integers \[T, K\]"),
     ],
 )
-def test_mismatches_name_the_layer(choices: Any, says: str) -> None:
+def test_mismatch_error_names_layer(choices: Any, says: str) -> None:
     model = Model()
     with pytest.raises(ConfigError, match=says), routing.replay(model, choices):
         model(tokens(3))
-    # And nothing stays behind.
+    # No state remains.
     assert not any("tap" in vars(layer.gate) for layer in model.layers)
 
 
 @pytest.mark.parametrize("context", [routing.record, lambda model: routing.replay(model, [GOOD])])
-def test_refusals(context: Any) -> None:
+def test_record_and_replay_reject_unsupported_models(context: Any) -> None:
     for model in (nn.Linear(2, 2), layer_of("softmoe"), layer_of("expert_choice")):
-        with pytest.raises(ConfigError, match="no layers of experts|tokens choose nothing"), context(model):
+        with pytest.raises(ConfigError, match="no MoE layers|chooses no experts"), context(model):
             pass
     layer = layer_of()
     with pytest.raises(ConfigError, match="already"), context(layer), context(layer):
         pass
-    with pytest.raises(ConfigError, match="had no forward|has routed 0 tokens"), context(layer):
+    with pytest.raises(ConfigError, match="ran no forward|has routed 0 tokens"), context(layer):
         pass
     assert "tap" not in vars(layer.gate)
 
 
 class Lowest(fusedmoe.gates.Gate):
-    """A gate of one's own that does not choose by a top-k."""
+    """A user's gate that does not choose by a top-k."""
 
     def route(self, x_SM: Tensor) -> Any:
         expert_SK = x_SM[:, : self.experts].argsort(1)[:, : self.k]
         return self.routing(expert_SK, torch.ones(len(x_SM), self.k, dtype=x_SM.dtype))
 
 
-def test_a_gate_that_cannot_be_told() -> None:
+def test_gate_without_top_k_is_recorded_but_not_replayed() -> None:
     layer = MoELayer(M, Lowest(3, 2), fusedmoe.experts.SwiGLU(H), dtype=torch.float64)
-    choices = chosen(layer, tokens(4))
+    choices = record_choices(layer, tokens(4))
     assert torch.equal(choices["MoELayer"].long(), tokens(4)[:, :3].argsort(1)[:, :2])
-    with pytest.raises(ConfigError, match="MoELayer takes other experts than a top-k"), routing.replay(layer, choices):
+    with pytest.raises(ConfigError, match="MoELayer uses experts other than the top-k"), routing.replay(layer, choices):
         layer(tokens(4))
 
 
-def on_ranks(rank: int, world: int) -> None:
+def replay_on_ranks(rank: int, world: int) -> None:
     topology = Topology.from_sizes(world)
     layer = layer_of(topology=topology)
     alone = layer_of()
@@ -397,19 +399,19 @@ def on_ranks(rank: int, world: int) -> None:
     given = torch.rand(len(x), E, generator=torch.Generator().manual_seed(rank)).topk(K).indices
     with routing.replay(layer, [given]), routing.record(layer) as found:
         y = checkpoint(layer, x, use_reentrant=False)
-    # All experts' numbers, before ranks renumber theirs.
+    # Global expert numbers, before ranks renumber theirs.
     assert torch.equal(found["MoELayer"].long(), given)
-    wanted = defined(alone, x, given)[0] if len(x) else y
+    wanted = replay_reference(alone, x, given)[0] if len(x) else y
     torch.testing.assert_close(y, wanted, rtol=1e-10, atol=1e-10)
     (grad,) = torch.autograd.grad(y.square().sum() + x.sum() * 0, x)
     (wanted_grad,) = torch.autograd.grad(wanted.square().sum() + x.sum() * 0, x) if len(x) else (grad,)
     torch.testing.assert_close(grad, wanted_grad, rtol=1e-10, atol=1e-10)
     short = given[:-1] if rank == 0 else given
     says = ConfigError if rank == 0 else fusedmoe.RankError
-    with pytest.raises(says, match="MoELayer routes 9 tokens, and of 8 rows"), routing.replay(layer, [short]):
+    with pytest.raises(says, match="MoELayer routes 9 tokens, but only 8 of 8"), routing.replay(layer, [short]):
         layer(x)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks(cluster: Cluster, world: int) -> None:
-    cluster.run(world, on_ranks)
+def test_replay_over_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, replay_on_ranks)

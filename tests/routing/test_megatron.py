@@ -1,4 +1,4 @@
-"""Choices of experts in Megatron's layers."""
+"""Expert choices in Megatron's layers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def given_for(count: int, seed: int) -> Tensor:
 
 
 def maps(layer: Any) -> list[Tensor]:
-    """What a layer's router gives: where a token goes, [T, E]."""
+    """A layer's router output: the routing map [T, E]."""
     found: list[Tensor] = []
     layer.router.register_forward_hook(lambda _, given, output: found.append(output[1].flatten(0, -2)))
     return found
 
 
-def one_layer(rank: int, world: int, ours: Any, **more: Any) -> None:
-    # Losses and expert biases choose a second time, for themselves.
+def check_record_and_replay(rank: int, world: int, ours: Any, **more: Any) -> None:
+    # Losses and expert biases run a separate top-k of their own.
     cfg = config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, **more)
     layer, x = layer_of(cfg, ours), tokens(9, rank)
     seen = maps(layer)
@@ -64,7 +64,7 @@ def one_layer(rank: int, world: int, ours: Any, **more: Any) -> None:
 
 
 def fused_top_k(layer: Any) -> None:
-    """Transformer Engine's top-k asks nobody."""
+    """Transformer Engine's top-k bypasses replay."""
 
     def fused(logits: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
         value, index = logits.sort(1, descending=True)
@@ -77,40 +77,42 @@ def fused_top_k(layer: Any) -> None:
         patch.setattr("megatron.core.transformer.moe.moe_utils.fused_topk_with_score_function", fused, raising=False)
         layer.config.moe_router_fusion = True
         for context in (routing.record(layer), routing.replay(layer, [given_for(9, 1)])):
-            with pytest.raises(ConfigError, match="router takes other experts .* moe_router_fusion"), context:
+            with pytest.raises(ConfigError, match="router uses experts other .* moe_router_fusion"), context:
                 layer(tokens(9, 1))
         layer.config.moe_router_fusion = False
 
 
 @contextmanager
 def without_cuda(**sizes: int) -> Iterator[None]:
-    """Megatron's checkpoints keep the states of CUDA's generators, too."""
+    """Megatron's checkpoints also store the states of CUDA's generators."""
     with megatron(**sizes), pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.core.tensor_parallel.random._get_cuda_rng_state", lambda **_: None)
         patch.setattr("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *_, **__: None)
         yield
 
 
-def on_one(rank: int, world: int) -> None:
+def check_all_layers_on_one_rank(rank: int, world: int) -> None:
     with without_cuda():
         for ours in (None, *OURS):
-            one_layer(rank, world, ours)
-            one_layer(rank, world, ours, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
-            one_layer(rank, world, ours, moe_router_num_groups=2, moe_router_group_topk=2)
+            check_record_and_replay(rank, world, ours)
+            check_record_and_replay(
+                rank, world, ours, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True
+            )
+            check_record_and_replay(rank, world, ours, moe_router_num_groups=2, moe_router_group_topk=2)
         fused_top_k(layer_of(config()))
 
 
-def on_ranks(rank: int, world: int) -> None:
+def check_layers_over_ranks(rank: int, world: int) -> None:
     with without_cuda(expert_model_parallel_size=world):
         for ours in OURS:
-            one_layer(rank, world, ours, expert_model_parallel_size=world)
+            check_record_and_replay(rank, world, ours, expert_model_parallel_size=world)
 
 
-def test_one_rank(world: None) -> None:
-    on_one(0, 1)
+def test_record_and_replay_on_one_rank(world: None) -> None:
+    check_all_layers_on_one_rank(0, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_experts_over_ranks(cluster: Cluster, world: int) -> None:
-    cluster.run(world, on_ranks)
+def test_record_and_replay_with_expert_parallelism(cluster: Cluster, world: int) -> None:
+    cluster.run(world, check_layers_over_ranks)

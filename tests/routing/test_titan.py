@@ -1,4 +1,4 @@
-"""Choices of experts in torchtitan's models."""
+"""Expert choices in torchtitan's models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def given_for(count: int, seed: int = 0) -> list[Tensor]:
     return [torch.rand(count, EXPERTS, generator=generator).topk(K).indices for _ in LAYERS]
 
 
-def used(model: Any) -> list[Tensor]:
+def record_called_experts(model: Any) -> list[Tensor]:
     """Experts that the layers are called with."""
     found: list[Tensor] = []
     for layer in model.layers.values():
@@ -45,7 +45,7 @@ def used(model: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", [None, *OURS])
 def test_record_and_replay(name: str | None) -> None:
     model, tokens = model_of(overridden(*([name] if name else []))), batch(1)
-    seen = used(model)
+    seen = record_called_experts(model)
     with routing.record(model) as choices:
         loss_of(model, tokens)
     assert list(choices) == LAYERS and all(map(torch.equal, [one.long() for one in choices.values()], seen))
@@ -59,7 +59,7 @@ def test_record_and_replay(name: str | None) -> None:
     assert gate is not None and gate.abs().sum() > 0
 
 
-def test_weights_are_of_live_scores() -> None:
+def test_replay_computes_weights_from_live_scores() -> None:
     router = model_of(overridden()).layers["0"].moe.router.double()
     x = torch.randn(2, 5, titan.DIM, dtype=torch.float64)
     (given,) = given_for(10)[:1]
@@ -72,7 +72,7 @@ def test_weights_are_of_live_scores() -> None:
 
 
 @pytest.mark.parametrize("policy", [FullAC, SelectiveAC, fusedmoe.titan.SelectiveAC])
-def test_activation_checkpoints(policy: Any) -> None:
+def test_replay_under_activation_checkpointing(policy: Any) -> None:
     batches, given, found = [batch(1), batch(2)], given_for(32), []
     for checked in (False, True):
         model = model_of(overridden(OURS[1]))
@@ -88,15 +88,15 @@ def test_activation_checkpoints(policy: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_forced_balance_is_refused() -> None:
+def test_forced_load_balance_is_rejected() -> None:
     model = model_of(overridden())
     model.layers["1"].moe.router._debug_force_load_balance = True
-    with pytest.raises(ConfigError, match="layers.1.moe.router takes other experts"), routing.record(model):
+    with pytest.raises(ConfigError, match="layers.1.moe.router uses experts other"), routing.record(model):
         loss_of(model, batch(1))
 
 
-def on_ranks(rank: int, world: int, ep: int) -> None:
-    """Ranks that share a sequence: scores are a DTensor, and each rank has choices for its part."""
+def replay_on_tensor_parallel_ranks(rank: int, world: int, ep: int) -> None:
+    """Replay on tensor-parallel ranks: scores are a DTensor, and each rank holds the choices of its part."""
     set_spmd_backend("partial_dtensor")
     sizes = {"dp_replicate": 1, "cp": 1, "pp": 1, "dp_shard": 1, "tp": world, "ep": ep}
     dims = ParallelDims(**sizes, world_size=world, spmd_backend="partial_dtensor")
@@ -118,7 +118,7 @@ def on_ranks(rank: int, world: int, ep: int) -> None:
     with routing.replay(whole, [given.flatten(0, 1)]), routing.record(whole) as chosen:
         exact = whole(x)
     part, (seen,) = x.chunk(world, 1)[rank].clone(), chosen.values()
-    # Without expert parallelism each of the ranks routes all of the sequence.
+    # Without expert parallelism each of the ranks routes the whole sequence.
     own = [choices.chunk(world, 1)[rank] if ep > 1 else choices for choices in (given, seen.view(given.shape))]
     with routing.record(module) as found, routing.replay(module, [own[0].flatten(0, 1)]):
         y = module(part)
@@ -133,5 +133,5 @@ def on_ranks(rank: int, world: int, ep: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2])
-def test_ranks_that_share_a_sequence(cluster: Cluster, ep: int) -> None:
-    cluster.run(2, on_ranks, ep)
+def test_replay_on_ranks_sharing_sequence(cluster: Cluster, ep: int) -> None:
+    cluster.run(2, replay_on_tensor_parallel_ranks, ep)

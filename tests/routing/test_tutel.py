@@ -1,4 +1,4 @@
-"""Choices of experts in Tutel's layer."""
+"""Expert choices in Tutel's layer."""
 
 from __future__ import annotations
 

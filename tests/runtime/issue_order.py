@@ -1,7 +1,7 @@
-"""The order in which ranks issue collectives over several communicators: recorded, and held to what NCCL asks for.
+"""The order in which ranks issue collectives over several communicators: recorded, and checked against NCCL's rules.
 
-`made_up_streams` takes a CPU down the way that plans take on CUDA: everything is issued by one thread, in the order of
-the plan. What streams would do at the same time then happens one after the other; the order of issue is the same.
+`fake_streams` runs a CPU through the code path of CUDA plans: one thread issues everything, in the order of the
+plan. Overlap between streams becomes sequential; the order of issue is the same.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Issue(NamedTuple):
     """One collective as one rank issued it.
 
     Attributes:
-        group: the communicator's name, the same on its ranks.   index: this rank's place in it.
-        send, recv: elements to and from each rank; of a reduction, and of a gathering, in all.
+        group: the communicator's name, the same on its ranks.   index: this rank's index in it.
+        send, recv: elements to and from each rank; for a reduction or a gather, the total.
     """
 
     group: str
@@ -44,7 +44,7 @@ class Issue(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Issue]]:
-    """What this rank issues inside, in order."""
+    """Record the collectives that this rank issues inside, in order."""
     issues: list[Issue] = []
 
     def note(operation: str, group: Any, tensor: torch.Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
@@ -74,8 +74,8 @@ def recorded() -> Iterator[list[Issue]]:
 
 @contextmanager
 def random_delays(seed: int) -> Iterator[None]:
-    """Delay each task of a plan by up to 4 ms, on each rank by other times."""
-    clock, measured = random.Random(seed), execute._measured
+    """Delay each task of a plan by up to 4 ms, with different delays on each rank."""
+    clock, measured = random.Random(seed), execute._recorded_body
 
     def delayed(*given: Any) -> Callable[[Task], None]:
         body = measured(*given)
@@ -87,12 +87,12 @@ def random_delays(seed: int) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "_measured", delayed)
+        patch.setattr(execute, "_recorded_body", delayed)
         yield
 
 
 class _Stream:
-    """Of a device that does at once what it is given."""
+    """A stream of a device that runs submitted work immediately."""
 
     def wait_event(self, event: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
@@ -100,7 +100,7 @@ class _Stream:
 
 
 @contextmanager
-def made_up_streams() -> Iterator[None]:
+def fake_streams() -> Iterator[None]:
     streams = {resource: _Stream() for resource in ("compute", "intra", "inter")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Streams, "on", lambda self, device: streams)
@@ -112,12 +112,12 @@ def made_up_streams() -> Iterator[None]:
 
 
 def check(issues_W: Sequence[Sequence[Issue]], one_thread: bool) -> None:
-    """Ranks agree on what each communicator does, and on an order of all that they do.
+    """Check that ranks agree on the operations of each communicator, and on one order of all operations.
 
     Args:
-        issues_W: of each rank.
-        one_thread: each rank issued everything from one thread: all of it must be in one order. Else what a thread
-            issued must be.
+        issues_W: the issues of each rank.
+        one_thread: each rank issued all collectives from one thread, so all of them must be in one order. Otherwise the
+            collectives of each thread must be.
     """
     after: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     by_group: dict[str, dict[int, list[Issue]]] = defaultdict(lambda: defaultdict(list))

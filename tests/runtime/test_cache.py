@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from fusedmoe.cli.main import make_parser
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import write_kept
+from fusedmoe.files import write_cache_file
 from fusedmoe.runtime import cache as module
 from fusedmoe.runtime.cache import (
     CACHE,
@@ -43,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class Profiler:
-    """Counts how often something is measured; each time something else comes out."""
+    """Count measurements; each one returns another result."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -70,7 +71,7 @@ def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
     return Profiler(monkeypatch)
 
 
-def test_a_machine_is_measured_once(folder: Path, profiler: Profiler) -> None:
+def test_profile_is_measured_once_per_machine(folder: Path, profiler: Profiler) -> None:
     first, path = cached_profile(Topology(), CPU, budget_s=3.0)
     assert path.parent == folder and [path] == list(folder.iterdir())
     assert cached_profile(Topology(), CPU) == (first, path)
@@ -82,8 +83,8 @@ def test_a_machine_is_measured_once(folder: Path, profiler: Profiler) -> None:
     assert Profile.from_json(path.read_text()) == again
 
 
-def test_lines_that_fit_poorly_are_a_warning_with_the_cure(folder: Path, profiler: Profiler) -> None:
-    """When they are measured, and each time that they are read."""
+def test_poor_fit_warns_with_remedy(folder: Path, profiler: Profiler) -> None:
+    """Warn after measuring, and each time that the lines are read."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cached_profile(Topology(), CPU)
@@ -94,12 +95,28 @@ def test_lines_that_fit_poorly_are_a_warning_with_the_cure(folder: Path, profile
     assert len(profiler.asked) == 2
 
 
-def test_products_of_another_dtype_are_another_file(folder: Path, profiler: Profiler) -> None:
+def profile_command(rank: int, world: int) -> str:
+    return module._profile_command(Topology.from_sizes(ep=2, esp=2, ranks_per_node=2), torch.bfloat16)
+
+
+def test_advice_on_poor_fits_is_a_whole_command(cluster: Cluster) -> None:
+    """The layout is part of the key under which the profile is cached."""
+    command = cluster.run(4, profile_command)[0]
+    launch, _, flags = command.partition(" -m fusedmoe ")
+    assert launch == "torchrun --nproc-per-node 4 --standalone"
+    parsed = vars(make_parser().parse_args(flags.split()))
+    assert {name: parsed[name] for name in ("ranks_per_node", "ep", "esp", "mp")} == dict(
+        ranks_per_node=2, ep=2, esp=2, mp=1
+    )
+    assert parsed["again"] and parsed["budget"] == 60 and parsed["dtype"] == "bf16"
+
+
+def test_each_dtype_has_its_own_cache_file(folder: Path, profiler: Profiler) -> None:
     paths = {cached_profile(Topology(), CPU, dtype=dtype)[1] for dtype in (torch.float32, torch.float64)}
     assert len(paths) == len(list(folder.iterdir())) == 2
 
 
-def line(**changes: Any) -> Callable[[str], str]:
+def with_gemm_line(**changes: Any) -> Callable[[str], str]:
     """Another line of matrix products."""
 
     def change(text: str) -> str:
@@ -111,46 +128,46 @@ def line(**changes: Any) -> Callable[[str], str]:
 
 
 BROKEN: dict[str, Callable[[str], str]] = {
-    "nothing": lambda text: "",
-    "half of it": lambda text: text[: len(text) // 2],
-    "another JSON": lambda text: "[1, 2]",
-    "no text": lambda text: "\udcff",
+    "empty file": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "other JSON": lambda text: "[1, 2]",
+    "invalid UTF-8": lambda text: "\udcff",
     "costs without points": lambda text: CostModel.from_json(text).to_json(),
-    "a line less": lambda text: text.replace('"gemm"', '"all-reduce/dp"'),
-    "a processor of another kind": lambda text: text.replace('"tiled": true', '"tiled": false'),
-    "a time below zero": line(alpha_s=-1.0),
-    "a time of text": line(beta_s="fast"),
-    "no number": line(alpha_s=float("nan")),
-    "no end": line(beta_s=float("inf")),
+    "missing line": lambda text: text.replace('"gemm"', '"all-reduce/dp"'),
+    "other kernel tiling": lambda text: text.replace('"tiled": true', '"tiled": false'),
+    "negative time": with_gemm_line(alpha_s=-1.0),
+    "text as time": with_gemm_line(beta_s="fast"),
+    "NaN time": with_gemm_line(alpha_s=float("nan")),
+    "infinite time": with_gemm_line(beta_s=float("inf")),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_measured_again(folder: Path, profiler: Profiler, what: str) -> None:
+def test_corrupt_profile_is_measured_again(folder: Path, profiler: Profiler, what: str) -> None:
     _, path = cached_profile(Topology(), CPU)
     text = BROKEN[what](path.read_text())
     path.write_text(text, errors="surrogateescape")
-    with pytest.warns(UserWarning, match=f"{path} .*It is ignored, and written anew"):
+    with pytest.warns(UserWarning, match=f"{path} .*The file is ignored and written again"):
         found, _ = cached_profile(Topology(), CPU)
     assert len(profiler.asked) == 2
     assert cached_profile(Topology(), CPU)[0] == found and len(profiler.asked) == 2
-    if text.startswith("{") and text.endswith("}"):  # of something else, whole
-        write_kept(path, text)
+    if text.startswith("{") and text.endswith("}"):  # a valid file of something else
+        write_cache_file(path, text)
         assert cached_profile(Topology(), CPU)[0] != found and len(profiler.asked) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(
+def test_unwritable_folder_warns_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler: Profiler
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
     for times in (1, 2):
-        with pytest.warns(UserWarning, match=f"could not be kept.*Set {CACHE} to a folder"):
+        with pytest.warns(UserWarning, match=f"could not be cached.*Set {CACHE} to a writable folder"):
             found, _ = cached_profile(Topology(), CPU)
         assert len(profiler.asked) == times and set(found.costs.lines) == {"gemm", "copy"}
 
 
-def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv(CACHE, "~/kept")
     assert cache_dir() == Path("/home/somebody/kept")
@@ -160,10 +177,10 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("named", [None, "~/kept"])
-def test_a_user_without_a_home_keeps_nothing(
+def test_user_without_home_warns_and_caches_nothing(
     monkeypatch: pytest.MonkeyPatch, profiler: Profiler, named: str | None
 ) -> None:
-    """As a container has it that runs with a number of a user that it does not know."""
+    """As in a container whose user id has no entry."""
 
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -172,12 +189,12 @@ def test_a_user_without_a_home_keeps_nothing(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.delenv(CACHE) if named is None else monkeypatch.setenv(CACHE, named)
     for times in (1, 2):
-        with pytest.warns(UserWarning, match=f"could not be kept.*no home folder.*Set {CACHE} to a folder"):
+        with pytest.warns(UserWarning, match=f"could not be cached.*no home folder.*Set {CACHE} to a writable folder"):
             cached_profile(Topology(), CPU)
         assert len(profiler.asked) == times
 
 
-def test_names_of_hosts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_ignores_host_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def prints() -> str:
         return fingerprint(machine_facts(Topology(), CPU, torch.float32))
 
@@ -191,8 +208,8 @@ def test_names_of_hosts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 # Ranks
 
 
-def on_ranks(rank: int, world: int, folder: str, ep: int, esp: int) -> tuple[Profile, str, list[str], int]:
-    """Every rank has a folder of its own in mind; only rank 0's counts."""
+def profile_on_rank(rank: int, world: int, folder: str, ep: int, esp: int) -> tuple[Profile, str, list[str], int]:
+    """Each rank has its own cache folder; only rank 0's is used."""
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, f"{folder}/{rank}")
@@ -206,21 +223,21 @@ def on_ranks(rank: int, world: int, folder: str, ep: int, esp: int) -> tuple[Pro
         return found, path.name, kept, len(profiler.asked)
 
 
-def test_rank_0_reads_and_writes_for_all(cluster: Cluster, tmp_path: Path) -> None:
+def test_only_rank_0_reads_and_writes_profiles(cluster: Cluster, tmp_path: Path) -> None:
     names = []
     for ep, esp in ((2, 2), (2, 1)):
-        every = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
+        every = cluster.run(4, profile_on_rank, str(tmp_path), ep, esp)
         assert all(found == every[0][0] for found, *_ in every)
         assert [asked for *_, asked in every] == [1] * 4
         assert [bool(kept) for _, _, kept, _ in every] == [True, False, False, False]
         assert every[0][1] in every[0][2]
         names.append(every[0][1])
-        again = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
+        again = cluster.run(4, profile_on_rank, str(tmp_path), ep, esp)
         assert [asked for *_, asked in again] == [0] * 4 and again[0][0] == every[0][0]
     assert len(set(names)) == 2  # another layout, another file
 
 
-def different_hosts(rank: int, world: int) -> tuple[str, str, str]:
+def fingerprints_on_one_and_two_hosts(rank: int, world: int) -> tuple[str, str, str]:
     topology = Topology.from_sizes(2, 1)
     together = machine_facts(topology, CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -229,8 +246,8 @@ def different_hosts(rank: int, world: int) -> tuple[str, str, str]:
     return fingerprint(together), fingerprint(apart), describe(apart)
 
 
-def test_two_hosts_are_another_machine(cluster: Cluster) -> None:
-    found = cluster.run(2, different_hosts)
+def test_fingerprint_depends_on_number_of_hosts(cluster: Cluster) -> None:
+    found = cluster.run(2, fingerprints_on_one_and_two_hosts)
     assert found[0] == found[1]
     together, apart, text = found[0]
     assert together != apart and "2 ranks on 2 hosts" in text and "gloo" in text
@@ -239,18 +256,18 @@ def test_two_hosts_are_another_machine(cluster: Cluster) -> None:
 LIMIT = 4
 
 
-def stack(layers: int = 2) -> StepCosts:
+def make_step_costs(layers: int = 2) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 256, 1024, 2048, experts=8, ep=8, esp=4).layer_costs(model)
     return StepCosts((layer,) * layers, model.line("all-reduce/dp"))
 
 
-COSTS = stack()
+COSTS = make_step_costs()
 
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The policies that were asked for a plan, without those that a search itself asks."""
+    """The policies whose plans were requested, without a search's internal requests."""
     names: list[str] = []
     asked: list[str] = []
 
@@ -268,92 +285,92 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def plans_of(*policies: str, costs: StepCosts = COSTS, again: bool = False) -> dict[str, Plan]:
+def plans_by_policy(*policies: str, costs: StepCosts = COSTS, again: bool = False) -> dict[str, Plan]:
     return cached_plans(policies, Topology(), costs, limit=LIMIT, again=again)
 
 
-def test_a_plan_is_searched_once(folder: Path, searched: list[str]) -> None:
-    first = plans_of("flowmoe", "joint")
+def test_plan_is_searched_once(folder: Path, searched: list[str]) -> None:
+    first = plans_by_policy("flowmoe", "joint")
     assert first == {name: POLICIES[name].plan(COSTS, LIMIT) for name in ("flowmoe", "joint")}
     assert searched == ["flowmoe", "joint"] and len(list(folder.iterdir())) == 2
-    assert plans_of("flowmoe", "joint") == first and len(searched) == 2
-    assert plans_of("joint", "lancet").keys() == {"joint", "lancet"} and searched[2:] == ["lancet"]
-    assert plans_of("joint", again=True)["joint"] == first["joint"] and searched[3:] == ["joint"]
+    assert plans_by_policy("flowmoe", "joint") == first and len(searched) == 2
+    assert plans_by_policy("joint", "lancet").keys() == {"joint", "lancet"} and searched[2:] == ["lancet"]
+    assert plans_by_policy("joint", again=True)["joint"] == first["joint"] and searched[3:] == ["joint"]
     kept = json.loads(plan_path("joint", COSTS, LIMIT).read_text())
     assert kept["step_s"] == makespan(first["joint"], COSTS) and kept["fingerprint"] == first["joint"].fingerprint
 
 
-def test_what_a_plan_depends_on_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_path_depends_on_all_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         plan_path("joint", COSTS, LIMIT),
         plan_path("lancet", COSTS, LIMIT),
         plan_path("joint", COSTS, LIMIT + 1),
         plan_path("joint", COSTS, LIMIT, 4),
-        plan_path("joint", stack(3), LIMIT),
+        plan_path("joint", make_step_costs(3), LIMIT),
         plan_path("joint", replace(COSTS, contention=Contention.between_links(0.5)), LIMIT),
         plan_path("joint", replace(COSTS, loss_s=1e-3), LIMIT),
     ]
-    assert len(set(others)) == len(others) and plan_path("joint", stack(), LIMIT) == others[0]
-    monkeypatch.setattr(module, "own_version", lambda: "another")
+    assert len(set(others)) == len(others) and plan_path("joint", make_step_costs(), LIMIT) == others[0]
+    monkeypatch.setattr(module, "library_version", lambda: "another")
     assert plan_path("joint", COSTS, LIMIT) not in others
 
 
 BROKEN_PLANS: dict[str, Callable[[str], str]] = {
-    "nothing": lambda text: "",
-    "half of it": lambda text: text[: len(text) // 2],
-    "another JSON": lambda text: "[1, 2]",
-    "no text": lambda text: "\udcff",
-    "another version": lambda text: text.replace('"version": 1', '"version": 0'),
-    "a task less": lambda text: text.replace("compute: f0.A0 ", "compute: ").replace("compute: f0.A ", "compute: "),
-    "no plan": lambda text: text.replace("inter: ", "network: "),
-    "another plan": lambda text: json.dumps(json.loads(text) | {"plan": ["compute: E0"]}),
-    "a plan of more layers": lambda text: json.dumps(
+    "empty file": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "other JSON": lambda text: "[1, 2]",
+    "invalid UTF-8": lambda text: "\udcff",
+    "other version": lambda text: text.replace('"version": 1', '"version": 0'),
+    "missing task": lambda text: text.replace("compute: f0.A0 ", "compute: ").replace("compute: f0.A ", "compute: "),
+    "invalid plan text": lambda text: text.replace("inter: ", "network: "),
+    "other plan": lambda text: json.dumps(json.loads(text) | {"plan": ["compute: E0"]}),
+    "plan of more layers": lambda text: json.dumps(
         json.loads(text)
-        | {"plan": (plan := str(POLICIES["flowmoe"].plan(stack(3), LIMIT))).splitlines()}
+        | {"plan": (plan := str(POLICIES["flowmoe"].plan(make_step_costs(3), LIMIT))).splitlines()}
         | {"fingerprint": Plan.parse(plan).fingerprint}
     ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN_PLANS)
-def test_a_broken_file_is_searched_again(folder: Path, searched: list[str], what: str) -> None:
-    found = plans_of("flowmoe")
+def test_corrupt_plan_is_searched_again(folder: Path, searched: list[str], what: str) -> None:
+    found = plans_by_policy("flowmoe")
     (path,) = folder.iterdir()
     whole = path.read_text()
     text = BROKEN_PLANS[what](whole)
     path.write_text(text, errors="surrogateescape")
     assert path.read_bytes() != whole.encode()
-    with pytest.warns(UserWarning, match=f"{path} .*It is ignored, and written anew"):
-        assert plans_of("flowmoe") == found and len(searched) == 2
-    assert path.read_text() == whole and plans_of("flowmoe") == found and len(searched) == 2
-    if text.startswith("{") and text.rstrip().endswith("}"):  # of something else, whole
-        write_kept(path, text)
-        assert plans_of("flowmoe") == found and len(searched) == 3
+    with pytest.warns(UserWarning, match=f"{path} .*The file is ignored and written again"):
+        assert plans_by_policy("flowmoe") == found and len(searched) == 2
+    assert path.read_text() == whole and plans_by_policy("flowmoe") == found and len(searched) == 2
+    if text.startswith("{") and text.rstrip().endswith("}"):  # a valid file of something else
+        write_cache_file(path, text)
+        assert plans_by_policy("flowmoe") == found and len(searched) == 3
 
 
-def test_plans_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folder_warns_and_returns_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match=f"what was planned could not be kept.*Set {CACHE} to a folder"):
-        assert plans_of("flowmoe")["flowmoe"] == POLICIES["flowmoe"].plan(COSTS, LIMIT)
+    with pytest.warns(UserWarning, match=f"what was planned could not be cached.*Set {CACHE} to a writable folder"):
+        assert plans_by_policy("flowmoe")["flowmoe"] == POLICIES["flowmoe"].plan(COSTS, LIMIT)
 
 
-def test_layers_that_cannot_be_split_are_refused(folder: Path) -> None:
+def test_layers_without_split_costs_are_rejected(folder: Path) -> None:
     bare = replace(COSTS, layers=tuple(replace(layer, micro=None) for layer in COSTS.layers))
     with pytest.raises(ConfigError, match="cannot be split"):
-        plans_of("flowmoe", costs=bare)
+        plans_by_policy("flowmoe", costs=bare)
     assert not folder.exists()
 
 
-def test_ranks_have_what_rank_0_read(cluster: Cluster, tmp_path: Path) -> None:
-    """Each rank has a folder of its own here, and only the first one's is used."""
+def test_all_ranks_receive_plan_of_rank_0(cluster: Cluster, tmp_path: Path) -> None:
+    """Each rank has its own cache folder here, and only the first one's is used."""
     for _ in range(2):
-        found = cluster.run(2, on_a_rank, str(tmp_path))
+        found = cluster.run(2, plan_fingerprint_on_rank, str(tmp_path))
         assert found[0] == found[1] == POLICIES["flowmoe"].plan(COSTS, LIMIT).fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["0"] and len(list((tmp_path / "0").iterdir())) == 1
 
 
-def on_a_rank(rank: int, world: int, folder: str) -> str:
+def plan_fingerprint_on_rank(rank: int, world: int, folder: str) -> str:
     topology = Topology.from_sizes(ep=world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, f"{folder}/{rank}")

@@ -1,4 +1,4 @@
-"""The executor: order and overlap of tasks, and what follows when a task raises."""
+"""The executor: order and overlap of tasks, and the behaviour after a task raises."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.schedule.test_events import any_plan
 ORDERS = {"three queues": three_queues, "one queue": one_queue}
 
 
-def log_of(plan: Plan) -> list[tuple[Task, str, int]]:
-    """(task, thread, how many tasks had ended before it began), in the order in which tasks ended."""
+def run_and_log(plan: Plan) -> list[tuple[Task, str, int]]:
+    """(task, thread, number of tasks that had ended before its start), in the order in which tasks ended."""
     log: list[tuple[Task, str, int]] = []
 
     def body(task: Task) -> None:
@@ -44,12 +44,12 @@ def log_of(plan: Plan) -> list[tuple[Task, str, int]]:
     return log
 
 
-@pytest.mark.parametrize("kinds", [PIPELINE, PIPELINE[::2]], ids=["esp", "ep alone"])
+@pytest.mark.parametrize("kinds", [PIPELINE, PIPELINE[::2]], ids=["ep and esp", "ep only"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
+def test_tasks_run_once_in_dependency_order(order: str, kinds: tuple[str, ...]) -> None:
     for degree, phase in itertools.product((1, 2, 5), ("forward", "backward")):
         plan = Plan.from_orders(ORDERS[order](kinds, degree, phase))
-        log = log_of(plan)
+        log = run_and_log(plan)
         ended = [task for task, _, _ in log]
         assert sorted(ended, key=str) == sorted(plan, key=str)
         for task, _, begun in log:
@@ -64,7 +64,7 @@ def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_links_compute_in_the_modes_of_the_caller(inference: bool, autocast: bool) -> None:
+def test_link_threads_inherit_inference_and_autocast_modes(inference: bool, autocast: bool) -> None:
     seen: dict[str, tuple[bool, bool, torch.dtype]] = {}
     left = torch.ones(2, 2)
 
@@ -82,7 +82,7 @@ def test_links_compute_in_the_modes_of_the_caller(inference: bool, autocast: boo
 
 
 def test_links_and_computation_overlap() -> None:
-    """The dispatch of chunk 1 and the expert of chunk 0 wait for each other: only at the same time can both end."""
+    """The dispatch of chunk 1 and the expert of chunk 0 wait for each other: both end only if they overlap."""
     plan = Plan.from_orders(three_queues(("dispatch", "expert", "combine"), 2))
     both = threading.Barrier(2)
 
@@ -98,7 +98,7 @@ def test_links_and_computation_overlap() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["dispatch", "expert", "all-gather"])
-def test_what_a_body_raises_ends_all(kind: str, order: str) -> None:
+def test_exception_in_task_ends_all_threads(kind: str, order: str) -> None:
     plan = Plan.from_orders(ORDERS[order](PIPELINE, 4))
     told: list[BaseException] = []
     ran: list[Task] = []
@@ -119,8 +119,8 @@ def test_what_a_body_raises_ends_all(kind: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["expert", *slowly(*(kind for kind in PIPELINE if kind != "expert"))])
-def test_an_error_keeps_nothing(kind: str) -> None:
-    """What bodies hold, process groups above all, is gone with the exception, and does not wait for the collector."""
+def test_exception_releases_task_bodies(kind: str) -> None:
+    """Objects that bodies hold, above all process groups, are freed with the exception, before garbage collection."""
 
     class Held:
         def fails(self, task: Task) -> None:
@@ -141,8 +141,8 @@ def test_an_error_keeps_nothing(kind: str) -> None:
         gc.enable()
 
 
-def test_the_waiting_side_is_told_before_it_is_joined() -> None:
-    """A link that waits for other ranks ends only because `stop` tells them."""
+def test_stop_is_called_before_joining_waiting_thread() -> None:
+    """A link that waits for other ranks ends only because `stop` is called."""
     plan = Plan.from_orders(three_queues(("dispatch", "expert", "combine"), 2))
     stopped = threading.Event()
 
@@ -158,7 +158,7 @@ def test_the_waiting_side_is_told_before_it_is_joined() -> None:
         execute(plan, bodies, stop=lambda error: stopped.set())
 
 
-def test_measured() -> None:
+def test_recorder_has_one_span_per_task() -> None:
     plan = Plan.from_orders(three_queues(PIPELINE, 3, "backward", 5))
     recorder = Recorder()
     execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
@@ -168,8 +168,8 @@ def test_measured() -> None:
     }
 
 
-def test_a_task_is_measured_where_its_kind_works() -> None:
-    """An all-gather on the links inside a node, also where one queue has all links."""
+def test_spans_use_resource_of_task_kind() -> None:
+    """An all-gather is measured on the links inside a node, also where one queue has all links."""
     plan, recorder = Plan.from_orders(one_queue(PIPELINE, 2)), Recorder()
     execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
     assert not plan.intra and {s.kind: s.resources for s in recorder.timeline().spans} == {
@@ -177,30 +177,32 @@ def test_a_task_is_measured_where_its_kind_works() -> None:
     }
 
 
-def test_no_tasks() -> None:
+def test_empty_plan_runs() -> None:
     execute(Plan(), {}, stop=pytest.fail)
 
 
-def test_what_has_no_body_is_refused_before_anything_runs() -> None:
+def test_missing_body_is_rejected_before_any_task_runs() -> None:
     ran: list[Task] = []
-    with pytest.raises(ConfigError, match=r"f0\.AG0 \(all-gather\), which cannot run here; what can: dispatch, expert"):
+    with pytest.raises(
+        ConfigError, match=r"f0\.AG0 \(all-gather\), which cannot run here; supported: dispatch, expert"
+    ):
         bodies = dict.fromkeys(("dispatch", "expert", "reduce-scatter", "combine"), ran.append)
         execute(Plan.from_orders(three_queues(PIPELINE, 2)), bodies, stop=pytest.fail)
-    for kind in FUSED:  # of which no plan's tasks are run
-        with pytest.raises(ConfigError, match=rf"\({kind}\), which cannot run here; what can: expert"):
+    for kind in FUSED:  # no plan runs tasks of it
+        with pytest.raises(ConfigError, match=rf"\({kind}\), which cannot run here; supported: expert"):
             execute(fused_pass(kind, 2, "forward"), {kind: ran.append, "expert": ran.append}, stop=pytest.fail)
     assert not ran
 
 
-def test_what_ranks_have_agreed_on_ends_the_same_tasks_on_all() -> None:
-    """Whatever the threads are at: nobody waits for a part of what another one has left out."""
+def test_agreed_error_skips_same_tasks_on_all_ranks() -> None:
+    """At any state of the threads: no rank waits for a part that another has skipped."""
     rng = random.Random()
     for _ in range(40):
         plan = random_plan(rng, random_costs(rng))
         last = rng.choice(plan.sequence)
         left_out: set[Task] = set()
         for task in plan.sequence:  # its order keeps that of each resource
-            if task == last or not left_out.isdisjoint(ahead(plan, task)):
+            if task == last or not left_out.isdisjoint(tasks_ahead_of(plan, task)):
                 left_out.add(task)
         ran: list[Task] = []
 
@@ -215,14 +217,14 @@ def test_what_ranks_have_agreed_on_ends_the_same_tasks_on_all() -> None:
         assert sorted(ran, key=str) == sorted(set(plan) - left_out, key=str)
 
 
-def ahead(plan: Plan, task: Task) -> set[Task]:
-    """All that has to have ended when a task starts."""
+def tasks_ahead_of(plan: Plan, task: Task) -> set[Task]:
+    """Return all tasks that must have ended when a task starts."""
     orders = [plan.on(resource) for resource in plan.resources[task]]
     return {*plan.dependencies[task], *(one for order in orders for one in order[: order.index(task)])}
 
 
 class Watch:
-    """Bodies that tell when they begin and end, and dawdle a little, so that threads really meet."""
+    """Bodies that record their begin and end, with short delays that make threads overlap."""
 
     def __init__(self, plan: Plan, rng: random.Random) -> None:
         self.plan, self._rng, self._lock = plan, rng, threading.Lock()
@@ -232,7 +234,7 @@ class Watch:
 
     def __call__(self, task: Task) -> None:
         with self._lock:
-            missing = ahead(self.plan, task) - set(self.ended)
+            missing = tasks_ahead_of(self.plan, task) - set(self.ended)
             if missing:
                 self.violations.append((task, missing))
             self.threads[task] = threading.current_thread().name
@@ -242,7 +244,7 @@ class Watch:
             self.ended.append(task)
 
 
-def watch(plan: Plan, rng: random.Random) -> Watch:
+def run_watched(plan: Plan, rng: random.Random) -> Watch:
     found = Watch(plan, rng)
     execute(plan, dict.fromkeys({task.kind for task in plan}, found), stop=pytest.fail)
     assert len(found.ended) == len(plan) and set(found.ended) == set(plan)
@@ -252,19 +254,19 @@ def watch(plan: Plan, rng: random.Random) -> Watch:
     return found
 
 
-def test_any_plan_runs_in_order() -> None:
+def test_random_plans_run_in_dependency_order() -> None:
     rng = random.Random()
     for _ in range(60):
-        watch(any_plan(rng, fused=False), rng)
+        run_watched(any_plan(rng, fused=False), rng)
     for _ in range(10):
-        watch(random_plan(rng, random_costs(rng)), rng)
+        run_watched(random_plan(rng, random_costs(rng)), rng)
 
 
-# Streams: without a GPU by what each of them has been told to wait for.
+# Streams: without a GPU, by the events that each of them waits for.
 
 
 class Stream:
-    """What has to be over before whatever is put on it next; events that it records pass that on."""
+    """Tracks the work that must end before the stream's next work; events that it records pass it on."""
 
     def __init__(self) -> None:
         self.over: set[Task] = set()
@@ -285,8 +287,8 @@ class Event:
         self.over = set(stream.over)
 
 
-def on_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]:
-    """Runs a plan on such streams, and checks for each task that all ahead of it is over where it runs."""
+def run_on_fake_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]:
+    """Run a plan on fake streams, and check for each task that its predecessors have ended on its stream."""
     streams = {resource: Stream() for resource in ("compute", "intra", "inter")}
     now = [streams["compute"]]
 
@@ -297,7 +299,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]
         now.pop()
 
     def body(task: Task) -> None:
-        assert ahead(plan, task) <= now[-1].over, (task, ahead(plan, task) - now[-1].over)
+        assert tasks_ahead_of(plan, task) <= now[-1].over, (task, tasks_ahead_of(plan, task) - now[-1].over)
         now[-1].over.add(task)
         now[-1].tasks.append(task)
 
@@ -306,25 +308,25 @@ def on_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]
         patch.setattr(module.torch, "cuda", cuda)
         bodies = dict.fromkeys({task.kind for task in plan}, body)
         execute(plan, bodies, stop=lambda error: None, streams=streams)  # type: ignore[arg-type]
-    assert streams["compute"].over == set(plan)  # whoever goes on there finds all done
+    assert streams["compute"].over == set(plan)  # the caller continues after all work is done
     return streams
 
 
-def test_streams_wait_for_all_that_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_wait_for_all_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random()
     plans = [any_plan(rng, fused=False) for _ in range(100)]
     plans += [random_plan(rng, random_costs(rng)) for _ in range(15)]
     for plan in plans:
-        streams = on_streams(monkeypatch, plan)
+        streams = run_on_fake_streams(monkeypatch, plan)
         for resource, stream in streams.items():
             assert stream.tasks == list(plan.on(resource))
 
 
-def test_an_order_that_no_event_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above finds a stream that does not wait for what another one runs ahead of it."""
+def test_stream_check_detects_missing_event_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above detects a stream that does not wait for a predecessor on another stream."""
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     with pytest.raises(AssertionError, match=r"kind='all-gather', .*\{Task\(kind='dispatch'"):
-        on_streams(monkeypatch, Plan.from_orders(three_queues(PIPELINE, 2)))
+        run_on_fake_streams(monkeypatch, Plan.from_orders(three_queues(PIPELINE, 2)))
 
 
 CUDA = torch.device("cuda", 0)
@@ -332,14 +334,15 @@ ALL = Capabilities(2, 1, dtype=torch.bfloat16, device=CUDA, heap=lambda: True)
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def force_triton_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Triton's interpreter serves CPUs."""
-    monkeypatch.setattr(module, "triton_serves", lambda device: device.type == "cuda")
+    monkeypatch.setattr(module, "device_uses_triton", lambda device: device.type == "cuda")
 
 
-def test_kernels_send_by_themselves_only_where_all_allows_it() -> None:
-    """In every combination: axes, the library's products, nothing between, a dtype and a device with kernels, a
-    heap; and only in a layer that follows itself."""
+def test_fused_kinds_require_all_capabilities() -> None:
+    """Every combination: axes, the library's products, nothing between, a dtype and a device with kernels, a heap; and
+    only in a layer that follows itself.
+    """
     seen = set()
     for ep, esp, grouped, direct, dtype, device, heap in itertools.product(
         (1, 2, 8),
@@ -362,11 +365,11 @@ def test_kernels_send_by_themselves_only_where_all_allows_it() -> None:
             others = runnable_kinds(here, follows)  # type: ignore[arg-type]
             assert set(parts) <= set(others) <= set(KINDS) and FUSED.keys().isdisjoint(others)
             assert ("weight-gradient" in others) == (follows == "blocks") and "gradient-all-reduce" in others
-    assert seen == FUSED.keys()  # no kind is there that nothing runs
+    assert seen == FUSED.keys()  # each fused kind can run in some case
 
 
-def test_the_heap_is_asked_last() -> None:
-    """It is collective: a rank that asked alone would wait for the others."""
+def test_heap_is_checked_last() -> None:
+    """The heap's allocation is collective: a rank that called it alone would wait for the other ranks."""
 
     def asked() -> bool:
         raise AssertionError("asked for the heap")
@@ -380,10 +383,10 @@ def test_the_heap_is_asked_last() -> None:
         runnable_kinds(replace(ALL, heap=asked), follows)  # type: ignore[arg-type]
 
 
-def test_a_plan_with_others_is_refused_with_what_can_run() -> None:
+def test_unsupported_task_error_lists_supported_kinds() -> None:
     plan = Plan.parse("compute: b2.E0 b2.WG0\ninter: b2.D0 b2.C0")
     require_runnable(plan, runnable_kinds(ALL, "blocks"), "a plan")
-    what = r"the backward plan has b2\.WG0 \(weight-gradient\), which cannot run here; what can: attention, gate,"
+    what = r"the backward plan has b2\.WG0 \(weight-gradient\), which cannot run here; supported: attention, gate,"
     with pytest.raises(ConfigError, match=what):
         require_runnable(plan, runnable_kinds(ALL, "step"), "the backward plan")
     for kind in FUSED:

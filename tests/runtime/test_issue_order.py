@@ -23,14 +23,14 @@ from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS as BLOCK_COSTS
 from tests.layers.test_pipeline_plans import workload
 from tests.marks import slowly
-from tests.runtime.issue_order import Issue, check, made_up_streams, random_delays, recorded
+from tests.runtime.issue_order import Issue, check, fake_streams, random_delays, recorded
 from tests.training.test_step_plan import CONFIG, COSTS, WORK
 
 TOKENS = [11, 0, 23, 1]
 
 
 def layers_in_a_step(topology: Topology, policy: str) -> None:
-    """A model whose layers follow the plan of a step, with gradient buckets on the way and beside."""
+    """A model whose layers follow a step plan, with gradient buckets during and alongside the passes."""
     torch.manual_seed(3)
     model = Transformer(CONFIG, topology, dtype=torch.float64)
     _, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
@@ -44,7 +44,7 @@ def layers_in_a_step(topology: Topology, policy: str) -> None:
 
 
 def blocks_in_micro_batches(topology: Topology, policy: str) -> None:
-    """Of ranks with different numbers of samples, one without any."""
+    """Ranks with different numbers of samples, one without any."""
     blocks = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, topology))
     _, buckets = plan_step(blocks, topology, policy, BLOCK_COSTS, workload(topology, 2), limit=4)
     for _ in range(2):
@@ -84,7 +84,7 @@ class Communicating(fusedmoe.hooks.Hooks):
 
 
 def layers_with_replicas_and_hooks(topology: Topology, policy: str) -> None:
-    """Experts that are copied to other ranks while tokens travel; and a layer whose hooks communicate."""
+    """Experts that are replicated on other ranks while tokens are sent; and a layer whose hooks communicate."""
     torch.manual_seed(7)
     layers = [
         fusedmoe.MoELayer(
@@ -113,22 +113,22 @@ STEPS: dict[str, tuple[Step, list[str]]] = {
 }
 
 
-def issued(
+def issues_by_policy(
     rank: int, world: int, what: str, ep: int, esp: int, streams: bool, only: Sequence[str] = ()
 ) -> dict[str, list[Issue]]:
-    """By policy, of all that the step has, or of `only` these."""
+    """Issues by policy, for all policies of the step, or for `only` these."""
     step, policies = STEPS[what]
     mp = 2 if what == "layers" and world == 4 else 1
     topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2, timeout_s=30)
     found = {}
     for policy in only or policies:
-        with recorded() as issues, made_up_streams() if streams else nullcontext(), random_delays(rank):
+        with recorded() as issues, fake_streams() if streams else nullcontext(), random_delays(rank):
             step(topology, policy)
         found[policy] = issues
     return found
 
 
-def compare(found_W: list[dict[str, list[Issue]]], streams: bool) -> None:
+def assert_same_issue_order(found_W: list[dict[str, list[Issue]]], streams: bool) -> None:
     for policy, issues in found_W[0].items():
         assert len({issue.group for issue in issues}) > 1 and len(issues) > 20, policy
         check([found[policy] for found in found_W], streams)
@@ -142,8 +142,8 @@ def compare(found_W: list[dict[str, list[Issue]]], streams: bool) -> None:
         for streams in (True, False)
     ],
 )
-def test_two_ranks(cluster: Cluster, what: str, streams: bool) -> None:
-    compare(cluster.run(2, issued, what, 2, 1, streams), streams)
+def test_two_ranks_agree_on_issue_order(cluster: Cluster, what: str, streams: bool) -> None:
+    assert_same_issue_order(cluster.run(2, issues_by_policy, what, 2, 1, streams), streams)
 
 
 # Each pair of a step, a layout and a way to run.
@@ -157,13 +157,13 @@ def test_two_ranks(cluster: Cluster, what: str, streams: bool) -> None:
         )
     ),
 )
-def test_four_ranks(cluster: Cluster, what: str, ep: int, esp: int, streams: bool) -> None:
-    compare(cluster.run(4, issued, what, ep, esp, streams), streams)
+def test_four_ranks_agree_on_issue_order(cluster: Cluster, what: str, ep: int, esp: int, streams: bool) -> None:
+    assert_same_issue_order(cluster.run(4, issues_by_policy, what, ep, esp, streams), streams)
 
 
-def test_another_order_on_one_rank_is_found(cluster: Cluster) -> None:
-    """Any two neighbours of different communicators, changed over on one rank only."""
-    found_W = [found["fsmoe"] for found in cluster.run(2, issued, "blocks", 2, 1, True, ("fsmoe",))]
+def test_check_detects_different_order_on_one_rank(cluster: Cluster) -> None:
+    """Any two neighbours of different communicators, swapped on one rank only."""
+    found_W = [found["fsmoe"] for found in cluster.run(2, issues_by_policy, "blocks", 2, 1, True, ("fsmoe",))]
     check(found_W, one_thread=True)
     ours, theirs = found_W
     pairs = [i for i in range(len(theirs) - 1) if theirs[i].group != theirs[i + 1].group]
@@ -180,25 +180,25 @@ def test_another_order_on_one_rank_is_found(cluster: Cluster) -> None:
         check([ours, [theirs[0]._replace(thread="another"), *theirs[1:]]], one_thread=True)
 
 
-def pieces_beside(rank: int, world: int) -> list[Issue]:
-    """Gradient buckets begun beside something else, and a collective of the caller's meanwhile."""
+def issues_with_overlapped_buckets(rank: int, world: int) -> list[Issue]:
+    """Gradient buckets started alongside other work, with a collective of the caller in between."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     model = nn.ModuleList(block.experts for block in make_blocks("topk", 2, None, topology))
     buckets = GradientBuckets(model, topology)
-    with recorded() as issues, made_up_streams():
+    with recorded() as issues, fake_streams():
         buckets.open()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         buckets.begin([Task("gradient-all-reduce", 0, 0, "backward", 10**6)])
-        topology.agree({}, "test")
+        topology.require_equal_facts({}, "test")
         buckets.wait()
         buckets.close()
     return issues
 
 
-def test_pieces_beside_are_issued_before_what_follows(cluster: Cluster) -> None:
-    issues_W = cluster.run(2, pieces_beside)
+def test_overlapped_buckets_are_issued_before_later_collectives(cluster: Cluster) -> None:
+    issues_W = cluster.run(2, issues_with_overlapped_buckets)
     check(issues_W, one_thread=True)
     operations = [issue.operation for issue in issues_W[0]]
-    # Each after its envelope; objects are in theirs.
+    # Each follows its envelope; objects are inside theirs.
     assert operations[1].startswith("all-reduce") and not operations[-1].startswith("all-reduce")

@@ -1,4 +1,4 @@
-"""Steps that are measured end within their budget, and take turns."""
+"""Measured steps end within their budget, and alternate."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ONE, TWO = Plan.parse("compute: E0"), Plan.parse("compute: E0 E1")
         (1e3, [(plan, number) for number in range(5) for plan in (ONE, TWO)]),
     ],
 )
-def test_the_budget_is_kept(budget_s: float, counted: list[tuple[Plan, int]]) -> None:
-    """Every step takes 3 s. The first one of each plan is not counted; the second of all always is."""
+def test_observe_steps_respects_budget_and_alternates_plans(budget_s: float, counted: list[tuple[Plan, int]]) -> None:
+    """Every step takes 3 s. The first step of each plan is not counted; the second of all steps always is."""
     now_s, done = [0.0], []
 
     def run(plan: Plan, number: int) -> Timeline:
         now_s[0] += 3.0
         first = plan not in [earlier for earlier, _ in done]
         done.append((plan, number))
-        # The first time is slow; of the others the middle ones count.
+        # The first step is slow; the median of the others counts.
         seconds = 50.0 if first else float(len(plan) + 10 * number)
         return Timeline(0, tuple(Span("expert", "expert", "compute", 0.0, seconds, *task[1:4]) for task in plan))
 

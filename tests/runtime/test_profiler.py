@@ -17,9 +17,9 @@ from scipy.optimize import lsq_linear
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import profiler as module
-from fusedmoe.runtime.profiler import ROUNDS, Profile, line_names, line_through, profile, shares_of
+from fusedmoe.runtime.profiler import ROUNDS, Profile, fit_nonnegative_line, line_names, profile, speed_fractions
 from fusedmoe.runtime.recorder import span
-from fusedmoe.schedule.cost import ALONE, LEAST_BETA, LINES, Contention, CostModel, Durations, Line
+from fusedmoe.schedule.cost import LINES, MIN_BETA, NO_CONTENTION, Contention, CostModel, Durations, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.task import Task, resources_of
@@ -33,26 +33,28 @@ MIB = 2**20
 # Lines and contention
 
 
-def test_a_line_is_found_again() -> None:
+def test_fit_recovers_exact_line() -> None:
     for _ in range(50):
         right = Line(random.uniform(0, 1e-2), 10 ** random.uniform(-13, -6))
         points = [(n, right.seconds(n)) for n in random.sample(range(1, 10**8), random.randint(2, 24))]
-        found = line_through(points)
+        found = fit_nonnegative_line(points)
         assert found.alpha_s == pytest.approx(right.alpha_s, abs=1e-9 + 1e-6 * max(seconds for _, seconds in points))
         assert found.beta_s == pytest.approx(right.beta_s, rel=1e-5)
         assert found.r2 == pytest.approx(1.0)
 
 
-def test_noise_makes_no_line_negative() -> None:
-    """Then it is the best one in relative errors that starts and rises from zero: compared with a bounded solver."""
+def test_fit_of_noisy_times_is_nonnegative_and_optimal() -> None:
+    """The fit is then the best line in relative errors with nonnegative start and slope: compared with a bounded
+    solver.
+    """
     seen = 0
     for _ in range(100):
         n = np.array(random.sample(range(1, 100), 6)) * 1e6
         seconds = np.abs(random.uniform(-1e-2, 1e-3) + random.uniform(-1e-10, 1e-9) * n) + 1e-6
-        found = line_through(list(zip(n.tolist(), seconds.tolist(), strict=True)))
+        found = fit_nonnegative_line(list(zip(n.tolist(), seconds.tolist(), strict=True)))
         assert found.alpha_s >= 0 and found.beta_s > 0 and found.r2 is not None
         slope, start = np.polyfit(n, seconds, 1)
-        if slope > LEAST_BETA and start >= 0:
+        if slope > MIN_BETA and start >= 0:
             assert (found.alpha_s, found.beta_s) == pytest.approx((start, slope), rel=1e-6)
             continue
         seen += 1
@@ -61,7 +63,7 @@ def test_noise_makes_no_line_negative() -> None:
     assert seen > 10
 
 
-def test_shares_are_what_the_simulator_would_have_them() -> None:
+def test_speed_fractions_invert_simulator() -> None:
     together = Plan.parse("compute: E0\ninter: D0\nafter E0:")
     tasks = {task.kind: task for task in together}
     for _ in range(100):
@@ -69,29 +71,31 @@ def test_shares_are_what_the_simulator_would_have_them() -> None:
         contention = Contention(compute_beside_inter=shares[0], inter_beside_compute=shares[1])
         durations = Durations({tasks["expert"]: alone_s[0], tasks["dispatch"]: alone_s[1]}, contention)
         spans = {span.kind: span.end_s for span in simulate(together, durations).spans}
-        found = shares_of((alone_s[0], alone_s[1]), (spans["expert"], spans["dispatch"]))
-        # What ends first tells its share; the other's is told by what was then left of it.
+        found = speed_fractions((alone_s[0], alone_s[1]), (spans["expert"], spans["dispatch"]))
+        # The task that ends first yields its own share; the other's share follows from its remaining work.
         assert found == pytest.approx(shares)
 
 
-def test_no_contention_is_one_even_with_noise() -> None:
-    assert shares_of((2.0, 3.0), (2.0, 3.0)) == (1.0, 1.0)
-    assert shares_of((2.0, 3.0), (1.9, 2.9)) == (1.0, 1.0)
-    assert shares_of((2.0, 2.0), (4.0, 4.0)) == (0.5, 0.5)
-    assert shares_of((2.0, 2.0), (4.0, 6.5))[1] > 0
+def test_speed_fractions_are_clamped_to_one() -> None:
+    assert speed_fractions((2.0, 3.0), (2.0, 3.0)) == (1.0, 1.0)
+    assert speed_fractions((2.0, 3.0), (1.9, 2.9)) == (1.0, 1.0)
+    assert speed_fractions((2.0, 2.0), (4.0, 4.0)) == (0.5, 0.5)
+    assert speed_fractions((2.0, 2.0), (4.0, 6.5))[1] > 0
 
 
-# A machine whose times are known: collectives and products move its clock
+# A machine whose times are known: collectives and products advance its clock
 
 
 class Machine:
-    """A clock that goes on when something is done, by the lines of a cost model.
+    """A clock that advances by the lines of a cost model.
 
-    What runs at once goes on at the speeds that a contention leaves it: a plan's bodies tell how long each task takes
-    alone, and the simulator's definition when it then ends.
+    Overlapping work advances at the speeds of a contention model: a plan's bodies report the time of each task alone,
+    and the simulator's definition computes its end.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line], contention: Contention = ALONE) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, lines: dict[str, Line], contention: Contention = NO_CONTENTION
+    ) -> None:
         self.now_s, self.lines, self.contention = 0.0, lines, contention
         patch.setattr(module, "execute", self.execute)
         self.calls: list[tuple[str, float]] = []
@@ -145,12 +149,12 @@ FAST = {
 }
 
 
-def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_recovers_known_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, FAST)
     shown: list[tuple[int, int]] = []
     found = profile(Topology(), CPU, clock=machine.clock, machine="made up", show=lambda *at: shown.append(at))
     assert list(found.costs.lines) == list(FAST) and found.costs.machine == "made up"
-    assert found.costs.contention == ALONE
+    assert found.costs.contention == NO_CONTENTION
     for name, line in found.costs.lines.items():
         assert line.alpha_s == pytest.approx(FAST[name].alpha_s, rel=1e-6)
         assert line.beta_s == pytest.approx(FAST[name].beta_s, rel=1e-9)
@@ -166,7 +170,7 @@ def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("budget_s", [1.0, 10.0, 90.0])
 @pytest.mark.parametrize("slow", ["all-to-all/ep", "all-reduce/dp", "gemm"])
-def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch, slow: str, budget_s: float) -> None:
+def test_profile_respects_budget(monkeypatch: pytest.MonkeyPatch, slow: str, budget_s: float) -> None:
     line = Line(1e-3, 1e-11) if slow == "gemm" else Line(1e-3, 3e-7)
     machine = Machine(monkeypatch, FAST | {slow: line})
     found = profile(Topology(), CPU, budget_s=budget_s, clock=machine.clock)
@@ -176,27 +180,27 @@ def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch, slow: str, budget_s
     assert found.costs.line(slow).beta_s == pytest.approx(line.beta_s, rel=1e-6)
 
 
-def test_a_budget_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="more than 0 s, not 0"):
+def test_zero_budget_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="budget_s must be positive, not 0"):
         profile(Topology(), CPU, budget_s=0)
 
 
 @pytest.mark.parametrize(
     "contention",
-    [ALONE, *map(Contention.between_links, (0.8, 0.5)), Contention(0.9, 0.6, 0.95, 0.7, 0.8, 0.75)],
-    ids=["own links", "in part", "one link", "all disturb each other"],
+    [NO_CONTENTION, *map(Contention.between_links, (0.8, 0.5)), Contention(0.9, 0.6, 0.95, 0.7, 0.8, 0.75)],
+    ids=["no contention", "partial link contention", "shared link", "contention between all resources"],
 )
-def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, contention: Contention) -> None:
+def test_profile_recovers_known_contention(monkeypatch: pytest.MonkeyPatch, contention: Contention) -> None:
     """Products and collectives of both kinds of links, each pair begun together: each has its share of its speed."""
     machine = Machine(monkeypatch, FAST | {"all-gather/esp": Line(7e-5, 3e-10)}, contention)
     found = profile(Topology(), CPU, clock=machine.clock)
     assert asdict(found.costs.contention) == pytest.approx(asdict(contention), rel=1e-6)
-    # Lines are those of each by itself, whatever it loses beside others.
+    # Lines are those of each operation alone, for any contention.
     assert found.costs.line("gemm").beta_s == pytest.approx(FAST["gemm"].beta_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("inter", [1e-8, 1e-7])
-def test_contention_where_one_is_much_slower(monkeypatch: pytest.MonkeyPatch, inter: float) -> None:
+def test_profile_recovers_contention_with_slow_link(monkeypatch: pytest.MonkeyPatch, inter: float) -> None:
     """Products are repeated until they take as long as a message of a slow link."""
     contention = Contention(compute_beside_inter=0.7, inter_beside_compute=0.9)
     lines = {name: FAST[name] for name in ("all-reduce/dp", "gemm")} | {"all-to-all/ep": Line(1e-3, inter)}
@@ -209,7 +213,7 @@ def test_contention_where_one_is_much_slower(monkeypatch: pytest.MonkeyPatch, in
 # Ranks
 
 
-def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile, tuple[str, ...], bool]:
+def profile_on_rank(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile, tuple[str, ...], bool]:
     topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2)
     before = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
@@ -229,10 +233,10 @@ def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile
         pytest.param(4, 2, 1, 1, (LINES[0], *LINES[3:]), marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_find_the_same(
+def test_all_ranks_return_equal_profiles(
     cluster: Cluster, world: int, ep: int, esp: int, mp: int, names: tuple[str, ...]
 ) -> None:
-    every = cluster.run(world, measured, ep, esp, mp)
+    every = cluster.run(world, profile_on_rank, ep, esp, mp)
     found, known, untouched = every[0]
     assert all(one == every[0] for one in every) and untouched
     assert tuple(found.costs.lines) == tuple(found.points) == known == names
@@ -255,13 +259,13 @@ SOME = Profile(
 )
 
 
-def test_json_there_and_back() -> None:
+def test_json_round_trip() -> None:
     assert Profile.from_json(SOME.to_json()) == SOME
     assert CostModel.from_json(SOME.to_json()) == SOME.costs
 
 
 @pytest.mark.parametrize("broken", ["points", "seconds", "lines", "format"])
-def test_json_that_is_no_profile(broken: str) -> None:
+def test_from_json_rejects_invalid_profile(broken: str) -> None:
     data = json.loads(SOME.to_json())
     for value in itertools.chain(([1], "x"), () if broken == "seconds" else (3,)):
         with pytest.raises(ConfigError):

@@ -15,7 +15,7 @@ from fusedmoe.runtime.recorder import Recorder, recorded, span
 from fusedmoe.schedule.timeline import Span, align
 
 
-def test_spans_have_the_times_of_their_bodies():
+def test_spans_record_times_of_their_bodies():
     recorder = Recorder(rank=3)
     before = recorder.now()
     with recorder.span("D", kind="dispatch", resource="inter", chunk=1, layer=2, phase="backward"):
@@ -33,7 +33,7 @@ def test_spans_have_the_times_of_their_bodies():
     assert first.duration_s >= 0.02
 
 
-def test_without_a_recorder_there_is_one_shared_context():
+def test_span_without_recorder_is_one_shared_context():
     contexts = {id(span(None, "x", kind="gate", chunk=i)) for i in range(3)}
     assert len(contexts) == 1
     with span(None, "x", kind="gate"), span(None, "y", kind="permute"):
@@ -42,7 +42,7 @@ def test_without_a_recorder_there_is_one_shared_context():
         raise ZeroDivisionError
 
 
-def test_the_helper_passes_everything_to_the_recorder():
+def test_span_helper_passes_all_fields_to_recorder():
     recorder = Recorder()
     with span(recorder, "C", kind="combine", resource="inter", chunk=0, layer=1, phase="forward"):
         pass
@@ -53,12 +53,12 @@ def test_the_helper_passes_everything_to_the_recorder():
 @pytest.mark.parametrize(
     "words", [{"kind": "sleep"}, {"kind": "gate", "resource": "gpu"}, {"kind": "gate", "phase": "up"}]
 )
-def test_an_unknown_word_is_refused_where_it_is_used(words):
+def test_unknown_kind_resource_or_phase_is_rejected(words):
     with pytest.raises(ConfigError, match="is not one of"):
         Recorder().span("x", **words)
 
 
-def test_a_body_that_raises_leaves_no_span():
+def test_raising_body_leaves_no_span():
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError), recorder.span("x", kind="gate"):
         raise ZeroDivisionError
@@ -67,7 +67,7 @@ def test_a_body_that_raises_leaves_no_span():
     assert [s.name for s in recorder.timeline().spans] == ["y"]
 
 
-def test_a_region_is_recorded_each_time_that_a_gradient_passes():
+def test_each_backward_pass_records_its_span():
     recorder = Recorder(clock=count().__next__)
     x = torch.ones(2, requires_grad=True)
     y = recorded(recorder, torch.exp, x, kind="attention").sum()
@@ -78,7 +78,7 @@ def test_a_region_is_recorded_each_time_that_a_gradient_passes():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_no_backward_is_opened_that_no_gradient_would_close(grad: bool):
+def test_no_backward_span_without_gradient(grad: bool):
     opened: list[str | None] = []
 
     class Noting(Recorder):
@@ -92,7 +92,7 @@ def test_no_backward_is_opened_that_no_gradient_would_close(grad: bool):
     assert opened == ["forward"]
 
 
-def test_clear_starts_again_at_zero_and_forgets_open_spans():
+def test_clear_resets_time_and_discards_open_spans():
     recorder = Recorder()
     with recorder.span("old", kind="gate"):
         pass
@@ -109,7 +109,7 @@ def test_clear_starts_again_at_zero_and_forgets_open_spans():
     assert old_anchor_s + 0.009 < timeline.anchor_s <= time.time()
 
 
-def test_known_times_can_be_added():
+def test_add_records_span_with_known_times():
     recorder = Recorder()
     start_s = recorder.now()
     ended = threading.Event()
@@ -128,7 +128,7 @@ def test_known_times_can_be_added():
     assert dispatch.start_s <= expert.start_s and dispatch.end_s <= expert.end_s and dispatch.duration_s >= 0.01
 
 
-def test_threads_may_record_at_the_same_time():
+def test_threads_record_concurrently():
     recorder = Recorder()
 
     def work(chunk: int) -> None:
@@ -145,8 +145,8 @@ def test_threads_may_record_at_the_same_time():
     assert found == {(chunk, layer) for chunk in range(4) for layer in range(200)}
 
 
-def test_recorders_made_at_different_times_line_up(monkeypatch: pytest.MonkeyPatch):
-    """Each with a clock of its own, as on two machines: only the wall clock is the same."""
+def test_align_matches_recorders_with_different_clocks(monkeypatch: pytest.MonkeyPatch):
+    """Each recorder has its own clock, as on two machines: only the wall clock is the same."""
     now_s = [0.0]
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + now_s[0])
     one = Recorder(rank=0, clock=lambda: 7.0 + now_s[0])
@@ -159,7 +159,7 @@ def test_recorders_made_at_different_times_line_up(monkeypatch: pytest.MonkeyPat
     assert [one.start_s for one in align(raw)] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
-def test_a_compiled_function_keeps_its_graph_whole_without_a_recorder():
+def test_compiled_span_without_recorder_has_no_graph_break():
     def double(x: torch.Tensor, recorder: Recorder | None) -> torch.Tensor:
         with span(recorder, "E", kind="expert"):
             return 2 * x
@@ -170,11 +170,11 @@ def test_a_compiled_function_keeps_its_graph_whole_without_a_recorder():
 
 
 class FakeDevice:
-    """torch.cuda as the recorder uses it: a device that does queued work late, and the events on its streams."""
+    """torch.cuda as the recorder uses it: a device that runs queued work late, and the events on its streams."""
 
     def __init__(self, lag_s: float) -> None:
         self.lag_s = lag_s
-        self.work_s = 0.0  # how long the work queued so far takes
+        self.work_s = 0.0  # seconds of the work queued so far
         self.synchronized = 0
         device = self
 
@@ -201,7 +201,7 @@ class FakeDevice:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace())
 
 
-def test_on_cuda_the_times_are_those_of_the_events(monkeypatch):
+def test_cuda_spans_use_event_times(monkeypatch):
     device = FakeDevice(lag_s=5.0)
     device.install(monkeypatch)
     recorder = Recorder(rank=1, device="cuda:0")
@@ -220,7 +220,7 @@ def test_on_cuda_the_times_are_those_of_the_events(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_real_device_a_span_lasts_as_long_as_its_kernels():
+def test_cuda_span_covers_kernel_time():
     recorder = Recorder(device="cuda")
     x = torch.rand(2048, 2048, device="cuda")
     for _ in range(3):  # the first ones load the kernels

@@ -1,4 +1,4 @@
-"""FSMoE's own two steps of gradient partitioning (§5), which the library's exact search is compared with."""
+"""FSMoE's two-step gradient partitioning (§5), for comparison with the library's exact search."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fusedmoe.schedule.step_costs import StepCosts
 
 
 def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition:
-    """Step 1 (F14): each place takes as much as it hides, as early as possible. `of[l]`: the options of layer l.
+    """Step 1 (F14): each place takes as many bytes as it hides, as early as possible. `of[l]`: the options of layer l.
 
-    Each bucket pays the start of an all-reduce: a place too short for it takes nothing.
+    Each bucket pays the start of an all-reduce: a place shorter than the start takes nothing.
     """
     middle, beside = [0.0] * len(of), [0.0] * len(of)
     ready = 0.0
@@ -29,14 +29,14 @@ def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition
 
 
 def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Partition, seed: int = 0) -> Partition:
-    """Step 2 (F15): what step 1 left over moves into the middles, where that makes the sum of all passes shorter.
+    """Step 2 (F15): move the rest of step 1 into the middles, where that shortens the sum of all passes.
 
-    Differential evolution over the share of what is there that each middle takes, so that the constraint holds by
+    Differential evolution over each middle's share of the available bytes, which satisfies the constraint by
     construction: in back-propagation order no place has taken more than was ready. Never worse than step 1.
     """
     layers = list(reversed(range(len(of))))
     if all(len(found) == 1 for found in of):
-        return first  # no other way to run any pass: a byte in a middle costs what it costs at the end
+        return first  # one option for every pass: a byte in a middle costs the same as at the end
     gradients = np.array(costs.gradient_bytes, dtype=np.float64)[layers]
     taken = np.cumsum([first.middle[layer] + first.beside[layer] for layer in layers])
     left = np.cumsum(gradients) - gradients - taken
@@ -54,7 +54,7 @@ def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Par
         placed = np.zeros_like(shares[0])
         for p, n in enumerate(places):
             size = shares[p] * np.maximum(room[n] - placed, 0.0)
-            result[p] = np.where(size >= 1, size, 0.0)  # less is rounding, and would be free
+            result[p] = np.where(size >= 1, size, 0.0)  # smaller values are rounding, and would cost nothing
             placed = placed + result[p]
         return result
 
@@ -81,7 +81,7 @@ def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Par
 
 
 def _padded(of: Sequence[Sequence[PassOption]]) -> tuple[Any, Any]:
-    """[V, P] seconds of up to V options in P places; where a place has fewer, its first one again."""
+    """[V, P] seconds of up to V options in P places, padded with the place's first option."""
     most = max(map(len, of))
     rows = [[(option.busy_s, option.free_s) for option in (*found, *[found[0]] * (most - len(found)))] for found in of]
     array = np.array(rows)  # [P, V, 2]

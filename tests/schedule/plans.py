@@ -1,10 +1,10 @@
-"""Plans and costs to test with."""
+"""Random plans and costs for tests."""
 
 from __future__ import annotations
 
 import random
 
-from fusedmoe.schedule.cost import ALONE, Contention, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
@@ -19,7 +19,7 @@ DENSE = {
 
 
 def random_layer(rng: random.Random) -> LayerCosts:
-    """Any mix of short and long parts; sometimes without a group for experts or their shards, or without a gradient."""
+    """Draw a mix of short and long parts; at times without an expert or sharding group, or without a gradient."""
     kinds = ["expert"]
     if rng.random() < 0.8:
         kinds += ["dispatch", "combine"]
@@ -38,13 +38,13 @@ def random_layer(rng: random.Random) -> LayerCosts:
 
 
 def random_contention(rng: random.Random) -> Contention:
-    """Resources that leave each other alone, links that disturb each other, or all of them, each pair as it may."""
+    """Draw no contention, contention between links, or contention between any pair of resources."""
     some = Contention(*(rng.choice([1.0, rng.uniform(0.2, 1.0)]) for _ in range(6)))
-    return rng.choice([ALONE, Contention.between_links(rng.uniform(0.3, 0.99)), some])
+    return rng.choice([NO_CONTENTION, Contention.between_links(rng.uniform(0.3, 0.99)), some])
 
 
 def random_costs(rng: random.Random, contention: Contention | None = None) -> StepCosts:
-    """Up to four layers, alike or not."""
+    """Draw costs of up to four layers, equal or different."""
     layers = [random_layer(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.5:
         layers = layers[:1] * len(layers)
@@ -57,7 +57,7 @@ def random_costs(rng: random.Random, contention: Contention | None = None) -> St
 
 
 def random_plan(rng: random.Random, costs: StepCosts) -> Plan:
-    """Any order and degree of each pass, gradients anywhere; not a good plan, but a plan."""
+    """Draw a valid plan: any order and degree of each pass, and gradients anywhere."""
 
     def passes() -> list[ChunkedPass]:
         return [ChunkedPass(rng.choice(ORDERS), rng.randint(1, 6)) for _ in costs.layers]

@@ -1,4 +1,4 @@
-"""The bound that no plan beats: beside an exact solver, beside all policies, and where it is known by hand."""
+"""The lower bound of all plans: against an exact solver, against all policies, and in cases solved by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bench.simulate.grid import workloads
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import ALONE, Contention, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -19,8 +19,8 @@ from fusedmoe.schedule.task import Task, resources_of, standard_dependencies
 from tests.schedule.test_splits import random_split, random_stack
 
 
-def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, float]:
-    """What an exact solver says of the shortest step that is split so: at least, and at most."""
+def cp_sat_step_limits_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, float]:
+    """Return an exact solver's lower and upper limits of the shortest step with this split."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     tasks = list(split.tasks(costs))
     took = costs.durations(tasks)
@@ -50,27 +50,29 @@ def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, 
     # "fresh": another one in each run
     ["fresh", *range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))],
 )
-def test_no_order_of_any_split_beats_it(seed: int | str) -> None:
+def test_bound_is_below_exact_optimum(seed: int | str) -> None:
     seed = random.randrange(10**6) if seed == "fresh" else seed
     print(f"seed {seed}")
     rng = random.Random(seed)
-    costs = replace(random_stack(rng, rng.randint(1, 2)), contention=ALONE)
+    costs = replace(random_stack(rng, rng.randint(1, 2)), contention=NO_CONTENTION)
     bound = bound_s(costs, 3)
     for split in (random_split(rng, len(costs.layers), 3), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, 3))):
         found = micro_schedule(costs, split).makespan_s()
-        least, most = least_s(costs, split, found)
+        least, most = cp_sat_step_limits_s(costs, split, found)
         assert bound <= most * (1 + 1e-9)
         assert least <= found * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", ["fresh", *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3))])
-def test_no_plan_beats_it_where_all_resources_disturb_each_other(seed: int | str) -> None:
+def test_bound_holds_with_contention_between_all_resources(seed: int | str) -> None:
     seed = random.randrange(10**6) if seed == "fresh" else seed
     print(f"seed {seed}")
     rng = random.Random(seed)
     raised = 0
-    for _ in range(3):
-        alone = replace(random_stack(rng, rng.randint(1, 2)), contention=ALONE)
+    for case in range(30):
+        if case >= 3 and raised:
+            break
+        alone = replace(random_stack(rng, rng.randint(1, 2)), contention=NO_CONTENTION)
         costs = replace(alone, contention=Contention(*(rng.uniform(0.4, 1.0) for _ in range(6))))
         bound = bound_s(costs, 3)
         raised += bound > bound_s(alone, 3) * (1 + 1e-9)
@@ -79,12 +81,13 @@ def test_no_plan_beats_it_where_all_resources_disturb_each_other(seed: int | str
         for _ in range(5):
             split = random_split(rng, len(costs.layers), 3)
             assert bound <= makespan(micro_schedule(costs, split).plan(), costs) * (1 + 1e-9), split
-    assert raised  # by what they lose beside each other
+    assert raised, "contention raises no bound"
 
 
-def test_where_it_is_known() -> None:
-    """Two layers whose gradients take long: the first one can be reduced when the processor has gone through the
-    forward pass and one layer of the backward pass, and they keep the link from then on."""
+def test_bound_is_tight_in_solved_case() -> None:
+    """Two layers with long gradients: the all-reduce of the first starts after the forward pass and one layer's
+    backward, and uses the link from then on.
+    """
     free, experts = StageTime(0.0, 0.0), StageTime(0.0, 1.0)
     chunks = {phase: {"expert": experts} for phase in ("forward", "backward")}
     micro = MicroBatches({phase: {"attention": experts} for phase in chunks}, {"expert": free, "attention": free})
@@ -92,7 +95,7 @@ def test_where_it_is_known() -> None:
     costs = StepCosts((layer, layer), Line(0.5, 1.0))
     assert bound_s(costs) == pytest.approx(4.0 + 2.0 + 20.0 + 0.5)
     assert makespan(POLICIES["joint"].plan(costs), costs) == pytest.approx(4.0 + 2.0 + 20.0 + 2 * 0.5)
-    # Where links between nodes are free, the processor is what counts, and the last gradient.
+    # Where links between nodes are free, the processor and the last gradient determine the bound.
     costs = StepCosts((layer, layer), Line(0.0, 0.001))
     assert bound_s(costs) == pytest.approx(8.0 + 0.01)
 
@@ -101,8 +104,8 @@ def test_where_it_is_known() -> None:
 @pytest.mark.parametrize(
     "testbed", [pytest.param(TESTBEDS[name], id=name, marks=[pytest.mark.slow] * (name == "B")) for name in TESTBEDS]
 )
-def test_plans_come_near(testbed) -> None:
-    """In cases of FSMoE's study the bound leaves little room, and links that disturb each other only raise it."""
+def test_joint_plan_is_close_to_bound(testbed) -> None:
+    """The bound is close in cases of FSMoE's study, and contention between links only raises it."""
     cases = random.Random(0).sample(list(workloads(testbed)), 2)
     gaps = []
     for workload in cases:

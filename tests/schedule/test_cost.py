@@ -1,4 +1,4 @@
-"""Cost models: lines through measured points, and what machines are as JSON."""
+"""Cost models: lines through measured points, and machines as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from scipy.optimize import linprog
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, LINES, Contention, CostModel, Line, fit
+from fusedmoe.schedule.cost import LINES, NO_CONTENTION, Contention, CostModel, Line, fit
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.task import RESOURCES
 
@@ -23,7 +23,7 @@ MODEL = CostModel(
 )
 
 
-def test_a_line_is_found_again():
+def test_fit_recovers_exact_line():
     rng = random.Random()
     alpha, beta = 10 ** rng.uniform(-6, -3), 10 ** rng.uniform(-12, -8)
     line = fit([(n * 2**20, alpha + beta * n * 2**20) for n in range(1, 25)])
@@ -31,7 +31,7 @@ def test_a_line_is_found_again():
     assert line.r2 == pytest.approx(1.0, abs=1e-9)
 
 
-def test_the_fit_is_ordinary_least_squares():
+def test_fit_equals_least_squares():
     rng = np.random.default_rng()
     n = rng.uniform(1e5, 1e8, 30)
     seconds = 1e-4 + 2e-9 * n + rng.normal(0, 2e-2, 30)
@@ -43,23 +43,23 @@ def test_the_fit_is_ordinary_least_squares():
 
 
 @pytest.mark.parametrize("points", [[], [(1, 1)], [(1, 1), (1, 2)], [(1, 1), (2, float("nan"))], [(1, 1), (np.inf, 2)]])
-def test_points_that_make_no_line_are_refused(points):
+def test_fit_rejects_degenerate_points(points):
     with pytest.raises(ConfigError, match="measure more sizes"):
         fit(points)
 
 
-def test_equal_times_fit_a_level_line():
+def test_equal_times_fit_constant_line():
     assert fit([(1, 2.0), (2, 2.0), (3, 2.0)]) == Line(2.0, 0.0, 1.0)
 
 
-def test_the_inverse_is_zero_below_the_start():
+def test_amount_is_zero_below_startup_time():
     line = Line(0.5, 0.25)
     assert line.amount(line.seconds(12.0)) == pytest.approx(12.0)
     assert line.amount(0.5) == line.amount(0.1) == line.amount(-1.0) == 0.0
     assert Line(0.5, 0.0).amount(0.4) == 0.0 and Line(0.5, 0.0).amount(0.6) == math.inf  # size is free
 
 
-def test_a_model_survives_json():
+def test_cost_model_json_round_trip():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
     assert CostModel.from_json(replace(MODEL, tiled=True).to_json()) == replace(MODEL, tiled=True) != MODEL
     for testbed in TESTBEDS.values():
@@ -70,30 +70,32 @@ def test_a_model_survives_json():
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "is not one"),
-        ("{}", "is not one"),
+        ("[]", "the JSON lacks"),
+        ("{}", "the JSON lacks"),
         (MODEL.to_json().replace('"version": 2', '"version": 1'), "fusedmoe profile --json"),
         (MODEL.to_json().replace("gemm", "gem"), "'gem' is not one of"),
-        (MODEL.to_json().replace("alpha_s", "alpha"), "missing or not known"),
+        (MODEL.to_json().replace("alpha_s", "alpha"), "missing or unknown field"),
         (MODEL.to_json().replace("0.7", "0"), "contention"),
-        (MODEL.to_json().replace('"machine"', '"engine"'), "missing or not known"),
+        (MODEL.to_json().replace('"machine"', '"engine"'), "missing or unknown field"),
     ],
 )
-def test_json_that_is_no_model_is_refused(text, message):
+def test_from_json_rejects_invalid_cost_model(text, message):
     with pytest.raises(ConfigError, match=message):
         CostModel.from_json(text)
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan, "0.5"])
-def test_a_contention_that_cannot_be_is_refused(bad):
-    with pytest.raises(ConfigError, match="contention: intra_beside_inter is a share"):
+def test_contention_rejects_invalid_fraction(bad):
+    with pytest.raises(
+        ConfigError, match=r"contention: intra_beside_inter must be a fraction of the speed in \(0, 1\]"
+    ):
         Contention.between_links(bad)
     with pytest.raises(ConfigError, match=r"Contention\.between_links"):
         CostModel({}, bad)
 
 
-def test_the_least_time_of_work_is_that_of_the_best_mix():
-    """By a linear programme that says how long each set of resources works together."""
+def test_least_time_under_contention_equals_linear_program():
+    """Compare with a linear program over the time that each set of resources runs together."""
     rng = random.Random()
     for _ in range(50):
         contention = Contention(*(rng.choice([1.0, rng.uniform(0.1, 1.0)]) for _ in range(6)))
@@ -102,13 +104,13 @@ def test_the_least_time_of_work_is_that_of_the_best_mix():
         speeds = [
             [-math.prod(contention.share(r, one) for one in of) if r in of else 0.0 for of in sets] for r in RESOURCES
         ]
-        # Each resource can do at least its work; what is done beyond it is no harm.
+        # Each resource can do at least its work; doing more is allowed.
         solved = linprog(np.ones(len(sets)), speeds, [-one for one in work])
         assert contention.least_s(*work) == pytest.approx(solved.fun, rel=1e-9, abs=1e-12)
-    assert ALONE.least_s(1.0, 3.0, 2.0) == 3.0
-    assert Contention.between_links(0.4).least_s(0.0, 3.0, 2.0) == pytest.approx(5.0)  # they had better take turns
+    assert NO_CONTENTION.least_s(1.0, 3.0, 2.0) == 3.0
+    assert Contention.between_links(0.4).least_s(0.0, 3.0, 2.0) == pytest.approx(5.0)  # sequential is shorter
 
 
-def test_a_line_that_was_not_measured_is_named():
-    with pytest.raises(ConfigError, match="'gemm'; measure it"):
+def test_missing_line_error_names_line():
+    with pytest.raises(ConfigError, match="'gemm' was not measured; run fusedmoe profile"):
         CostModel({}).line("gemm")

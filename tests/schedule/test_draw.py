@@ -1,4 +1,4 @@
-"""Pictures of timelines: rows, colours, labels and legends."""
+"""Plots of timelines: rows, colours, labels and legends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure, free_of, stripes_of
+from fusedmoe.schedule.draw import _ROW_GROUND, COLOURS, MAX_TIMELINES, draw, figure, free_of, ground_of, stripes_of
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline, align, trace
 from tests.schedule.test_timeline import check_format
@@ -30,8 +31,8 @@ LINKS = (
     "sparse-reduce-scatter",
 )
 
-# Linear RGB to linear RGB as seen with full colour-vision deficiency.
-# Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency, 2009.
+# Linear RGB to linear RGB as seen with full colour-vision deficiency. Machado, Oliveira, Fernandes: A
+# Physiologically-based Model for Simulation of Color Vision Deficiency, 2009.
 VISION = {
     "full": np.eye(3),
     "protanopia": np.array(
@@ -71,7 +72,7 @@ def texts(timelines: Timeline | list[Timeline], **options: str) -> list[str]:
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_kinds_that_share_a_row_look_different(vision):
+def test_colors_in_one_row_are_distinguishable(vision):
     assert tuple(COLOURS) == tuple(kind for kind in KINDS if kind not in FUSED)
     for row in (LINKS, tuple(kind for kind in COLOURS if kind not in LINKS)):
         for one, two in itertools.combinations(row, 2):
@@ -80,7 +81,7 @@ def test_kinds_that_share_a_row_look_different(vision):
 
 
 @pytest.mark.slow
-def test_png_of_four_ranks(tmp_path):
+def test_draw_writes_png_of_four_ranks(tmp_path):
     rng = random.Random()
     timelines = [training_step(rng, rank, layers=4, anchor_s=1.7e9 + rank * 1e-3) for rank in range(4)]
     draw(timelines, tmp_path / "step.png", title="Step 12")
@@ -90,7 +91,7 @@ def test_png_of_four_ranks(tmp_path):
     assert 1500 < width < 3000 and 700 < height < 1500
 
 
-def test_the_picture_says_what_is_in_it():
+def test_figure_labels_ranks_resources_and_kinds():
     rng = random.Random()
     timelines = [training_step(rng, rank, layers=1, degree=2) for rank in range(2)]
     found = texts(timelines, title="Step $12$")
@@ -109,13 +110,25 @@ def test_the_picture_says_what_is_in_it():
 
 
 @pytest.mark.parametrize(("layers", "pattern"), [(1, r"(for|back)ward, layer \d"), (9, r"[fb]wd \d")])
-def test_brackets_all_say_pass_and_layer_in_one_way(layers, pattern):
+def test_brackets_label_pass_and_layer_uniformly(layers, pattern):
     found = texts([training_step(random.Random(layers), rank, layers=layers, degree=2) for rank in range(2)])
     named = [text for text in found if re.match("forward|backward|[fb]wd", text) and text != "backward pass"]
     assert len(named) >= 4 and all(re.fullmatch(pattern, text) for text in named), named
 
 
-def test_each_bar_has_its_colour_in_its_place():
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_backgrounds_of_neighbouring_layers_differ(phase):
+    grounds = [ground_of(phase, layer) or _ROW_GROUND for layer in range(4)]
+    assert grounds[0] == grounds[2] and grounds[1] == grounds[3]
+    for vision in VISION.values():
+        one, two = (cielab(ground, vision) for ground in grounds[:2])
+        assert np.linalg.norm(one - two) > 4  # about 2 is just visible
+    picture = figure(training_step(random.Random(), layers=3, degree=2))
+    drawn = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
+    assert {ground_of(phase, 1), ground_of("backward", 0)} <= drawn
+
+
+def test_bars_have_color_and_position_of_their_span():
     timeline = training_step(random.Random(), layers=1, degree=2)
     picture = figure(timeline)
     picture.canvas.draw()
@@ -137,7 +150,7 @@ def test_each_bar_has_its_colour_in_its_place():
     assert checked > 10
 
 
-def test_labels_stay_inside_their_bars():
+def test_labels_fit_inside_bars():
     rng = random.Random()
     picture = figure([training_step(rng, rank, layers=3) for rank in range(2)])
     picture.canvas.draw()
@@ -151,7 +164,7 @@ def test_labels_stay_inside_their_bars():
     assert len(inside) > 20 and all(inside)
 
 
-def test_a_span_too_short_for_a_pixel_shows():
+def test_subpixel_spans_are_visible():
     spans = (
         Span("start", "weight-gradient", "compute", 0.0, 1e-9),
         Span("expert", "gate", "compute", 0.4, 0.6),
@@ -163,7 +176,7 @@ def test_a_span_too_short_for_a_pixel_shows():
         assert away < 100, f"{span.name}: no pixel is nearer to its colour than {away}"
 
 
-def test_overlapping_spans_make_the_row_higher():
+def test_overlapping_spans_increase_row_height():
     spans = tuple(Span("dispatch", "dispatch", "inter", i * 1e-3, 1.0, chunk=i) for i in range(8))
     high, low = figure(Timeline(0, spans)), figure(Timeline(0, spans[:1]))
     assert high.get_figheight() > low.get_figheight() + 0.5
@@ -175,30 +188,30 @@ def test_overlapping_spans_make_the_row_higher():
     }
 
 
-def test_measured_beside_predicted_are_told_apart():
+def test_measured_and_predicted_timelines_are_labelled():
     rng = random.Random()
     both = [training_step(rng), training_step(rng, source="predicted", anchor_s=None)]
     assert {"rank 0\nmeasured", "rank 0\npredicted"} <= set(texts(both))
     assert "rank 0" in texts(both[:1])
 
 
-def test_links_that_nothing_uses_have_no_row():
+def test_unused_links_have_no_row():
     found = texts(Timeline(0, (Span("expert", "expert", "compute", 0.0, 1.0),)))
     assert "compute" in found and "inter" not in found and "intra" not in found
 
 
 @pytest.mark.parametrize("timelines", [[], Timeline(), [Timeline(0), Timeline(1)]])
-def test_nothing_recorded_is_a_picture_that_says_so(timelines, tmp_path):
+def test_empty_timelines_draw_no_spans_note(timelines, tmp_path):
     draw(timelines, tmp_path / "none.png")
     assert "no spans" in texts(timelines)
 
 
-def test_too_many_timelines_are_refused():
+def test_too_many_timelines_are_rejected():
     with pytest.raises(ConfigError, match=str(MAX_TIMELINES)):
         figure([Timeline(rank) for rank in range(MAX_TIMELINES + 1)])
 
 
-def test_pyplot_stays_out_of_it(tmp_path):
+def test_draw_does_not_import_pyplot(tmp_path):
     code = (
         "import sys\n"
         "from fusedmoe.schedule.draw import draw\n"
@@ -216,7 +229,7 @@ FUSED_SPANS = tuple(
 
 
 def random_spans(rng: random.Random) -> tuple[Span, ...]:
-    """On a grid of milliseconds, overlapping in any way, some on several resources."""
+    """Spans on a grid of milliseconds that overlap in any way; some use several resources."""
     spans = []
     for number in range(rng.randrange(1, 30)):
         start, on = rng.randrange(200), rng.sample(RESOURCES, rng.choice([1, 1, 2, 3]))
@@ -225,7 +238,7 @@ def random_spans(rng: random.Random) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def test_sums_equal_the_naive_ones():
+def test_busy_time_of_multi_resource_spans_equals_grid():
     rng = random.Random()
     for _ in range(100):
         timeline = Timeline(0, random_spans(rng))
@@ -243,32 +256,32 @@ def test_sums_equal_the_naive_ones():
         assert Timeline.from_json(timeline.to_json()) == timeline
 
 
-def test_files_of_others_have_nothing_new():
+def test_json_omits_also_for_single_resource_spans():
     alone = Timeline(0, (Span("gate", "gate", "compute", 0.0, 1.0),))
     assert "also" not in alone.to_json()
 
 
 @pytest.mark.parametrize("also", [("network",), ("compute",), ("intra", "intra"), ["intra"], None, "intra", ([],)])
-def test_bad_further_resources_are_refused(also):
+def test_invalid_also_resources_are_rejected(also):
     with pytest.raises(ConfigError, match="further resources"):
         Timeline(0, (Span("x", "expert", "compute", 0.0, 1.0, also=also),))
 
 
 @pytest.mark.parametrize("also", ['"intra"', '["network"]', "[[]]", "3", "null"])
-def test_bad_further_resources_in_a_file_are_refused(also):
+def test_invalid_also_resources_in_json_are_rejected(also):
     text = Timeline(0, (Span("x", "expert", "compute", 0.0, 1.0, also=("intra",)),)).to_json()
     with pytest.raises(ConfigError, match="timeline"):
         Timeline.from_json(text.replace('["intra"]', also))
 
 
-def test_a_trace_has_it_on_every_thread():
+def test_trace_repeats_fused_span_on_each_resource_thread():
     names, events = check_format(trace(Timeline(0, FUSED_SPANS)))
     labels = {e["tid"]: e["args"]["name"] for e in names if e["name"] == "thread_name"}
     found = Counter((event["args"]["kind"], labels[event["tid"]]) for event in events)
     assert found == Counter((span.kind, resource) for span in FUSED_SPANS for resource in span.resources)
 
 
-def test_bands_tell_the_kinds_apart():
+def test_stripes_distinguish_fused_kinds():
     looks = {kind: tuple(stripes_of(kind)) for kind in KINDS}
     assert len(set(looks.values())) == len(KINDS)
     for kind, parts in FUSED.items():
@@ -278,13 +291,13 @@ def test_bands_tell_the_kinds_apart():
         assert 0 <= top < bottom <= 1 and bottom - top >= 0.5
         ordered = sorted(bands)
         assert [band.colour for band in ordered] == [COLOURS[part] for part in parts if part != "expert"]
-        for band in bands:  # outside of what is left, and beside each other
+        for band in bands:  # outside the rest, and next to each other
             assert band.bottom <= top + 1e-9 or band.top >= bottom - 1e-9
         for one, two in zip(ordered, ordered[1:], strict=False):
             assert one.bottom <= two.top + 1e-9
 
 
-def test_a_picture_shows_it_in_each_of_its_rows():
+def test_figure_draws_fused_span_in_each_resource_row():
     picture = figure(Timeline(0, FUSED_SPANS))
     picture.canvas.draw()
     image = np.asarray(picture.canvas.buffer_rgba())[..., :3]

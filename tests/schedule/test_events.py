@@ -1,4 +1,4 @@
-"""Plans that no policy makes in the simulator: against its definition, in exact numbers."""
+"""The simulator on plans that no policy makes, against its definition in exact numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
@@ -19,13 +19,14 @@ from tests.schedule.test_simulate import by_definition
 
 
 def any_plan(rng: random.Random, fused: bool = True) -> Plan:
-    """Tasks on random resources in random orders, with random dependencies or none, also fused operations: among it
-    single queues for both links."""
+    """Tasks on random resources in random orders, with random dependencies or none, also fused operations and single
+    queues for both links.
+    """
     tasks = [Task(rng.choice([*FUSED]), 0, layer) for layer in range(rng.randint(1, 5) if fused else 0)]
     tasks += [Task(rng.choice([*LINKS, "attention", "permute"]), 0, 10 + n) for n in range(rng.randint(2, 10))]
     rng.shuffle(tasks)
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
-    for task in tasks:  # in one order, so without a circle
+    for task in tasks:  # in one order, which excludes cycles
         on = [rng.choice(["intra", "inter"])] if task.kind in LINKS else resources_of(task.kind)
         for resource in on:
             orders[resource].append(task)
@@ -33,13 +34,13 @@ def any_plan(rng: random.Random, fused: bool = True) -> Plan:
     return Plan.from_orders(orders, after)
 
 
-def random_durations(rng: random.Random, plan: Plan, contention: Contention = ALONE) -> Durations:
-    """Small whole numbers, so that ends coincide, any, or nothing."""
+def random_durations(rng: random.Random, plan: Plan, contention: Contention = NO_CONTENTION) -> Durations:
+    """Small integers, which make ends coincide, or any durations, or zeros."""
     choose = rng.choice([lambda: rng.randrange(8) / 2, lambda: rng.random(), lambda: 10 ** rng.uniform(-4, 0)])
     return Durations({task: float(choose()) for task in plan}, contention)
 
 
-def check(plan: Plan, costs: Durations) -> None:
+def assert_equals_definition(plan: Plan, costs: Durations) -> None:
     timeline = simulate(plan, costs)
     expected = by_definition(plan, costs.given, costs.contention)
     assert len(timeline.spans) == len(plan)
@@ -50,28 +51,28 @@ def check(plan: Plan, costs: Durations) -> None:
     assert makespan(plan, costs) == timeline.end_s
 
 
-def sweep(count: int, seed: int) -> None:
+def compare_random_plans(count: int, seed: int) -> None:
     rng = random.Random(seed)
     contended = 0
     for _ in range(count):
         plan = any_plan(rng)
         costs = random_durations(rng, plan, random_contention(rng))
-        check(plan, costs)
+        assert_equals_definition(plan, costs)
         contended += makespan(plan, costs) > makespan(plan, Durations(costs.given))
     assert contended > count / 10
 
 
-def test_any_plan_equals_its_definition():
-    sweep(250, random.randrange(2**32))
+def test_simulation_of_any_plan_equals_definition():
+    compare_random_plans(250, random.randrange(2**32))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_any_plan_equals_its_definition_20_000_times():
-    sweep(20_000, 7)
+def test_simulation_of_20_000_plans_equals_definition():
+    compare_random_plans(20_000, 7)
 
 
-def test_a_fused_operation_waits_for_the_head_of_both_its_orders_by_hand():
+def test_fused_task_waits_for_both_of_its_resources():
     plan = Plan.parse(
         """
         compute: f0.AGERS0 f0.AGERS1 .A
@@ -93,20 +94,20 @@ def test_a_fused_operation_waits_for_the_head_of_both_its_orders_by_hand():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
-def test_contention_makes_nothing_shorter(seed):
+def test_contention_never_shortens_any_plan(seed):
     rng = random.Random(seed)
     plan = any_plan(rng)
     costs = random_durations(rng, plan)
     assert makespan(plan, costs) <= makespan(plan, Durations(costs.given, random_contention(rng))) * (1 + 1e-12)
 
 
-def test_a_missing_duration_is_named():
+def test_missing_duration_error_names_fused_task():
     with pytest.raises(ConfigError, match=r"no duration for f0\.DEC0"):
         makespan(Plan.parse("compute: DEC0\ninter: DEC0"), Durations({}))
 
 
 def random_graph(rng: random.Random) -> tuple[list[list[int]], list[int], list[float]]:
-    """Tasks that wait for earlier ones, for the one before them on their resource too; resources and seconds."""
+    """Tasks that depend on earlier tasks, and on the previous task of their resource; resources and seconds."""
     count = rng.randint(1, 25)
     on = [rng.randrange(3) for _ in range(count)]
     before = [[one for one in range(place) if rng.random() < 0.15] for place in range(count)]
@@ -118,25 +119,25 @@ def random_graph(rng: random.Random) -> tuple[list[list[int]], list[int], list[f
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_without_contention_orders_are_all_that_holds_a_task_up(seed):
+def test_run_equals_run_in_order_without_contention(seed):
     before, on, seconds = random_graph(random.Random(seed))
     followers = followers_of(before)
     assert [sorted(found) for found in followers] == [
         [place for place, found in enumerate(before) if one in found] for one in range(len(before))
     ]
     assert run(before, followers, on, seconds) == run_in_order(before, seconds)
-    # Tasks in the order in which they are issued start as if each took the same time.
+    # Tasks in issue order start as if each took the same time.
     starts, _ = run_in_order(before, [1.0] * len(before))
     assert issue_order(before, followers) == sorted(range(len(before)), key=lambda place: (starts[place], place))
 
 
-def test_a_circle_and_what_is_behind_it_are_left_out_of_the_order():
+def test_issue_order_omits_cycles_and_their_dependents():
     before = [[], [0, 2], [1], [2], [0]]
     assert issue_order(before, followers_of(before)) == [0, 4]
 
 
-def test_spare_tasks_start_where_nothing_else_can():
-    # On one resource: 1 s, then a task that another resource holds up until 3 s; two spare ones of 1 s and 5 s.
+def test_spare_tasks_start_only_on_idle_resources():
+    # On one resource: 1 s, then a task that another resource delays until 3 s; two independent tasks of 1 s and 5 s.
     before, on = [[], [0, 3], [], [], [2]], [2, 2, 2 + SPARE, 0, 2 + SPARE]
     starts, ends = run(before, followers_of(before), on, [1.0, 1.0, 1.0, 3.0, 5.0])
     assert (starts, ends) == ([0, 7, 1, 0, 2], [1, 8, 2, 3, 7]), "what has started ends, whoever gets ready meanwhile"
@@ -146,7 +147,7 @@ def test_spare_tasks_start_where_nothing_else_can():
     assert starts == [0, 0], "also what takes no time"
 
 
-def test_of_ready_tasks_the_most_urgent_starts():
+def test_most_urgent_ready_task_starts_first():
     before: list[list[int]] = [[], [], []]
     starts, _ = run(before, followers_of(before), [0, 0, 0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.5])
     assert starts == [1, 0, 2]

@@ -1,4 +1,4 @@
-"""Lancet's partition and weight-gradient placement, against brute force and exact programmes."""
+"""Lancet's partition and weight-gradient placement, against brute force and exact programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedmoe.schedule.task import Task
 
 
 def every_cut(count: int, parts: list[int], longest: int, start: int = 0):
-    """All ways to cut `count` parts into ranges."""
+    """Enumerate all partitions of `count` parts into ranges."""
     if start == count:
         yield ()
         return
@@ -33,7 +33,7 @@ def every_cut(count: int, parts: list[int], longest: int, start: int = 0):
                     yield (SplitRange(start, stop, k), *rest)
 
 
-def test_it_equals_brute_force():
+def test_best_ranges_equal_brute_force():
     rng = random.Random()
     for _ in range(60):
         count, longest = rng.randint(0, 6), rng.randint(1, 4)
@@ -50,12 +50,14 @@ def test_it_equals_brute_force():
         assert [place for one in ranges for place in range(one.start, one.stop)] == list(range(count))
 
 
-def test_not_splitting_is_always_there():
+def test_best_ranges_allow_no_split():
     assert best_ranges(2, lambda start, stop, k: float(k), [4], 2) == ((SplitRange(0, 1, 1), SplitRange(1, 2, 1)), 2.0)
 
 
 def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[float]]:
-    """A backward pass: two all-to-alls a layer, behind each one to three weight gradients that may run from then on."""
+    """A backward pass: two all-to-alls a layer, each followed by one to three weight gradients that may run from then
+    on.
+    """
     dispatch_s, combine_s = rng.uniform(0.5, 4.0), rng.uniform(0.5, 4.0)
     gaps_s = [rng.uniform(0.8, 1.2) * of for _ in range(layers) for of in (dispatch_s, combine_s)]
     first = [gap for gap in range(1, 2 * layers) for _ in range(rng.randint(1, 3))]
@@ -64,41 +66,44 @@ def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[fl
     return [Gap(*of) for of in zip(gaps_s, allowed, strict=True)], seconds
 
 
-def brute_force(gaps: list[Gap], seconds: list[float]) -> float:
+def brute_force_hidden_s(gaps: list[Gap], seconds: list[float]) -> float:
     choices = [[None, *(n for n, gap in enumerate(gaps) if one in gap.allowed)] for one in range(len(seconds))]
     return max(placement_hides_s(gaps, seconds, placed) for placed in itertools.product(*choices))
 
 
-def check(gaps, seconds, placed) -> None:
+def assert_allowed_placement(gaps, seconds, placed) -> None:
     assert len(placed) == len(seconds)
     assert all(number is None or one in gaps[number].allowed for one, number in enumerate(placed))
 
 
-def test_the_exact_programme_is_exact():
+def test_exact_placement_equals_brute_force():
     rng = random.Random()
     for _ in range(15):
         gaps, seconds = random_instance(rng, 2)
         placed = place_exactly(gaps, seconds)
-        check(gaps, seconds, placed)
-        # It counts in parts of the longest gap, of which each number is half a one off at most, in both placements.
+        assert_allowed_placement(gaps, seconds, placed)
+        # The search rounds to fractions of the longest gap: each number is off by at most half a unit, in both
+        # placements.
         off_s = (len(gaps) + len(seconds)) * max(gap.seconds for gap in gaps) / 2**12
-        assert placement_hides_s(gaps, seconds, placed) == pytest.approx(brute_force(gaps, seconds), abs=off_s)
+        assert placement_hides_s(gaps, seconds, placed) == pytest.approx(brute_force_hidden_s(gaps, seconds), abs=off_s)
 
 
-def test_greedy_is_close_to_the_best():
+def test_greedy_placement_is_near_exact():
     rng = random.Random(0)
     shares = []
     for _ in range(150):
         gaps, seconds = random_instance(rng, rng.randint(2, 4))
         greedy, best = place_greedily(gaps, seconds), place_exactly(gaps, seconds, limit=0.5)
-        check(gaps, seconds, greedy)
+        assert_allowed_placement(gaps, seconds, greedy)
         assert placement_hides_s(gaps, seconds, greedy) <= placement_hides_s(gaps, seconds, best)
         shares.append(placement_hides_s(gaps, seconds, greedy) / placement_hides_s(gaps, seconds, best))
     assert sum(shares) / len(shares) >= 0.97
 
 
-def test_by_hand():
-    """Into 3.0 seconds goes 2.5 first (it fits best), and then 0.6, which is over; into 2.0 the 1.9 that is left."""
+def test_greedy_placement_of_worked_example():
+    """The gap of 3.0 s takes 2.5 first (the best fit), then 0.6, which exceeds it; the gap of 2.0 takes the remaining
+    1.9.
+    """
     gaps = [Gap(3.0, {0, 1, 2}), Gap(2.0, {0, 1, 2})]
     assert place_greedily(gaps, [0.6, 1.9, 2.5]) == (0, 1, 0)
     assert placement_hides_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
@@ -106,8 +111,8 @@ def test_by_hand():
     assert place_greedily([], []) == ()
 
 
-def test_gaps_of_a_backward_pass():
-    """What a collective waits for, and what waits for it, is not beside it."""
+def test_gaps_exclude_dependencies_of_collective():
+    """Dependencies and dependents of a collective do not overlap it."""
     kinds = ("dispatch", "expert", "combine", "attention")
     tasks = []
     for layer in (1, 0):
@@ -132,7 +137,7 @@ def test_gaps_of_a_backward_pass():
     assert [set(gap.allowed) for gap in gaps] == [set(), {0}, {0, 1}, {0, 1, 2}]
 
 
-def test_without_or_tools_it_says_what_to_install(monkeypatch):
+def test_missing_or_tools_error_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ConfigError, match=r"pip install 'fusedmoe\[plan\]'"):
         place_exactly([Gap(1.0, {0})], [1.0])

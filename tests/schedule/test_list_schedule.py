@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusedmoe.schedule.cost import ALONE, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Durations
 from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
@@ -20,7 +20,7 @@ GRADIENT = "gradient-all-reduce"
 
 
 def random_tasks(rng: random.Random) -> list[Task]:
-    """A step of a few layers, in micro-batches or not, some parts missing, gradients in buckets."""
+    """A step of a few layers, with or without micro-batches, some parts missing, gradients in buckets."""
     layers, degree = rng.randint(1, 3), rng.randint(1, 3)
     parts = [kind for kind in PIPELINE if rng.random() < 0.8]
     whole = rng.random() < 0.3
@@ -38,11 +38,11 @@ def random_tasks(rng: random.Random) -> list[Task]:
 
 
 def random_seconds(rng: random.Random, tasks: list[Task]) -> dict[Task, float]:
-    """Some of them nothing, some equal."""
+    """Durations that are at times zero or equal."""
     return {task: rng.choice([0.0, 1.0, rng.random(), 10 ** rng.uniform(-3, 1)]) for task in tasks}
 
 
-def test_every_task_is_there_once_and_nobody_waits_without_need():
+def test_list_plan_has_each_task_once_without_needless_wait():
     rng = random.Random()
     for _ in range(60):
         tasks = random_tasks(rng)
@@ -50,27 +50,28 @@ def test_every_task_is_there_once_and_nobody_waits_without_need():
         plan = list_plan(tasks, seconds)
         assert sorted(map(str, plan)) == sorted(map(str, tasks))
         assert [task for task in plan.inter if task.kind == GRADIENT] == [t for t in tasks if t.kind == GRADIENT]
-        # No task could start sooner in its place: each begins when something that it waits for ends.
+        # No task could start sooner in its position: each starts when one of its dependencies ends.
         timeline = simulate(plan, Durations(seconds))
         ends = {0.0} | {span.end_s for span in timeline.spans}
         assert all(span.start_s in ends for span in timeline.spans)
         assert makespan(plan, Durations(seconds)) <= sum(seconds.values()) * (1 + 1e-12)
         schedule = ListSchedule(tasks, seconds)
         assert schedule.plan() == plan
-        for contention in (ALONE, random_contention(rng)):
+        for contention in (NO_CONTENTION, random_contention(rng)):
             assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, Durations(seconds, contention)))
 
 
-def require_good(over_best: Sequence[float]) -> None:
-    """A list schedule leaves no time in which nothing runs, so it takes at most all tasks of two classes of resources
-    one after the other: twice the best. Of random steps one in twenty-five is a quarter above the best: eight of
-    twelve are, once in 300 million times."""
+def assert_near_optimal(over_best: Sequence[float]) -> None:
+    """A list schedule leaves no idle time, which bounds it by all tasks of two classes of resources in sequence: twice
+    the optimum. One in twenty-five random steps is 25% above the optimum: eight of twelve are, once in 300 million
+    times.
+    """
     assert min(over_best) >= 1 - 1e-12 and max(over_best) <= 2 + 1e-12
     assert sum(one >= 1.25 for one in over_best) < len(over_best) * 2 / 3
 
 
-def test_it_is_as_good_as_any_order_of_a_small_step():
-    """All orders of two chunks in one layer and a gradient of the layer before, by brute force."""
+def test_list_plan_is_near_optimum_of_small_steps():
+    """All orders of two chunks in one layer and a gradient of the previous layer, by brute force."""
     rng, over_best = random.Random(), []
     for _ in range(12):
         tasks = [Task(kind, chunk) for kind in ("dispatch", "expert", "combine") for chunk in (0, 1)]
@@ -86,34 +87,34 @@ def test_it_is_as_good_as_any_order_of_a_small_step():
                 continue
             best = min(best, makespan(plan, Durations(seconds)))
         over_best.append(makespan(list_plan(tasks, seconds), Durations(seconds)) / best)
-    require_good(over_best)
+    assert_near_optimal(over_best)
 
 
-def test_what_most_hangs_on_goes_first():
+def test_longest_remaining_path_is_scheduled_first():
     tasks = [Task("expert", 0), Task("expert", 1), Task("combine", 0), Task("combine", 1)]
     seconds = dict(zip(tasks, (1.0, 1.0, 1.0, 5.0), strict=True))
     assert list_plan(tasks, seconds).compute == (tasks[1], tasks[0])
 
 
-def test_each_kind_goes_to_its_resource():
+def test_tasks_are_assigned_to_resource_of_their_kind():
     tasks = [Task(kind, 0) for kind in PIPELINE]
     seconds = dict.fromkeys(tasks, 1.0)
     assert [len(list_plan(tasks, seconds).on(resource)) for resource in RESOURCES] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_nothing_and_one_task(seconds):
+def test_list_plan_of_zero_and_one_task(seconds):
     assert list_plan([], {}) == Plan()
     one = Task("expert", 0)
     assert list_plan([one], {one: seconds}) == Plan((one,))
 
 
-def test_gradients_go_where_the_link_would_be_idle():
-    """Nothing else that was ready waits for a bucket that starts; no bucket that was ready waits for an idle link."""
+def test_gradient_buckets_fill_idle_link_slots():
+    """A bucket starts only while no other ready task waits for the link; no ready bucket waits for an idle link."""
     rng = random.Random()
     filled = 0
     for _ in range(40):
-        costs = random_costs(rng, ALONE)
+        costs = random_costs(rng, NO_CONTENTION)
         passes = [ChunkedPass(rng.choice(ORDERS), rng.randint(1, 4)) for _ in costs.layers]
         plan = idle_slot_plan(costs, passes, passes, rng.choice([10**5, 10**6, 10**7]))
         seconds = costs.seconds(plan)

@@ -13,19 +13,19 @@ from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.machines import (
     MACHINES,
     TESTBEDS,
-    Known,
+    Datum,
     Link,
     Machine,
     expected_maximum,
-    scale_of,
-    slowest_of,
-    spread_of,
+    measured_spread,
+    scaling_ranks,
+    slowest_rank_factor,
 )
 from fusedmoe.schedule.timeline import Span, Timeline
 
 
-def known(value: float) -> Known:
-    return Known(value, "chosen")
+def chosen_datum(value: float) -> Datum:
+    return Datum(value, "chosen")
 
 
 # Four ranks a node; a link carries 50 of 100 bytes/s inside it, and two cards 16 of 20 each: 8 bytes/s for each rank.
@@ -33,56 +33,56 @@ TINY = Machine(
     "tiny",
     4,
     "fp32",
-    flops=known(1000.0),
-    product_start_s=known(0.5),
-    copied_bytes_per_s=known(10.0),
-    start_s=known(1.0),
-    intra=Link(known(0.1), known(100.0), known(0.5)),
-    inter=Link(known(0.3), known(20.0), known(0.8)),
-    cards=known(2),
-    contention=known(0.7),
-    computes_beside=known(0.8),
-    links_beside=known(0.9),
-    spread=known(0.0),
+    flops=chosen_datum(1000.0),
+    product_start_s=chosen_datum(0.5),
+    copied_bytes_per_s=chosen_datum(10.0),
+    start_s=chosen_datum(1.0),
+    intra=Link(chosen_datum(0.1), chosen_datum(100.0), chosen_datum(0.5)),
+    inter=Link(chosen_datum(0.3), chosen_datum(20.0), chosen_datum(0.8)),
+    cards=chosen_datum(2),
+    contention=chosen_datum(0.7),
+    computes_beside=chosen_datum(0.8),
+    links_beside=chosen_datum(0.9),
+    spread=chosen_datum(0.0),
 )
 
 
-def close(line: Line, alpha_s: float, beta_s: float) -> bool:
+def lines_are_close(line: Line, alpha_s: float, beta_s: float) -> bool:
     return math.isclose(line.alpha_s, alpha_s) and math.isclose(line.beta_s, beta_s)
 
 
-def test_lines_by_hand() -> None:
+def test_cost_lines_of_worked_example() -> None:
     # Four nodes of four; groups of experts have two ranks in each of four nodes, attention is split over two.
     costs = TINY.costs(16, ep=8, esp=2, mp=2)
     assert set(costs.lines) == {
         *("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
     }
     assert costs.contention == Contention(0.8, 0.8, 0.9, 0.7, 0.9, 0.7) and "not measured" in costs.machine
-    assert close(costs.line("all-to-all/ep"), 1 + 0.1 + 6 * 0.3, 6 / 8 / 8)
-    assert close(costs.line("all-gather/esp"), 1 + 0.1, 1 / 2 / 50)
+    assert lines_are_close(costs.line("all-to-all/ep"), 1 + 0.1 + 6 * 0.3, 6 / 8 / 8)
+    assert lines_are_close(costs.line("all-gather/esp"), 1 + 0.1, 1 / 2 / 50)
     assert costs.line("reduce-scatter/esp") == costs.line("all-gather/esp")
-    # Eight ranks, two in each of four nodes, each with half of what crosses.
-    assert close(costs.line("all-reduce/dp"), 1 + 2 * 0.1 + 2 * 2 * 0.3, 2 * 3 / 4 / 2 / 8)
-    assert close(costs.line("gemm"), 0.5, 1 / 1000) and close(costs.line("copy"), 0.5, 1 / 10)
+    # Eight ranks, two in each of four nodes; half of each rank's bytes cross nodes.
+    assert lines_are_close(costs.line("all-reduce/dp"), 1 + 2 * 0.1 + 2 * 2 * 0.3, 2 * 3 / 4 / 2 / 8)
+    assert lines_are_close(costs.line("gemm"), 0.5, 1 / 1000) and lines_are_close(costs.line("copy"), 0.5, 1 / 10)
 
 
-def test_one_node_has_no_network() -> None:
+def test_single_node_uses_intra_node_links_only() -> None:
     costs = TINY.costs(4, ep=4)
-    assert close(costs.line("all-to-all/ep"), 1 + 3 * 0.1, 3 / 4 / 50)
-    assert close(costs.line("all-reduce/dp"), 1 + 6 * 0.1, 2 * 3 / 4 / 50)
+    assert lines_are_close(costs.line("all-to-all/ep"), 1 + 3 * 0.1, 3 / 4 / 50)
+    assert lines_are_close(costs.line("all-reduce/dp"), 1 + 6 * 0.1, 2 * 3 / 4 / 50)
     assert set(TINY.costs(1).lines) == {"gemm", "copy"}
-    # Where the link inside is the slower one, it is what counts.
-    slow = replace(TINY, intra=replace(TINY.intra, reached=known(0.01)))
-    assert close(slow.costs(8, ep=8).line("all-to-all/ep"), 1 + 3 * 0.1 + 4 * 0.3, 3 / 8 / 1)
-    # Nobody holds a copy of what attention splits over all ranks; the rest is still everybody's.
+    # The slower link inside the node determines the time.
+    slow = replace(TINY, intra=replace(TINY.intra, reached=chosen_datum(0.01)))
+    assert lines_are_close(slow.costs(8, ep=8).line("all-to-all/ep"), 1 + 3 * 0.1 + 4 * 0.3, 3 / 8 / 1)
+    # Attention split over all ranks has no replicas; the other parameters are still replicated on every rank.
     assert TINY.costs(4, mp=4).line("all-reduce/dp") == TINY.all_reduce(4, 4, 1)
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_more_ranks_never_make_an_all_to_all_faster(name: str) -> None:
+def test_all_to_all_time_is_monotonic_in_ranks(name: str) -> None:
     machine, chance = MACHINES[name], random.Random(name)
     for esp in (1, 2):
-        numbers = [ranks for ranks in scale_of(machine) if ranks >= 2 * esp]
+        numbers = [ranks for ranks in scaling_ranks(machine) if ranks >= 2 * esp]
         before: Line | None = None
         for ranks in numbers:
             line = machine.costs(ranks, ep=ranks // esp, esp=esp).line("all-to-all/ep")
@@ -94,35 +94,35 @@ def test_more_ranks_never_make_an_all_to_all_faster(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TESTBEDS)
-def test_a_published_testbed_is_met_at_its_own_size(name: str) -> None:
-    """All-reduce is none of what its figures were made of."""
+def test_machine_model_reproduces_published_testbed(name: str) -> None:
+    """All-reduce is not among the measurements behind its figures."""
     testbed, machine = TESTBEDS[name], MACHINES[f"fsmoe-{name.lower()}"].with_spread(0.0)
     costs = machine.costs(testbed.nodes * testbed.gpus, testbed.nodes, testbed.gpus, testbed.gpus)
     for line in ("all-to-all/ep", "all-gather/esp", "gemm"):
         published = testbed.costs.line(line)
-        assert close(costs.line(line), published.alpha_s, published.beta_s)
+        assert lines_are_close(costs.line(line), published.alpha_s, published.beta_s)
     for line in ("reduce-scatter/esp", "all-reduce/dp"):
         assert costs.line(line).beta_s == pytest.approx(testbed.costs.line(line).beta_s, rel=0.11)
     assert 0.4 < machine.inter.reached.value < 1
 
 
-def test_the_slowest_rank() -> None:
+def test_expected_maximum_and_slowest_rank_factor() -> None:
     assert expected_maximum(1) == pytest.approx(0, abs=1e-9)
     assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi))
     assert expected_maximum(3) == pytest.approx(1.5 / math.sqrt(math.pi))
     chance = random.Random()
     drawn = [max(chance.gauss(0, 1) for _ in range(64)) for _ in range(1000)]
     assert expected_maximum(64) == pytest.approx(sum(drawn) / len(drawn), abs=0.1)  # seven standard errors
-    rising = [slowest_of(ranks, 0.1) for ranks in (1, 8, 64, 512, 4096)]
+    rising = [slowest_rank_factor(ranks, 0.1) for ranks in (1, 8, 64, 512, 4096)]
     assert rising == sorted(rising) and rising[0] == pytest.approx(1) and rising[-1] == pytest.approx(1.363, abs=1e-3)
     even, uneven = TINY.costs(16), TINY.with_spread(0.1).costs(16)
-    factor = slowest_of(16, 0.1)
+    factor = slowest_rank_factor(16, 0.1)
     for line in ("gemm", "copy"):
-        assert close(uneven.line(line), factor * even.line(line).alpha_s, factor * even.line(line).beta_s)
+        assert lines_are_close(uneven.line(line), factor * even.line(line).alpha_s, factor * even.line(line).beta_s)
     assert uneven.line("all-reduce/dp") == even.line("all-reduce/dp")
 
 
-def test_a_measured_spread() -> None:
+def test_spread_is_estimated_from_timelines() -> None:
     chance = random.Random()
     lengths = {"attention": 2.0, "expert": 5.0}
 
@@ -139,11 +139,11 @@ def test_a_measured_spread() -> None:
         return Timeline(rank, tuple(spans), "measured")
 
     timelines = [measured(rank) for rank in range(8)]
-    assert spread_of(timelines) == pytest.approx(0.05, rel=0.15)
-    assert spread_of([timelines[0], replace(timelines[0], rank=1)]) == 0
+    assert measured_spread(timelines) == pytest.approx(0.05, rel=0.15)
+    assert measured_spread([timelines[0], replace(timelines[0], rank=1)]) == 0
     for too_few in ([], timelines[:1], [Timeline(0, (), "measured"), Timeline(1, (), "measured")]):
         with pytest.raises(ConfigError, match="at least two ranks"):
-            spread_of(too_few)
+            measured_spread(too_few)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +155,17 @@ def test_a_measured_spread() -> None:
         ({"ranks": 8, "ep": -2, "esp": -1}, "ep · esp = 2"),
         ({"ranks": 0}, "0 ranks"),
         ({"ranks": 8, "mp": 3}, "mp = 3"),
-        ({"ranks": 16, "esp": 8}, "one node of 4"),
+        ({"ranks": 16, "esp": 8}, "must divide the 4 ranks of a node"),
         ({"ranks": 12, "ep": 6, "esp": 1}, "evenly"),
     ],
 )
-def test_what_cannot_be_is_refused(sizes: dict[str, int], message: str) -> None:
+def test_costs_reject_invalid_group_sizes(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TINY.costs(**sizes)
 
 
 @pytest.mark.parametrize("spread", [-0.1, math.nan, math.inf])
-def test_a_spread_that_cannot_be_is_refused(spread: float) -> None:
+def test_invalid_spread_is_rejected(spread: float) -> None:
     with pytest.raises(ConfigError, match="spread"):
         TINY.with_spread(spread).costs(8)
 
@@ -173,13 +173,13 @@ def test_a_spread_that_cannot_be_is_refused(spread: float) -> None:
 _SHARES = ("intra.reached", "inter.reached", "contention", "computes_beside", "links_beside")
 
 
-def test_every_figure_has_its_source() -> None:
+def test_all_machine_figures_have_sources() -> None:
     for machine in MACHINES.values():
         figures = dict(machine.figures())
         assert len(figures) == 15 and all(one.source for one in figures.values())
         assert figures["spread"].estimate
         assert all(0 < figures[name].value <= 1 for name in _SHARES)
         assert all(figures[name].value > 0 for name in ("flops", "inter.bytes_per_s", "intra.bytes_per_s", "cards"))
-    assert scale_of(MACHINES["dgx-h100"]) == [8 * 2**power for power in range(10)]
-    assert scale_of(replace(TINY, ranks_per_node=12)) == [8]
-    assert scale_of(replace(TINY, ranks_per_node=32)) == [8 * 2**power for power in range(10)]
+    assert scaling_ranks(MACHINES["dgx-h100"]) == [8 * 2**power for power in range(10)]
+    assert scaling_ranks(replace(TINY, ranks_per_node=12)) == [8]
+    assert scaling_ranks(replace(TINY, ranks_per_node=32)) == [8 * 2**power for power in range(10)]

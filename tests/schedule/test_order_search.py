@@ -1,4 +1,4 @@
-"""Orders by tabu search: against an exact solver on the same tasks, and the rules that every result keeps."""
+"""Orders by tabu search: against an exact solver on the same tasks, and the invariants of every result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from fusedmoe.schedule.cost import ALONE, CostModel, Durations, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, CostModel, Durations, Line
 from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch
@@ -23,7 +23,7 @@ from tests.schedule.test_splits import random_split, random_stack
 
 GRADIENT = "gradient-all-reduce"
 
-# Of each line: the powers of ten that alpha, in seconds, and beta, in seconds for a byte or FLOP, lie between.
+# For each line: the range of powers of ten of alpha, in seconds, and beta, in seconds for a byte or FLOP.
 LINES = {
     "all-to-all/ep": (-5, -4, -9.5, -8.5),
     "all-gather/esp": (-5, -4, -10, -9),
@@ -35,7 +35,7 @@ LINES = {
 
 
 def small_stack(rng: random.Random) -> StepCosts:
-    """One to three blocks with gradients in buckets, on links and processors from slow to fast."""
+    """One to three blocks with gradients in buckets, on slow to fast links and processors."""
     lines = {
         name: Line(10 ** rng.uniform(*ends[:2]), 10 ** rng.uniform(*ends[2:]), 1.0) for name, ends in LINES.items()
     }
@@ -44,17 +44,17 @@ def small_stack(rng: random.Random) -> StepCosts:
     shape = Workload(2, tokens, dim, hidden, 8, rng.choice((1, 2)), 1.2, expert, 4, esp)
     gradients = [rng.choice((0, 2**18, 2**20, 2**22)) for _ in range(rng.randint(1, 3))]
     parts = PIPELINE if esp > 1 else PIPELINE[::2]
-    return shape.step_costs(CostModel(lines, ALONE, "drawn"), gradients, parts, whole=True)
+    return shape.step_costs(CostModel(lines, NO_CONTENTION, "drawn"), gradients, parts, whole=True)
 
 
-def least_s(plan: Plan, costs: StepCosts) -> float:
-    """The shortest step that an exact solver finds for the tasks of a plan; gradients keep their order.
+def exact_step_s(plan: Plan, costs: StepCosts) -> float:
+    """Shortest step that an exact solver finds for the tasks of a plan; gradients keep their order.
 
-    Infinity where the solver finds no order within its limit: of two of 200 stacks.
+    Infinity where the solver reaches its limit without an order: 2 of 200 stacks.
     """
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     seconds, tick_s = costs.seconds(plan), makespan(plan, costs) / 100_000
-    ticks = {task: int(seconds[task] / tick_s) for task in plan}  # rounded down: never too long
+    ticks = {task: int(seconds[task] / tick_s) for task in plan}  # rounded down, to stay a lower bound
     model = cp_model.CpModel()
     starts = {task: model.new_int_var(0, 100_001, "") for task in plan}
     spans = {task: model.new_fixed_size_interval_var(starts[task], ticks[task], "") for task in plan}
@@ -77,21 +77,22 @@ def least_s(plan: Plan, costs: StepCosts) -> float:
 @pytest.mark.parametrize(
     "seeds", [range(8), *slowly(*(range(first, first + 20) for first in range(0, 200, 20)))], ids=str
 )
-def test_joint_is_close_to_the_best_order_of_its_tasks(seeds: range) -> None:
+def test_joint_plan_is_near_exact_optimum(seeds: range) -> None:
     over_best = []
     for seed in seeds:
         rng = random.Random(seed)
         costs = small_stack(rng)
         plan = PlanSearch(costs, rng.randint(1, 3) if len(seeds) > 8 else rng.randint(1, 2)).plan("joint")
         seconds = makespan(plan, costs)
-        over_best.append(seconds / min(seconds, least_s(plan, costs)) - 1)
+        over_best.append(seconds / min(seconds, exact_step_s(plan, costs)) - 1)
     print(f"over the best order: {mean(over_best):.3%} in the mean, {max(over_best):.3%} at most")
     assert mean(over_best) <= 0.003 and max(over_best) <= 0.02
 
 
-def test_the_processor_waits_for_the_next_chunk() -> None:
+def test_order_search_delays_weight_gradient_for_next_chunk() -> None:
     """Expert chunk 1 is ready 1 ms after chunk 0 has ended. The attention and its all-reduce wait for its results;
-    nothing waits for the weight gradient of chunk 0, which takes 5 ms."""
+    nothing waits for the weight gradient of chunk 0, which takes 5 ms.
+    """
     links = "\ninter: b0.D0 b0.D1 b0.C0 b0.C1 b0.AR"
     listed = Plan.parse("compute: b0.E0 b0.WG0 b0.E1 b0.WG1 b0.A" + links)
     took_s = {"dispatch": 3e-3, "expert": 2e-3, "weight-gradient": 5e-3, "combine": 4e-3, "attention": 1e-3}
@@ -103,7 +104,7 @@ def test_the_processor_waits_for_the_next_chunk() -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(2), *slowly(range(2, 40))], ids=str)
-def test_the_same_tasks_never_take_longer(seeds: range) -> None:
+def test_improved_order_keeps_tasks_and_never_slows_step(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         costs = random_stack(rng, rng.randint(1, 2))
@@ -119,7 +120,7 @@ def test_the_same_tasks_never_take_longer(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(2), *slowly(range(2, 30))], ids=str)
-def test_no_policy_is_faster_than_joint(seeds: range) -> None:
+def test_joint_is_fastest_policy(seeds: range) -> None:
     for seed in seeds:
         costs = small_stack(random.Random(seed))
         search = PlanSearch(costs, 3)

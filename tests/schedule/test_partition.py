@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from fusedmoe.schedule.cost import ALONE, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, Line
 from fusedmoe.schedule.passes import Partition, choose_degree, three_queues
 from fusedmoe.schedule.policies.fsmoe_plans import PassOption, bucket_s, pass_options, search
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
@@ -16,7 +16,7 @@ from tests.schedule.plans import ORDERS, random_costs
 
 
 def backward_s(costs: StepCosts, of, partition: Partition) -> float:
-    """The backward pass by its definition; fails where a place has taken more than was ready."""
+    """Compute the backward pass by its definition; fail where a place has taken more bytes than were ready."""
     line, seconds, ready = costs.all_reduce, 0.0, 0.0
     for layer in reversed(range(len(of))):
         middle, beside = partition.middle[layer], partition.beside[layer]
@@ -33,12 +33,12 @@ def random_ways(rng: random.Random, costs: StepCosts) -> list[list[PassOption]]:
     return [pass_options(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
 
 
-def test_ways_by_definition():
+def test_pass_options_equal_choose_degree():
     rng = random.Random()
     for _ in range(30):
-        costs = random_costs(rng, ALONE)
+        costs = random_costs(rng, NO_CONTENTION)
         layer = costs.layers[0]
-        found = pass_options(layer.chunks["backward"], three_queues, ALONE)
+        found = pass_options(layer.chunks["backward"], three_queues, NO_CONTENTION)
         assert [way.free_s for way in found] == sorted(way.free_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):
@@ -51,25 +51,25 @@ def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCos
     return costs, [PassOption(three_queues, 1, 10.0 - slack_s, 10.0)]
 
 
-def test_step_1_by_hand():
-    # An all-reduce of n bytes takes 1 + n/1000 s. Layer 2 comes first backward: nothing is ready yet.
+def test_fill_free_of_worked_example():
+    # An all-reduce of n bytes takes 1 + n/1000 s. Layer 2 is the first in backward, when no gradient is ready yet.
     layers = [layer(4.0, 3.0, 5000), layer(1.0, 3.0, 6000), layer(9.0, 9.0, 4000)]
     costs = StepCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
-    # Layer 1 hides 1 s in its middle: too short to start one. Beside its dense part 3 s: 2,000 of the 4,000 bytes.
-    # Layer 0: 4 s, 3,000 of 2,000 + 6,000; then 3 s, 2,000. At the end 3,000 + 5,000: 9 s.
+    # Layer 1 hides 1 s in its middle: too short to start an all-reduce. Its dense part hides 3 s: 2,000 of the 4,000
+    # bytes. Layer 0: 4 s, 3,000 of 2,000 + 6,000; then 3 s, 2,000. At the end 3,000 + 5,000: 9 s.
     partition = fill_free(costs, [found for _, found in layers])
     assert partition == Partition((3000.0, 0.0, 0.0), (2000.0, 2000.0, 0.0))
     assert backward_s(costs, [found for _, found in layers], partition) == 3 * 10 + 3 + 3 + 9 + 9
 
 
-def test_step_1_takes_no_more_than_there_is():
+def test_fill_free_takes_at_most_ready_bytes():
     layers = [layer(9.0, 9.0, 100), layer(9.0, 9.0, 700)]
     costs = StepCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
     assert fill_free(costs, [found for _, found in layers]) == Partition((700.0, 0.0), (0.0, 0.0))
 
 
-def test_step_2_moves_what_is_left_to_another_degree():
-    # Nothing is free, but with its second way layer 0 is only 0.5 s longer and hides 2.5 s.
+def test_search_moves_remaining_bytes_to_other_degree():
+    # Nothing is free, but with its second option layer 0 is only 0.5 s longer and hides 2.5 s.
     first, _ = layer(0.0, 0.0, 1000)
     of = [[PassOption(three_queues, 2, 10.0, 10.0), PassOption(three_queues, 1, 8.0, 10.5)]] * 2
     costs = StepCosts((first, first), Line(1.0, 1e-3))
@@ -80,7 +80,7 @@ def test_step_2_moves_what_is_left_to_another_degree():
         assert backward_s(costs, of, found) == pytest.approx(20.5 + 2, rel=1e-3)
 
 
-def test_the_search_is_never_beaten():
+def test_search_is_at_least_as_fast_as_two_step_partition():
     rng = random.Random()
     for _ in range(15):
         costs = random_costs(rng)
@@ -88,14 +88,14 @@ def test_the_search_is_never_beaten():
         step_1 = fill_free(costs, of)
         step_2 = spread_rest(costs, of, step_1)
         best = backward_s(costs, of, search(costs, of))
-        # States that are half a byte apart are one to the search, in each layer.
+        # The search merges states that are half a byte apart, in each layer.
         rounding_s = 0.5 * len(of) * costs.all_reduce.beta_s
         assert best <= backward_s(costs, of, step_2) * (1 + 1e-9) + rounding_s
         assert backward_s(costs, of, step_2) <= backward_s(costs, of, step_1) * (1 + 1e-9)
 
 
-def test_the_search_finds_the_best_of_all_partitions():
-    """Brute force: every multiple of a twelfth of what is ready, in every place."""
+def test_search_equals_brute_force_over_partitions():
+    """Brute force: every multiple of a twelfth of the ready bytes, in every place."""
     rng = random.Random()
     shares = [n / 12 for n in range(13)]
     for _ in range(2):
@@ -125,7 +125,7 @@ def quick_backward_s(costs: StepCosts, of, partition: Partition) -> float:
     return seconds
 
 
-def test_evolution_is_seeded():
+def test_differential_evolution_is_deterministic():
     rng = random.Random(3)
     chunks = {"expert": StageTime(1e-3, 2e-2), "dispatch": StageTime(1e-3, 1e-2), "combine": StageTime(1e-3, 1e-2)}
     one = LayerCosts({"forward": chunks, "backward": chunks}, {"backward": {"attention": 1e-3}}, 3 * 10**7)
@@ -135,6 +135,6 @@ def test_evolution_is_seeded():
     assert spread_rest(costs, of, start, seed=1) == spread_rest(costs, of, start, seed=1)
 
 
-def test_no_layers():
+def test_partition_of_zero_layers():
     costs = StepCosts((), Line(1.0, 1.0))
     assert search(costs, []) == fill_free(costs, []) == Partition((), ())

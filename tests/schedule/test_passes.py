@@ -8,7 +8,7 @@ import pytest
 
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -19,7 +19,7 @@ from tests.schedule.plans import ORDERS, random_layer
 
 
 def brute_force(chunks, gar, order, contention, limit) -> list[float]:
-    """Seconds of each degree from 1, all by simulation."""
+    """Simulated seconds of each degree from 1."""
     kinds = tuple(kind for kind in PIPELINE if kind in chunks)
     found = []
     for degree in range(1, limit + 1):
@@ -32,7 +32,7 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("testbed", ["B", pytest.param("A", marks=pytest.mark.slow)])
-def test_the_choice_has_no_regret_on_the_published_grid(testbed):
+def test_chosen_degree_is_optimal_on_published_grid(testbed):
     """Both passes of all 1,458 cases (486 differ), every degree up to 16 simulated; backward with an all-reduce."""
     model = TESTBEDS[testbed].costs
     plans = {
@@ -62,10 +62,10 @@ AR = Task("gradient-all-reduce", 0, 1, "backward")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "contention",
-    [ALONE, *map(Contention.between_links, (0.7, 0.45)), Contention(0.9, 0.8, 0.95, 0.7, 0.85, 0.6)],
-    ids=["alone", "links", "slow links", "all"],
+    [NO_CONTENTION, *map(Contention.between_links, (0.7, 0.45)), Contention(0.9, 0.8, 0.95, 0.7, 0.85, 0.6)],
+    ids=["no contention", "link contention", "strong link contention", "all resources"],
 )
-def test_the_choice_has_no_regret_on_any_layer(order, contention):
+def test_chosen_degree_is_optimal_on_random_layers(order, contention):
     rng = random.Random()
     for _ in range(8):
         chunks = random_layer(rng).chunks["backward"]
@@ -79,12 +79,12 @@ def test_the_choice_has_no_regret_on_any_layer(order, contention):
             assert found == pytest.approx(seconds[degree - 1], rel=1e-9)
 
 
-def test_of_equal_degrees_the_smallest_is_chosen():
+def test_ties_choose_smallest_degree():
     assert choose_degree({"expert": StageTime(0.0, 1.0)}).degree == 1
     assert choose_degree({"expert": StageTime(0.0, 1.0)}, contention=Contention.between_links(0.5)).degree == 1
 
 
-def test_forward_and_backward_differ():
+def test_optimal_degrees_of_passes_differ_as_published():
     """Testbed B: 918 of 1,458 cases here, 912 in the paper."""
     differ = 0
     for workload in workloads(TESTBEDS["B"]):
@@ -94,12 +94,12 @@ def test_forward_and_backward_differ():
     assert 0.95 * 918 <= differ <= 1.05 * 918
 
 
-def test_a_limit_below_one_is_refused():
+def test_limit_below_one_is_rejected():
     with pytest.raises(ConfigError, match="at least 1"):
         choose_degree({"expert": StageTime(0.0, 1.0)}, limit=0)
 
 
-def test_the_links_in_the_node_are_the_busiest_and_turns_help():
+def test_alternating_order_helps_with_slow_intra_node_links():
     chunks = {kind: StageTime(1e-4, 1e-2) for kind in PIPELINE} | {"all-gather": StageTime(1e-4, 4e-2)}
     both = [choose_degree(chunks, order=order).seconds for order in (three_queues, alternating, one_queue)]
     assert both[1] < both[0] < both[2]

@@ -34,11 +34,11 @@ intra: AG0 AG1 AG2 RS0 RS1 RS2
 inter: D0 D1 D2 AR0(4096) C0 C1 C2"""
 
 
-def words(tasks) -> list[str]:
+def task_names(tasks) -> list[str]:
     return [name(task) for task in tasks]
 
 
-def test_a_plan_reads_as_its_text_and_writes_it_again():
+def test_plan_text_round_trip():
     plan = Plan.parse(THREE)
     assert str(plan) == THREE
     assert len(plan) == 16 and plan.degrees == {("forward", 0): 3}
@@ -47,7 +47,7 @@ def test_a_plan_reads_as_its_text_and_writes_it_again():
     assert plan.resources[Task("all-gather", 1)] == ("intra",)
 
 
-def test_chunks_wait_along_the_road():
+def test_chunk_depends_on_its_previous_pipeline_stage():
     plan = Plan.parse(THREE)
     for before, after in zip(PIPELINE, PIPELINE[1:], strict=False):
         for chunk in range(3):
@@ -58,32 +58,32 @@ def test_chunks_wait_along_the_road():
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("inter: D0 D0", ["f0.D0", "inter twice", "take one"]),
+        ("inter: D0 D0", ["f0.D0", "inter twice", "remove one"]),
         ("inter: D0 AG0\nintra: AG0", ["f0.AG0", "intra and inter"]),
         ("inter: E0", ["f0.E0", "cannot run on inter", "put it on compute"]),
         ("compute: D0", ["f0.D0", "cannot run on compute", "put it on inter"]),
         ("compute: E0 E1\ninter: D0", ["f0.D1 is missing", "2 chunks"]),
         ("compute: b3.E0 b3.E2", ["b3.E1 is missing", "number b3.E2"]),
         ("inter: D", ["f0.D0 is missing", "number f0.D "]),
-        ("compute: E0\ninter: C0 D0", ["would never end", "f0.C0 needs f0.E0", "D0 stands behind f0.C0", "move f0.D0"]),
+        ("compute: E0\ninter: C0 D0", ["circular wait", "f0.C0 needs f0.E0", "D0 is after f0.C0", "move f0.D0"]),
         (
             "compute: E0 E1\nintra: AG0 RS0 RS1 AG1\ninter: D0 D1",
-            ["f0.AG1 stands behind f0.RS1 on intra", "f0.RS1 needs f0.E1", "f0.E1 needs f0.AG1", "move f0.AG1 forward"],
+            ["f0.AG1 is after f0.RS1 on intra", "f0.RS1 needs f0.E1", "f0.E1 needs f0.AG1", "move f0.AG1 forward"],
         ),
-        ("inter: D0 C0\nafter D0: C0", ["would never end", "f0.D0 needs f0.C0"]),
+        ("inter: D0 C0\nafter D0: C0", ["circular wait", "f0.D0 needs f0.C0"]),
         ("inter: AR0(0)", ["size 0", "from 1"]),
         ("inter: D0(12)", ["f0.D0 has a size"]),
         ("inter: D0 X3", ["line 1", "'X3'"]),
         ("inter: D0\n\ninter: C0", ["line 3", "'inter' occurs twice"]),
         ("inter D0", ["line 1", "'inter D0'"]),
         ("network: D0", ["line 1", "'compute: …'"]),
-        ("inter: D0\nphase: backward", ["line 2", "ahead of the orders"]),
+        ("inter: D0\nphase: backward", ["line 2", "must precede the orders"]),
         ("phase: sideways", ["line 1"]),
-        ("inter: D0\nafter D0: C7", ["line 2", "no C7"]),
+        ("inter: D0\nafter D0: C7", ["line 2", "C7 is not in the plan"]),
         ("inter: D-1", ["line 1", "'D-1'"]),
     ],
 )
-def test_a_bad_plan_is_refused_with_the_task_and_the_cure(text, parts):
+def test_parse_error_names_task_and_fix(text, parts):
     with pytest.raises(ConfigError) as caught:
         Plan.parse(text)
     for part in parts:
@@ -100,17 +100,17 @@ def test_a_bad_plan_is_refused_with_the_task_and_the_cure(text, parts):
         (Task("expert", 0, 1.0), "layer 1.0"),  # type: ignore[arg-type]
     ],
 )
-def test_a_bad_task_is_refused(task, part):
+def test_invalid_task_is_rejected(task, part):
     with pytest.raises(ConfigError, match=part):
         Plan(compute=(task,))
 
 
-def test_a_dependency_has_to_be_in_the_plan():
-    with pytest.raises(ConfigError, match=r"after f0\.E0: there is no f1\.E0"):
+def test_dependency_outside_plan_is_rejected():
+    with pytest.raises(ConfigError, match=r"after f0\.E0: f1\.E0 is not in the plan"):
         Plan(compute=(Task("expert", 0),), after={Task("expert", 0): (Task("expert", 0, 1),)})
 
 
-def test_after_replaces_the_standard_and_only_where_it_says_something_else():
+def test_after_overrides_standard_dependencies():
     task, needed = Task("expert", 0), Task("dispatch", 0)
     free = Plan((task,), (), (needed,), after={task: ()})
     assert free.dependencies[task] == () and str(free).endswith("after E0:")
@@ -120,14 +120,14 @@ def test_after_replaces_the_standard_and_only_where_it_says_something_else():
     assert Plan.parse(str(free)) == free
 
 
-def test_every_kind_has_a_word():
+def test_text_round_trip_of_every_kind():
     compute = tuple(Task(kind, 0 if kind in PIPELINE else None) for kind in KINDS if kind not in (*LINKS, *FUSED))
     inter = tuple(Task(kind, 0) for kind in KINDS if kind in LINKS)
     plan = Plan(compute, (), inter, after={task: () for task in compute + inter})
     assert Plan.parse(str(plan)) == plan
 
 
-def test_places_without_layer_or_phase():
+def test_text_of_tasks_without_layer_or_phase():
     text = "compute: f0.E0 f.L b12.WG3 b0.E0 .Opt"
     plan = Plan.parse(text)
     assert plan.compute[1:] == (
@@ -141,20 +141,20 @@ def test_places_without_layer_or_phase():
     assert str(alone) == "compute: .Opt" and Plan.parse(str(alone)) == alone
 
 
-def test_one_layer_and_pass_is_written_without_prefixes():
+def test_single_layer_plan_is_written_without_prefixes():
     plan = Plan.parse("phase: backward\nlayer: 3  # the fourth\n\ncompute: E0\ninter: D0 C0")
     assert {(task.phase, task.layer) for task in plan} == {("backward", 3)}
     assert str(plan) == "phase: backward\nlayer: 3\ncompute: E0\ninter: D0 C0"
 
 
-def test_layers_and_passes_follow_each_other():
+def test_dependencies_between_layers_and_passes():
     plan = Plan.parse(
         """
         compute: f0.A f0.G f0.P f0.E0 f0.U f1.A f1.E0 f1.E1 .L b1.E0 b1.A b0.P b0.E0 b0.WG0 b0.U b0.G b0.A .Opt
         inter: f0.D0 f0.C0 f1.D0 f1.D1 f1.C0 f1.C1 b1.D0 b1.C0 b0.D0 b1.AR0 b0.C0 b0.AR0
         """
     )
-    needs = {name(task): set(words(before)) for task, before in plan.dependencies.items()}
+    needs = {name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
     assert needs["f0.A"] == set() and needs["f0.G"] == {"f0.A"} and needs["f0.D0"] == {"f0.P"}
     assert needs["f1.A"] == {"f0.U"} and needs["f1.D1"] == {"f1.A"}
     assert needs[".L"] == {"f1.C0", "f1.C1"} and needs["b1.D0"] == {".L"}
@@ -165,26 +165,26 @@ def test_layers_and_passes_follow_each_other():
     assert Plan.parse(str(plan)) == plan
 
 
-def test_micro_batches_go_from_layer_to_layer_by_themselves():
+def test_micro_batches_depend_on_same_chunk_of_previous_layer():
     plan = Plan.parse(
         """
         compute: f0.A0 f0.A1 f0.E0 f0.E1 f1.A0 f1.A1 f1.E0 f1.E1 f2.E0 f2.E1
         inter: f0.D0 f0.D1 f0.C0 f0.C1 f1.D0 f1.D1 f1.C0 f1.C1 f2.D0 f2.D1 f2.C0 f2.C1
         """
     )
-    needs = {name(task): words(before) for task, before in plan.dependencies.items()}
+    needs = {name(task): task_names(before) for task, before in plan.dependencies.items()}
     assert needs["f0.D1"] == ["f0.A1"] and needs["f1.A0"] == ["f0.C0"] and needs["f1.A1"] == ["f0.C1", "f1.A0"]
-    assert needs["f2.D0"] == ["f1.C0", "f1.C1"]  # no micro-batches: the layer's rows are put together first
+    assert needs["f2.D0"] == ["f1.C0", "f1.C1"]  # no micro-batches: the layer's rows are concatenated first
 
 
-def test_chunks_of_attention_run_in_order():
+def test_attention_chunks_depend_on_previous_chunk():
     plan = Plan.parse(
         """
         compute: f0.A0 f0.A1 f0.A2 f0.E0 .L b0.E0 b0.A0 b0.AWG0 b0.A1 b0.A2 b0.AWG2 b0.AWG1
         inter: f0.D0 f0.C0 b0.D0 b0.C0 b0.AR0
         """
     )
-    needs = {name(task): set(words(before)) for task, before in plan.dependencies.items()}
+    needs = {name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
     assert [needs[f"f0.A{n}"] for n in range(3)] == [set(), {"f0.A0"}, {"f0.A1"}]
     assert [needs[f"b0.A{n}"] for n in range(3)] == [{"b0.C0"}, {"b0.C0", "b0.A0"}, {"b0.C0", "b0.A1"}]
     assert needs["b0.AWG1"] == {"b0.A1"}  # weight gradients follow their own chunk only
@@ -193,7 +193,7 @@ def test_chunks_of_attention_run_in_order():
     assert Plan.parse("compute: f0.A0 f1.A1").dependencies[Task("attention", 1, 1)] == (Task("attention", 0, 0),)
 
 
-def test_standard_dependencies_do_not_depend_on_the_order_of_tasks():
+def test_standard_dependencies_ignore_task_order():
     rng = random.Random(5)
     plan = random_plan(rng, random_costs(rng))
     tasks = list(plan)
@@ -204,7 +204,7 @@ def test_standard_dependencies_do_not_depend_on_the_order_of_tasks():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
-def test_any_plan_survives_its_text_and_a_pickle(seed):
+def test_text_and_pickle_round_trip_of_random_plans(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, random_costs(rng))
     for again in (Plan.parse(str(plan)), pickle.loads(pickle.dumps(plan))):
@@ -215,7 +215,7 @@ def test_any_plan_survives_its_text_and_a_pickle(seed):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_the_sequence_has_every_task_after_all_that_it_waits_for(seed):
+def test_sequence_is_topological_order(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, random_costs(rng))
     place = {task: index for index, task in enumerate(plan.sequence)}
@@ -231,7 +231,7 @@ def test_the_sequence_has_every_task_after_all_that_it_waits_for(seed):
         assert {plan.sequence[one] for one in before} == set(plan.dependencies[task]) | earlier
 
 
-def test_any_swap_either_deadlocks_or_gives_another_plan():
+def test_swapped_tasks_change_plan_or_raise():
     rng = random.Random()
     refused = 0
     for _ in range(200):
@@ -243,13 +243,13 @@ def test_any_swap_either_deadlocks_or_gives_another_plan():
             other = Plan(tuple(order), plan.intra, plan.inter, plan.after)
         except ConfigError as error:
             refused += 1
-            assert "would never end" in str(error)
+            assert "circular wait" in str(error)
         else:
             assert (other == plan) == (one == two) == (other.fingerprint == plan.fingerprint)
     assert 0 < refused < 200
 
 
-def test_the_fingerprint_is_the_same_everywhere():
+def test_fingerprint_is_stable_across_processes():
     plan = Plan.parse(THREE)
     assert plan.fingerprint == "47f338775fb8ff15"
     code = "import sys; from fusedmoe.schedule.plan import Plan; print(Plan.parse(sys.stdin.read()).fingerprint)"
@@ -260,7 +260,7 @@ def test_the_fingerprint_is_the_same_everywhere():
     assert found.stdout.strip() == plan.fingerprint
 
 
-def test_an_empty_plan():
+def test_empty_plan():
     plan = Plan()
     assert len(plan) == 0 and str(plan) == "" and Plan.parse("") == plan and plan.sequence == ()
 
@@ -269,37 +269,37 @@ WHOLE = """compute: DEC0 DEC1
 inter: DEC0 DEC1"""
 
 
-def needs(plan: Plan) -> dict[str, set[str]]:
+def dependency_names(plan: Plan) -> dict[str, set[str]]:
     return {name(task): {name(one) for one in before} for task, before in plan.dependencies.items()}
 
 
-def test_each_does_all_of_a_layer_that_is_split_over_one_axis():
+def test_fused_kinds_combine_their_parts():
     assert set(FUSED) == {"dispatch-expert-combine", "all-gather-expert-reduce-scatter"}
     for kind, parts in FUSED.items():
         assert kind == "-".join(parts) and SYMBOLS[kind] == "".join(SYMBOLS[part] for part in parts)
         assert resources_of(kind) == ("compute", LINKS[parts[0]]) and LINKS[parts[0]] == LINKS[parts[-1]]
 
 
-def test_a_fused_plan_reads_as_its_text_and_writes_it_again():
+def test_fused_plan_text_round_trip():
     plan = Plan.parse(WHOLE)
     assert str(plan) == WHOLE and len(plan) == len(list(plan)) == 2 and plan.degrees == {("forward", 0): 2}
     assert plan.resources[Task("dispatch-expert-combine", 1)] == ("compute", "inter") and plan.inter == plan.compute
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_a_pass_by_one(kind):
+def test_fused_pass_contains_only_its_kind(kind):
     for phase in PHASES:
         plan = fused_pass(kind, 3, phase)
         assert {task.kind for task in plan} == {kind} and plan.degrees == {(phase, 0): 3}
         for again in (Plan.parse(str(plan)), pickle.loads(pickle.dumps(plan))):
             assert again == plan and (again.fingerprint, again.sequence) == (plan.fingerprint, plan.sequence)
-    # Plans by collectives have its parts, though a layer could run it.
+    # Plans by collectives contain its parts, though a layer could run the fused operation.
     assert pass_by_degree(three_queues, (*PIPELINE, kind), 2, "forward") == pass_by_degree(
         three_queues, PIPELINE, 2, "forward"
     )
 
 
-def test_what_waits_for_what():
+def test_dependencies_of_fused_tasks():
     plan = Plan.parse(
         """
         compute: f0.A f0.DEC0 f0.DEC1 f0.U f1.A f1.E0 .L b1.AGERS0 b1.A b0.DEC0 b0.A
@@ -307,43 +307,43 @@ def test_what_waits_for_what():
         inter: f0.DEC0 f0.DEC1 f1.D0 f1.C0 b0.DEC0 b1.AR0
         """
     )
-    found = needs(plan)
+    found = dependency_names(plan)
     assert found["f0.DEC1"] == {"f0.A"} and found["f0.U"] == {"f0.DEC0", "f0.DEC1"}
     assert found["f1.A"] == {"f0.U"} and found["b1.AGERS0"] == {".L"} and found["b1.A"] == {"b1.AGERS0"}
     assert found["b0.DEC0"] == {"b1.A"} and found["b0.A"] == {"b0.DEC0"} and found["b1.AR0"] == {"b1.A"}
     assert Plan.parse(str(plan)) == plan and Plan.parse(str(one_pass(plan, "backward"))) == one_pass(plan, "backward")
 
 
-def test_micro_batches_go_through_it():
-    found = needs(Plan.parse("compute: f0.A0 f0.A1 f0.DEC0 f0.DEC1 f1.A0 f1.A1\ninter: f0.DEC0 f0.DEC1"))
+def test_dependencies_of_fused_tasks_in_micro_batches():
+    found = dependency_names(Plan.parse("compute: f0.A0 f0.A1 f0.DEC0 f0.DEC1 f1.A0 f1.A1\ninter: f0.DEC0 f0.DEC1"))
     assert found["f0.DEC1"] == {"f0.A1"} and found["f1.A1"] == {"f0.DEC1", "f1.A0"}
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("inter: DEC0", ["f0.DEC0 (dispatch-expert-combine) is on inter, but computes and sends at once", "compute"]),
-        ("compute: DEC0", ["f0.DEC0", "is on compute, but computes and sends at once; put it on compute and inter"]),
+        ("inter: DEC0", ["f0.DEC0 (dispatch-expert-combine) is on inter, but it computes and sends", "compute"]),
+        ("compute: DEC0", ["f0.DEC0", "is on compute, but it computes and sends; put it on compute and inter"]),
         ("compute: AGERS0\ninter: AGERS0", ["f0.AGERS0", "on compute and inter, but", "put it on compute and intra"]),
         ("compute: DEC0\nintra: DEC0\ninter: DEC0", ["f0.DEC0", "on compute and intra and inter", "compute and inter"]),
-        ("compute: DEC0\ninter: DEC0 DEC0", ["f0.DEC0 is on inter twice", "take one"]),
+        ("compute: DEC0\ninter: DEC0 DEC0", ["f0.DEC0 is on inter twice", "remove one"]),
         ("compute: DEC0 DEC0\ninter: DEC0", ["f0.DEC0 is on compute twice"]),
         (
             "compute: DEC0 DEC1\ninter: DEC1 DEC0",
-            ["would never end", "stands behind f0.DEC1 on inter", "stands behind f0.DEC0 on compute", "move f0.DEC"],
+            ["circular wait", "is after f0.DEC1 on inter", "is after f0.DEC0 on compute", "move f0.DEC"],
         ),
         ("compute: DEC0 DEC2\ninter: DEC0 DEC2", ["f0.DEC1 is missing", "number f0.DEC2"]),
         (
             "compute: DEC0 E0\ninter: DEC0",
-            ["f0.E0 (expert) is beside f0.DEC0 (dispatch-expert-combine), which does all", "take one of them away"],
+            ["f0.E0 (expert) duplicates a part of f0.DEC0 (dispatch-expert-combine)", "remove one of them"],
         ),
-        ("compute: AGERS0\nintra: AGERS0\ninter: D0 C0", ["is beside f0.AGERS0"]),
-        ("compute: DEC0 AGERS0\nintra: AGERS0\ninter: DEC0", ["f0.AGERS0", "f0.DEC0", "is beside"]),
+        ("compute: AGERS0\nintra: AGERS0\ninter: D0 C0", ["duplicates a part of f0.AGERS0"]),
+        ("compute: DEC0 AGERS0\nintra: AGERS0\ninter: DEC0", ["f0.AGERS0", "f0.DEC0", "duplicates a part of"]),
         ("compute: DEC0(12)\ninter: DEC0(12)", ["f0.DEC0 has a size"]),
         ("compute: DE0\ninter: DE0", ["line 1", "'DE0' is not a task", "symbols: G P CX D AG E RS C DEC AGERS"]),
     ],
 )
-def test_a_bad_fused_plan_is_refused_with_the_task_and_the_cure(text, parts):
+def test_fused_plan_parse_error_names_task_and_fix(text, parts):
     with pytest.raises(ConfigError) as caught:
         Plan.parse(text)
     for part in parts:

@@ -1,4 +1,4 @@
-"""`PlanChooser`: every transition between its phases, and searches whose cost is bounded. Step times are made up.
+"""`PlanChooser`: every transition between its phases, and searches of bounded cost. Step times are synthetic.
 
 No processes and no tensors: `tests/training/test_plan_tuning.py` covers models and ranks.
 """
@@ -33,7 +33,7 @@ PLANS = [plan_of(chunks) for chunks in range(1, 21)]
 
 
 def candidates_of(predicted_s: Sequence[float]) -> list[PlanCandidate]:
-    """As many, of one, two, three … chunks; the best prediction first."""
+    """Candidates with one, two, three … chunks, the best prediction first."""
     found = [PlanCandidate(f"p{n}", PLANS[n], False, seconds) for n, seconds in enumerate(predicted_s)]
     return sorted(found, key=lambda one: one.predicted_s)
 
@@ -42,7 +42,7 @@ Propose = Callable[[Sequence[Entry]], Sequence[PlanCandidate]]
 
 
 class Source(PlanSource):
-    """Candidates as given; records which were followed, and the lines that were reported."""
+    """Return the given candidates; record which plans were followed, and the reported cost lines."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ def chooser_of(
 
 
 class Machine:
-    """Steps take what is planted for each family, with noise, and now and then far longer."""
+    """Steps take the planted time of each family, with noise and rare outliers."""
 
     def __init__(self, rng: random.Random, true_s: dict[str, float], noise: float, hiccups: float = 0.0) -> None:
         self.true_s, self._rng, self._noise, self._hiccups = true_s, rng, noise, hiccups
@@ -126,31 +126,31 @@ def random_machine(rng: random.Random, hiccups: float) -> tuple[Machine, list[Pl
 
 
 @pytest.mark.parametrize("hiccups", [0.0, 0.05])
-def test_the_best_or_one_within_noise_wins_and_its_price_is_bounded(hiccups: float) -> None:
+def test_chooser_selects_near_best_plan_within_budget(hiccups: float) -> None:
     rng, slower = random.Random(), []
     for _ in range(200):
         machine, found, noise = random_machine(rng, hiccups)
         chooser = chooser_of(lambda: found)  # noqa: B023
         machine.until_settled(chooser)
         chosen_s = machine.true_s[chooser.best.candidate.family]
-        within = 6 * noise if not hiccups else 1.0  # what takes far longer now and then may spoil the best one's steps
+        within = 6 * noise if not hiccups else 1.0  # rare outliers may affect the best plan's steps
         if chosen_s > machine.best_s * (1 + within + 1e-9):
             slower.append((noise, chooser.trials.entries, machine.true_s))
         assert machine.regret_s() <= SHARE * STEPS * machine.best_s * (2 if hiccups else 1)
-        assert chooser.trials.num_tried == len(machine.followed) - 2  # those that the job begins with
-    # Where the price ends the search early, noise decides: once in 40,000 machines. Without noise, never.
+        assert chooser.trials.num_tried == len(machine.followed) - 2  # the plans at the job's start
+    # Where the budget ends the search early, noise decides: once in 40,000 machines. Without noise, never.
     assert len(slower) <= 2 and all(noise for noise, *_ in slower), slower
 
 
-def test_a_machine_on_which_all_but_one_are_far_slower() -> None:
-    """Nothing is predicted of it: what was spent ends the search, and one more step at most is over it."""
+def test_budget_ends_search_among_slow_plans() -> None:
+    """Predictions do not show it: the budget ends the search, and at most one more step exceeds it."""
     rng, found = random.Random(), candidates_of([1.0] * 20)
     for slower in (1.2, 2.0, 5.0, 20.0):
         true_s = {one.family: slower for one in found} | {rng.choice(found).family: 1.0}
         machine = Machine(rng, true_s, 0.01)
         chooser = chooser_of(lambda: found)  # noqa: B023
         machine.until_settled(chooser)
-        # Until the fast one has run nobody knows that the others are slow; from then on one step at most is too many.
+        # No plan is known to be slow until the fast one has run; after that at most one step is too many.
         fast = next(family for family, seconds in true_s.items() if seconds == 1.0)
         if fast not in machine.followed:
             continue
@@ -160,7 +160,7 @@ def test_a_machine_on_which_all_but_one_are_far_slower() -> None:
         assert chooser.best.candidate.family == fast
 
 
-def test_what_is_predicted_to_be_far_slower_is_not_tried_but_for_nothing_at_all() -> None:
+def test_plans_predicted_slow_are_skipped_except_off() -> None:
     found = [*candidates_of([1.0, 1.1, 1.6]), PlanCandidate(OFF, Plan(), False, 1.7)]
     machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.1, "p2": 0.1, OFF: 0.9}, 0.0)
     chooser = chooser_of(lambda: found)
@@ -168,7 +168,7 @@ def test_what_is_predicted_to_be_far_slower_is_not_tried_but_for_nothing_at_all(
     assert "p2" not in machine.followed and chooser.best.candidate.family == OFF
 
 
-def test_what_is_far_slower_is_dropped_at_its_first_steps() -> None:
+def test_slow_candidate_is_dropped_after_first_steps() -> None:
     machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.7, "p2": 1.1}, 0.0)
     chooser = chooser_of(lambda: candidates_of([1.0, 1.1, 1.2]))
     machine.until_settled(chooser)
@@ -176,8 +176,8 @@ def test_what_is_far_slower_is_dropped_at_its_first_steps() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_of_the_equally_fast_the_simplest_is_chosen(noise: float) -> None:
-    """With noise, of two: of more the best half may be any, and none is slower."""
+def test_ties_choose_simplest_plan(noise: float) -> None:
+    """With noise, of two plans: with more, any of the best half could win, and none is slower."""
     rng = random.Random()
     for order in itertools.islice(itertools.permutations(range(4 if noise == 0 else 2)), 24):
         predicted = [1.0 + place / 100 for place in order]
@@ -190,35 +190,35 @@ def test_of_the_equally_fast_the_simplest_is_chosen(noise: float) -> None:
         assert won.count("p0") >= (1 if noise == 0 else 130), won
 
 
-def settle(chooser: PlanChooser, machine: Machine, factor: float = 1.0) -> None:
+def run_until_settled(chooser: PlanChooser, machine: Machine, factor: float = 1.0) -> None:
     while not chooser.settled:
         machine.step(chooser, factor)
 
 
-def watch(chooser: PlanChooser, machine: Machine, factor: float, windows: int = 1) -> None:
+def run_windows(chooser: PlanChooser, machine: Machine, factor: float, windows: int = 1) -> None:
     for _ in range(windows * WINDOW):
         machine.step(chooser, factor)
 
 
-def test_steps_that_change_begin_it_anew() -> None:
+def test_drift_restarts_search() -> None:
     machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.05}, 0.0)
     chooser = chooser_of(lambda: candidates_of([1.0, 1.1]))
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p0"
-    watch(chooser, machine, 1.09, 3)
+    run_windows(chooser, machine, 1.09, 3)
     assert chooser.settled
     machine.true_s["p0"] = 1.2
-    watch(chooser, machine, 1.0)
+    run_windows(chooser, machine, 1.0)
     assert not chooser.settled
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p1" and chooser.best.median_s == pytest.approx(1.05)
     machine.true_s["p1"] = 0.9
-    watch(chooser, machine, 1.0)
-    assert not chooser.settled  # shorter ones, too: another plan may now be even faster
+    run_windows(chooser, machine, 1.0)
+    assert not chooser.settled  # shorter steps, too: another plan may now be even faster
 
 
-def test_steps_that_change_have_costs_measured_again_before_plans_are_made_anew() -> None:
-    """What measuring takes is spent, and what it adds to a step that it is a part of, too."""
+def test_drift_measures_costs_before_new_plans() -> None:
+    """The budget includes measuring, and the time that measuring adds to a step."""
     machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.05}, 0.0)
     happened: list[object] = []
 
@@ -226,60 +226,60 @@ def test_steps_that_change_have_costs_measured_again_before_plans_are_made_anew(
         happened.append("made")
         return candidates_of([1.0, 1.1])
 
-    def renew(left_s: float) -> float | None:
-        happened.append(left_s)
+    def renew(remaining_s: float) -> float | None:
+        happened.append(remaining_s)
         return None if len(happened) == 2 else 0.75
 
     chooser = chooser_of(make, renew=renew)
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     spent_s = chooser.trials.spent_s
-    watch(chooser, machine, 1.09, 3)
+    run_windows(chooser, machine, 1.09, 3)
     assert happened == ["made"]
-    watch(chooser, machine, 1.2)
-    # After one more step, by the best plan, it is asked again.
+    run_windows(chooser, machine, 1.2)
+    # After one more step, by the best plan, the source is queried again.
     assert len(happened) == 2 and not chooser.settled and chooser.now is chooser.best.candidate
     chooser.note(1.5)
     _, first_s, second_s, made = happened
     assert made == "made" and first_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s) / 2)
     assert second_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s - 0.5) / 2)
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.trials.spent_s >= spent_s + 0.5 + 0.75
 
 
-def test_steps_that_change_all_the_time_cost_no_more() -> None:
+def test_permanent_drift_stays_within_budget() -> None:
     machine = Machine(random.Random(), {f"p{n}": 1.0 + 0.2 * (n > 0) for n in range(8)}, 0.0)
     chooser, steps = chooser_of(lambda: candidates_of([1.0] * 8)), 3000
     for step in range(steps):
         machine.step(chooser, 1.0 if step // 50 % 2 else 1.3)
     assert chooser.trials.spent_s <= SHARE * steps * 1.3 and chooser.trials.num_tried < steps / 2
     still = chooser_of(lambda: candidates_of([1.0] * 8), drift=None)
-    settle(still, machine)
-    watch(still, machine, 100.0, 5)
+    run_until_settled(still, machine)
+    run_windows(still, machine, 100.0, 5)
     assert still.settled
 
 
-def test_what_was_kept_is_followed_at_once_and_checked_against_the_second() -> None:
+def test_cached_plan_is_confirmed_against_runner_up() -> None:
     found = candidates_of([1.0, 1.1, 1.2, 1.3])
     machine = Machine(random.Random(), {"p0": 1.2, "p1": 1.0, "p2": 1.1, "p3": 0.9}, 0.0)
     chooser = chooser_of(lambda: found, kept=(1.0, [found[1], found[2]]))
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p1" and set(machine.followed) == {"p1", "p2"}
     assert len(machine.followed) <= 8
     alone = chooser_of(lambda: found, kept=(1.0, found[1:2]))
     machine.followed.clear()
-    settle(alone, machine)
+    run_until_settled(alone, machine)
     assert set(machine.followed) == {"p1"}
 
 
-def test_what_was_kept_and_takes_longer_now_is_one_of_many() -> None:
+def test_slower_cached_plan_restarts_search() -> None:
     found = candidates_of([1.0, 1.1, 1.2, 1.3])
     machine = Machine(random.Random(), {"p0": 1.2, "p1": 1.0, "p2": 1.1, "p3": 0.9}, 0.0)
     chooser = chooser_of(lambda: found, kept=(0.8, [found[1], found[2]]))
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p3"
 
 
-def test_proposals_run_against_the_best() -> None:
+def test_proposals_are_compared_with_best_plan() -> None:
     best = candidates_of([1.0] * 20)[13]
 
     def beside(entries: Sequence[Entry]) -> list[PlanCandidate]:
@@ -290,20 +290,20 @@ def test_proposals_run_against_the_best() -> None:
 
     machine = Machine(random.Random(), {f"p{n}": 1.0 + 0.01 * abs(n - 13) for n in range(20)}, 0.0)
     chooser = chooser_of(lambda: candidates_of([1.0] * 20)[8:9], beside)
-    settle(chooser, machine)
+    run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == best.family
     assert chooser.trials.spent_s <= SHARE * STEPS
 
 
-def test_the_same_seconds_lead_to_the_same_choices() -> None:
+def test_equal_step_times_give_equal_choices() -> None:
     seed = random.Random().randrange(2**32)
 
     def run(_: int) -> list[str]:
         rng = random.Random(seed)
         machine, found, _ = random_machine(rng, 0.1)
         chooser = chooser_of(lambda: found)
-        settle(chooser, machine)
-        watch(chooser, machine, 1.5, 2)
+        run_until_settled(chooser, machine)
+        run_windows(chooser, machine, 1.5, 2)
         return machine.followed
 
     one, other = map(run, range(2))
@@ -311,17 +311,17 @@ def test_the_same_seconds_lead_to_the_same_choices() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"drift": 0.0}, {"candidates": list}])
-def test_refusals(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="measuring plans"):
+def test_chooser_rejects_invalid_arguments_and_times(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"PlanChooser: (steps = .* must be at least 1|no candidate can run)"):
         chooser_of(**{"candidates": lambda: candidates_of([1.0]), **wrong})
     chooser = chooser_of(lambda: candidates_of([1.0]))
     for seconds in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match=r"PlanChooser.note: a step took \[.*\] s; give its seconds, more than 0"):
+        with pytest.raises(ConfigError, match=r"PlanChooser.note: step time \[.*\] s must be positive and finite"):
             chooser.note(seconds)
 
 
 def failing_sources() -> dict[str, Source]:
-    """Sources whose methods fail after a choice was made, by the method that does."""
+    """Sources with one method that fails after the choice, by that method's name."""
     found = candidates_of([1.0, 1.05])
 
     def fail(*_: Any) -> Any:
@@ -336,7 +336,7 @@ def failing_sources() -> dict[str, Source]:
 
 
 @pytest.mark.parametrize("method", failing_sources())
-def test_an_error_of_the_source_is_named_by_all_later_steps(method: str) -> None:
+def test_source_error_is_repeated_by_later_steps(method: str) -> None:
     chooser = PlanChooser(failing_sources()[method])
     with pytest.raises(ValueError, match="theirs"):
         for number in range(100):
@@ -350,7 +350,7 @@ def test_an_error_of_the_source_is_named_by_all_later_steps(method: str) -> None
     assert chooser.trials.num_steps == steps
 
 
-def test_an_error_on_another_rank_ends_the_search_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_error_ends_search(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
 
     @contextmanager
@@ -367,16 +367,16 @@ def test_an_error_on_another_rank_ends_the_search_here_too(monkeypatch: pytest.M
         chooser.note(1.0)
 
 
-def test_steps_without_seconds_do_not_end_the_search() -> None:
+def test_rejected_step_time_does_not_end_search() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
-    with pytest.raises(ConfigError, match="give its seconds"):
+    with pytest.raises(ConfigError, match="must be positive and finite"):
         chooser.note(0.0)
     chooser.note(1.0)
     assert chooser.trials.num_steps == 1
 
 
 def phases_of(chooser: PlanChooser, step_s: Callable[[PlanChooser, int], float], steps: int = 400) -> list[Phase]:
-    """Note steps; return the phases that were assigned, in order."""
+    """Note steps; return the assigned phases, in order."""
     for number in range(steps):
         chooser.note(step_s(chooser, number))
     phases: list[Phase] = chooser.seen  # type: ignore[attr-defined]
@@ -384,7 +384,7 @@ def phases_of(chooser: PlanChooser, step_s: Callable[[PlanChooser, int], float],
 
 
 class Watched(PlanChooser):
-    """Records the phases that it is in."""
+    """A chooser that records its phases."""
 
     @property
     def phase(self) -> Phase:
@@ -398,7 +398,7 @@ class Watched(PlanChooser):
 SLOWER_LATER = (1.0, 2.0)  # seconds of a step before and after the 200th
 
 
-def walks() -> dict[str, list[Phase]]:
+def phase_sequences() -> dict[str, list[Phase]]:
     """Phases of choosers under every kind of source, by a name for each."""
     two = candidates_of([1.0, 1.05])
 
@@ -437,10 +437,10 @@ def walks() -> dict[str, list[Phase]]:
     return {name: phases_of(*one) for name, one in made.items()}
 
 
-def test_every_transition_is_taken_and_no_other() -> None:
+def test_choosers_take_every_listed_transition() -> None:
     predict, measure, confirm = Phase.PREDICT, Phase.MEASURE, Phase.CONFIRM
     attempt, watch, keep = Phase.TRY, Phase.WATCH, Phase.KEEP
-    found = walks()
+    found = phase_sequences()
     assert found == {
         "steady": [predict, attempt, watch],
         "drifting": [predict, attempt, watch, measure, predict, attempt, watch],
@@ -457,7 +457,7 @@ def test_every_transition_is_taken_and_no_other() -> None:
         assert (after in TRANSITIONS[before]) == ((before, after) in taken), (before, after)
 
 
-def test_a_transition_that_the_table_lacks_fails() -> None:
+def test_unlisted_transition_raises() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0]))
     for before, after in itertools.product(Phase, Phase):
         chooser.phase = before
@@ -469,7 +469,7 @@ def test_a_transition_that_the_table_lacks_fails() -> None:
                 chooser._enter(after)
 
 
-def test_a_plan_is_applied_when_it_changes_and_reported_when_it_is_chosen() -> None:
+def test_plan_is_applied_on_change_and_reported_on_choice() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
     source: Any = chooser.source
     followed = [chooser.now.family]
@@ -480,10 +480,25 @@ def test_a_plan_is_applied_when_it_changes_and_reported_when_it_is_chosen() -> N
     assert source.applied == [family for family, _ in itertools.groupby(followed)] and len(set(followed)) == 2
     for _ in range(5 * WINDOW):
         chooser.note(1.0)
-    assert len(source.lines) == 1 and source.lines[0].startswith("schedule: p0, 1+ chunks: 1 s a step; p1 1.05 s (+5%)")
+    assert len(source.lines) == 1 and source.lines[0].startswith(
+        "schedule: p0, 1+ chunks: 1 s per step; p1 1.05 s (+5%)"
+    )
 
 
-def test_by_prediction_nothing_is_tried_nor_read_nor_reported() -> None:
+@pytest.mark.parametrize(("off_s", "gains"), [(1.04, False), (1.4, True)])
+def test_gain_within_noise_is_reported_as_no_difference(off_s: float, gains: bool) -> None:
+    """Steps of one plan differ by 10%: two or four of them cannot show a gain of 4%."""
+    (plan,) = candidates_of([1.0])
+    chooser = chooser_of(lambda: [plan, PlanCandidate(OFF, Plan(), False, 1.1)])
+    chooser.best, off = chooser.trials.entries
+    chooser.best.seconds, off.seconds = [1.0, 1.1, 1.0, 1.1], [off_s, off_s + 0.1]
+    assert chooser.trials.noise == pytest.approx(0.1, rel=0.1)
+    line = chooser.line()
+    assert f"off {off_s} s ({off_s - 1:+.0%}" in line
+    assert ("no difference measurable: spread" in line and "leave the schedule off" in line) is not gains
+
+
+def test_choice_by_prediction_tries_and_reports_nothing() -> None:
     first, second = candidates_of([1.0, 1.05])
     chooser = chooser_of(lambda: [first, second], steps=None, kept=(1.0, [second]))
     source: Any = chooser.source
@@ -493,7 +508,7 @@ def test_by_prediction_nothing_is_tried_nor_read_nor_reported() -> None:
     assert source.applied == ["p0"] and not source.lines
 
 
-def test_with_chooser_notes_steps_that_end_and_none_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_manager_notes_successful_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     times = itertools.count(0.0, 2.0)
     monkeypatch.setattr("fusedmoe.schedule.plan_chooser.time.perf_counter", lambda: next(times))
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
@@ -509,7 +524,7 @@ def test_with_chooser_notes_steps_that_end_and_none_that_fail(monkeypatch: pytes
     assert chooser.trials.num_steps == 3
 
 
-def test_no_more_than_15_attributes_and_3_booleans() -> None:
+def test_chooser_has_at_most_15_attributes_and_3_booleans() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
     for made in (chooser, chooser.trials):
         values = list(vars(made).values())

@@ -1,4 +1,4 @@
-"""Every policy makes a complete plan, none beats the bound, and each does what its paper says."""
+"""Every policy makes a complete plan, none beats the bound, and each follows its paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import ALONE, Contention, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES, layer_policies
@@ -25,7 +25,7 @@ FEW = settings(max_examples=8, deadline=None)
 
 
 def check_complete(plan: Plan, costs: StepCosts) -> None:
-    """Every part of every layer is there, all chunks of it, and every byte of the gradient is reduced once."""
+    """Every part of every layer is scheduled in all its chunks, and every byte of the gradient is reduced once."""
     expected = set()
     for index, layer in enumerate(costs.layers):
         for phase in ("forward", "backward"):
@@ -47,7 +47,7 @@ def check_complete(plan: Plan, costs: StepCosts) -> None:
 @pytest.mark.parametrize("policy", layer_policies())
 @FEW
 @given(SEEDS)
-def test_every_policy_makes_a_whole_plan(policy, seed):
+def test_policy_plan_is_complete_and_deterministic(policy, seed):
     costs = random_costs(random.Random(seed))
     plan = POLICIES[policy].plan(costs)
     check_complete(plan, costs)
@@ -60,7 +60,7 @@ def test_every_policy_makes_a_whole_plan(policy, seed):
 @FEW
 @given(SEEDS)
 @example(2760)  # two plans whose times differ by rounding
-def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
+def test_joint_is_fastest_and_bound_holds(seed):
     rng = random.Random(seed)
     costs = random_costs(rng)
     seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in layer_policies()}
@@ -71,10 +71,10 @@ def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
         assert bound <= makespan(random_plan(rng, costs), costs) * (1 + 1e-9)
 
 
-def test_the_bound_is_reached_where_experts_are_all():
-    """Parts that take nothing beside long experts in one chunk: every policy takes just their time."""
+def test_expert_bound_step_reaches_bound():
+    """Free parts and long experts in one chunk: the step takes exactly the experts' time under every policy."""
     rng = random.Random(1)
-    costs = random_costs(rng, ALONE)
+    costs = random_costs(rng, NO_CONTENTION)
     chunks = {"expert": costs.layers[0].chunks["forward"]["expert"]}
     layers = tuple(type(one)({"forward": chunks, "backward": chunks}, one.dense_s) for one in costs.layers)
     costs = StepCosts(layers, costs.all_reduce)
@@ -82,14 +82,14 @@ def test_the_bound_is_reached_where_experts_are_all():
         assert makespan(POLICIES[policy].plan(costs, 1), costs) == pytest.approx(bound_s(costs, 1), rel=1e-9)
 
 
-def costs_b(layers: int = 3, share: float = 1.0) -> StepCosts:
+def costs_of_testbed_b(layers: int = 3, share: float = 1.0) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 512, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
     return StepCosts((layer,) * layers, model.line("all-reduce/dp"), Contention.between_links(share)).by_layer()
 
 
-def long_experts(layers: int = 3) -> StepCosts:
-    """Experts take longer than all communication, backward above all: 10 MB of gradients, 10 ms, fit beside them."""
+def expert_bound_costs(layers: int = 3) -> StepCosts:
+    """Experts take longer than all communication, above all backward: they hide 10 MB of gradients (10 ms)."""
     links = {"dispatch": 4, "all-gather": 2, "reduce-scatter": 2, "combine": 4}
     alpha_s = 3e-4
     chunks = {
@@ -100,14 +100,14 @@ def long_experts(layers: int = 3) -> StepCosts:
     return StepCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
 
 
-def regrouped(costs: StepCosts, seconds: float) -> StepCosts:
+def with_regroup_time(costs: StepCosts, seconds: float) -> StepCosts:
     return replace(costs, layers=tuple(replace(layer, regroup_s=seconds) for layer in costs.layers))
 
 
-def test_chunks_of_other_numbers_cost_a_copy():
-    """The experts' backward pass takes it on, where a layer's two degrees differ, and nowhere else."""
-    costs = random_costs(random.Random(3), ALONE)
-    with_copies = regrouped(costs, 3e-3)
+def test_different_degrees_add_regroup_time():
+    """The experts' backward pass includes the copy if a layer's two degrees differ, and no other task does."""
+    costs = random_costs(random.Random(3), NO_CONTENTION)
+    with_copies = with_regroup_time(costs, 3e-3)
     for policy in ("fsmoe", "tutel"):
         plan = POLICIES[policy].plan(costs)
         plain, found = costs.seconds(plan), with_copies.seconds(plan)
@@ -122,29 +122,29 @@ def test_chunks_of_other_numbers_cost_a_copy():
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(SEEDS)
-def test_copies_between_chunks_are_weighed(seed):
+def test_policies_weigh_regroup_time(seed):
     rng = random.Random(seed)
     costs = random_costs(rng)
-    copied = regrouped(costs, rng.choice([1e-9, 1e-4, 1e-3, 100.0]))
+    copied = with_regroup_time(costs, rng.choice([1e-9, 1e-4, 1e-3, 100.0]))
     for policy in ("fsmoe", "fsmoe_no_iio", "joint"):
         plan, free = (POLICIES[policy].plan(of) for of in (copied, costs))
-        # Not by more than by taking no notice of the copies.
+        # At most by the cost of ignoring the copies.
         assert makespan(plan, copied) <= makespan(free, copied) * (1 + ROUNDING)
-        if copied.layers[0].regroup_s == 100.0:  # longer than all the rest can be
+        if copied.layers[0].regroup_s == 100.0:  # longer than the sum of all other tasks
             layers = range(len(costs.layers))
             assert all(plan.degrees["forward", layer] == plan.degrees["backward", layer] for layer in layers)
 
 
-def test_sequential_takes_the_sum_of_its_tasks():
-    costs = costs_b()
+def test_sequential_time_is_sum_of_tasks():
+    costs = costs_of_testbed_b()
     plan = POLICIES["sequential"].plan(costs)
     assert set(plan.degrees.values()) == {1}
     assert makespan(plan, costs) == pytest.approx(sum(costs.seconds(plan).values()), rel=1e-12)
 
 
 @pytest.mark.parametrize("policy", ["sequential", "tutel", "pipemoe"])
-def test_baselines_expose_the_gradients(policy):
-    costs = costs_b()
+def test_baselines_reduce_gradients_after_backward(policy):
+    costs = costs_of_testbed_b()
     plan = POLICIES[policy].plan(costs)
     reduces = [task for task in plan.inter if task.kind == "gradient-all-reduce"]
     assert [task.layer for task in reduces] == [2, 1, 0] and not plan.intra
@@ -153,17 +153,17 @@ def test_baselines_expose_the_gradients(policy):
         assert plan.degrees["forward", layer] == plan.degrees["backward", layer]
 
 
-def test_tutel_tries_its_degrees_and_pipemoe_any():
-    for costs, any_degree in ((costs_b(), 4), (long_experts(), 5)):
+def test_tutel_is_limited_to_its_degrees():
+    for costs, can_regroup in ((costs_of_testbed_b(), 4), (expert_bound_costs(), 5)):
         degree = POLICIES["tutel"].plan(costs).degrees["forward", 0]
         assert degree in TUTEL_DEGREES
         seconds = {r: makespan(POLICIES["tutel"].plan(costs, r), costs) for r in TUTEL_DEGREES}
         assert seconds[8] == min(seconds.values())  # with all at its choice
-        assert POLICIES["pipemoe"].plan(costs).degrees["forward", 0] == any_degree
+        assert POLICIES["pipemoe"].plan(costs).degrees["forward", 0] == can_regroup
 
 
-def test_tutel_improved_reduces_beside_the_next_dense_part():
-    plan = POLICIES["tutel_improved"].plan(costs_b())
+def test_tutel_improved_overlaps_reduce_with_next_dense_part():
+    plan = POLICIES["tutel_improved"].plan(costs_of_testbed_b())
     degree = plan.degrees["backward", 0]
     order = [name(task) for task in plan.inter if task.kind in ("gradient-all-reduce", "combine")]
     backward = [word for word in order if word[0] == "b"]
@@ -171,48 +171,48 @@ def test_tutel_improved_reduces_beside_the_next_dense_part():
     assert backward == [*combines[2], *combines[1], "b2.AR0", *combines[0], "b1.AR0", "b0.AR0"]
 
 
-def test_lina_reduces_while_experts_compute():
-    costs = long_experts()
+def test_lina_overlaps_reduce_with_experts():
+    costs = expert_bound_costs()
     plan = POLICIES["lina"].plan(costs)
     reduces = [task for task in plan.inter if task.kind == "gradient-all-reduce"]
-    # 10 MB are less than a bucket; layer 2's go while layer 1 computes.
+    # 10 MB are less than a bucket; layer 2's are sent while layer 1 computes.
     assert [(task.layer, task.chunk, task.size) for task in reduces] == [(2, 0, 10**7), (1, 0, 10**7), (0, 0, 10**7)]
     degree = plan.degrees["backward", 0]
     place = {name(task): index for index, task in enumerate(plan.inter)}
     assert place[f"b1.AG{degree - 1}"] < place["b2.AR0"] < place[f"b1.C{degree - 1}"]
-    # All but the last layer's are hidden, which are ready when all else has ended.
+    # All are hidden except the last layer's, which are ready after all other tasks have ended.
     bare = StepCosts(tuple(replace(layer, gradient_bytes=0) for layer in costs.layers), costs.all_reduce)
     hidden = makespan(POLICIES["lina"].plan(bare), bare)
     assert makespan(plan, costs) == pytest.approx(hidden + costs.all_reduce.seconds(10**7), rel=1e-9)
 
 
-def test_lina_s_buckets_have_one_size():
-    costs = long_experts()
+def test_lina_buckets_have_fixed_size():
+    costs = expert_bound_costs()
     costs = StepCosts(tuple(replace(layer, gradient_bytes=70 * 10**6) for layer in costs.layers), costs.all_reduce)
     plan = POLICIES["lina"].plan(costs)
     sizes = [task.size for task in plan.inter if task.kind == "gradient-all-reduce"]
     assert sizes == [LINA_BYTES, LINA_BYTES, 10 * 10**6] * 3
 
 
-def test_fsmoe_has_its_own_degrees_and_reduces_in_the_middle():
-    degrees = POLICIES["fsmoe"].plan(costs_b()).degrees
+def test_fsmoe_has_degrees_per_pass_and_reduces_mid_layer():
+    degrees = POLICIES["fsmoe"].plan(costs_of_testbed_b()).degrees
     assert degrees["forward", 0] != degrees["backward", 0]
-    plan = POLICIES["fsmoe"].plan(long_experts())
+    plan = POLICIES["fsmoe"].plan(expert_bound_costs())
     order = [name(task) for task in plan.inter]
     last = plan.degrees["backward", 1] - 1
     assert order[order.index(f"b1.D{last}") :][:3] == [f"b1.D{last}", "b2.AR0", "b1.C0"]
     assert all(task.kind in ("all-gather", "reduce-scatter") for task in plan.intra)
 
 
-def test_one_queue_has_nothing_to_do_with_contention():
+def test_one_queue_policies_ignore_contention():
     for policy in ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio"):
-        free, slow = (POLICIES[policy].plan(costs_b(share=share)) for share in (1.0, 0.5))
+        free, slow = (POLICIES[policy].plan(costs_of_testbed_b(share=share)) for share in (1.0, 0.5))
         assert free == slow
-        assert makespan(free, costs_b()) == makespan(slow, costs_b(share=0.5))
+        assert makespan(free, costs_of_testbed_b()) == makespan(slow, costs_of_testbed_b(share=0.5))
 
 
-def test_with_strong_contention_joint_takes_turns():
-    costs = costs_b(share=0.35)
+def test_joint_serializes_links_under_strong_contention():
+    costs = costs_of_testbed_b(share=0.35)
     seconds = {name: makespan(POLICIES[name].plan(costs), costs) for name in layer_policies()}
     assert seconds["fsmoe"] > seconds["fsmoe_no_iio"] >= seconds["joint"]
 

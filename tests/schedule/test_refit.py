@@ -1,4 +1,4 @@
-"""Costs by what steps took: planted ones are found again from timelines of steps that took them."""
+"""Costs fitted to measured steps: planted costs are recovered from timelines of simulated steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -28,14 +28,14 @@ LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp
 MODEL = CostModel({**{name: Line(1e-4, 1e-9) for name in LINES}, "gemm": Line(1e-5, 1e-11)})
 
 
-def stage(rng: random.Random) -> StageTime:
+def random_stage(rng: random.Random) -> StageTime:
     return StageTime(rng.uniform(1e-4, 1e-3), rng.uniform(1e-2, 1e-1))
 
 
-def planted(rng: random.Random, whole: bool) -> StepCosts:
-    """A step of layers that are alike; `whole`: micro-batches go through them."""
-    chunks = {phase: {kind: stage(rng) for kind in KINDS} for phase in ("forward", "backward")}
-    dense = {phase: {"attention": stage(rng)} for phase in chunks}
+def random_true_costs(rng: random.Random, whole: bool) -> StepCosts:
+    """A step of equal layers; `whole`: micro-batches run through the whole step."""
+    chunks = {phase: {kind: random_stage(rng) for kind in KINDS} for phase in ("forward", "backward")}
+    dense = {phase: {"attention": random_stage(rng)} for phase in chunks}
     dense_s = {phase: {kind: part.seconds(1) for kind, part in of.items()} for phase, of in dense.items()}
     micro = None
     if whole:
@@ -49,8 +49,8 @@ def planted(rng: random.Random, whole: bool) -> StepCosts:
     return StepCosts(layers, Line(1e-3, 1e-9), loss_s=rng.uniform(1e-3, 1e-2), optimizer_s=rng.uniform(1e-3, 1e-2))
 
 
-def as_run(plan: Plan, costs: StepCosts) -> Timeline:
-    """The step as a rank records it: "other" by no span, and a span around what ends the reduction of gradients."""
+def recorded_timeline(plan: Plan, costs: StepCosts) -> Timeline:
+    """The step as a rank records it: no span for "other", and a span around the end of the gradients' reduction."""
     spans = [span for span in simulate(plan, costs).spans if span.kind != "other"]
     every = simulate(plan, costs).spans
     passed_s = max(span.end_s for span in every if span.phase == "backward" and span.kind != "gradient-all-reduce")
@@ -58,46 +58,49 @@ def as_run(plan: Plan, costs: StepCosts) -> Timeline:
     return Timeline(0, (*spans, Span("gradient sync", "gradient-all-reduce", "inter", passed_s, end_s)))
 
 
-def prior(costs: StepCosts, rng: random.Random) -> StepCosts:
-    """Other costs of the same parts, with nothing around them."""
-    found = planted(rng, costs.can_split)
+def random_prior_costs(costs: StepCosts, rng: random.Random) -> StepCosts:
+    """Other costs of the same parts, without contention."""
+    found = random_true_costs(rng, costs.can_split)
     layer = found.layers[0]
     dense_s = {phase: {"attention": of["attention"]} for phase, of in layer.dense_s.items()}
     return replace(found, layers=(replace(layer, dense_s=dense_s),) * 3, loss_s=None, optimizer_s=None)
 
 
-def in_turn(costs: StepCosts, degree: int) -> Plan:
-    """One thing after the other: what a pass takes beside its tasks is then nothing but "other"."""
+def sequential_plan(costs: StepCosts, degree: int) -> Plan:
+    """A sequential step: the time of a pass beyond its tasks is "other"."""
     of = [ChunkedPass(one_queue, degree)] * len(costs.layers)
     return step_plan(costs, of, of, exposed=True)
 
 
-def seconds_are_equal(found: StepCosts, right: StepCosts, plan: Plan) -> None:
+def assert_equal_seconds(found: StepCosts, right: StepCosts, plan: Plan) -> None:
     expected = right.seconds(plan)
     assert found.seconds(plan) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert makespan(plan, found) == pytest.approx(makespan(plan, right), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_planted_costs_of_layers_are_found(seed: int) -> None:
+def test_refit_recovers_layer_costs(seed: int) -> None:
     rng = random.Random(seed)
-    right = planted(rng, whole=False)
-    before = prior(right, rng)
-    one, four = in_turn(right, 1), in_turn(right, 4)
-    seen = observe(one, right, [[as_run(one, right)]]) | observe(four, right, [[as_run(four, right)]])
+    right = random_true_costs(rng, whole=False)
+    before = random_prior_costs(right, rng)
+    one, four = sequential_plan(right, 1), sequential_plan(right, 4)
+    seen = observe(one, right, [[recorded_timeline(one, right)]]) | observe(
+        four, right, [[recorded_timeline(four, right)]]
+    )
     found = refit(before, seen)
     for degree in (1, 2, 4, 7):
-        seconds_are_equal(found, right, in_turn(right, degree))
+        assert_equal_seconds(found, right, sequential_plan(right, degree))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_planted_costs_are_found_where_tasks_disturb_each_other(seed: int) -> None:
-    """Tasks of the steps that were seen took longer beside others; what each takes alone is found, and what it takes
-    beside others then predicted of any number of chunks."""
+def test_refit_recovers_costs_under_contention(seed: int) -> None:
+    """Tasks of the recorded steps were slowed by contention; the fit recovers the time of each alone, and predicts
+    overlapping tasks for any number of chunks.
+    """
     rng = random.Random(seed)
     contention = Contention(*(rng.uniform(0.4, 1.0) for _ in range(6)))
-    right = replace(planted(rng, whole=False), contention=contention)
-    before = replace(prior(right, rng), contention=contention)
+    right = replace(random_true_costs(rng, whole=False), contention=contention)
+    before = replace(random_prior_costs(right, rng), contention=contention)
 
     def overlapped(degree: int) -> Plan:
         of = [ChunkedPass(three_queues, degree)] * len(right.layers)
@@ -110,24 +113,26 @@ def test_planted_costs_are_found_where_tasks_disturb_each_other(seed: int) -> No
         spans = {Task(s.kind, s.chunk, s.layer, s.phase): s.duration_s for s in simulate(plan, right).spans}
         longer = [task for task, seconds in spans.items() if seconds > alone_s.get(task, seconds) * (1 + 1e-9)]
         assert bool(longer) == (degree > 1)
-        seen |= observe(plan, right, [[as_run(plan, right)]])
+        seen |= observe(plan, right, [[recorded_timeline(plan, right)]])
     found = refit(before, seen)
     for degree in (1, 2, 4, 7):
-        seconds_are_equal(found, right, overlapped(degree))
-    # Had nobody known of it, the same steps would give other costs.
+        assert_equal_seconds(found, right, overlapped(degree))
+    # Without the contention model the same steps would give other costs.
     unaware = refit(
-        replace(before, contention=ALONE), observe(plan, replace(right, contention=ALONE), [[as_run(plan, right)]])
+        replace(before, contention=NO_CONTENTION),
+        observe(plan, replace(right, contention=NO_CONTENTION), [[recorded_timeline(plan, right)]]),
     )
     assert unaware.seconds(plan) != pytest.approx(right.seconds(plan), rel=1e-3)
 
 
-def test_large_chunks_that_take_more_than_in_proportion() -> None:
-    """As rows that no longer fit in a cache: four chunks take less than the whole, and both are met. Of what a chunk
-    takes to start the machine's lines tell."""
+def test_refit_matches_superlinear_chunk_times() -> None:
+    """As for rows that exceed a cache: four chunks take less than the whole, and the fit matches both. The start of a
+    chunk is from the machine's lines.
+    """
     rng = random.Random(4)
-    right = planted(rng, whole=False)
+    right = random_true_costs(rng, whole=False)
     layer = right.layers[0]
-    before = prior(right, rng)
+    before = random_prior_costs(right, rng)
     chunks = {
         phase: {
             kind: StageTime(before.layers[0].chunks[phase][kind].alpha_s, part.whole_s, 0.3 * part.whole_s)
@@ -136,24 +141,26 @@ def test_large_chunks_that_take_more_than_in_proportion() -> None:
         for phase, of in layer.chunks.items()
     }
     right = replace(right, layers=(replace(layer, chunks=chunks),) * 3)
-    one, four = in_turn(right, 1), in_turn(right, 4)
-    seen = observe(one, right, [[as_run(one, right)]]) | observe(four, right, [[as_run(four, right)]])
+    one, four = sequential_plan(right, 1), sequential_plan(right, 4)
+    seen = observe(one, right, [[recorded_timeline(one, right)]]) | observe(
+        four, right, [[recorded_timeline(four, right)]]
+    )
     found = refit(before, seen)
     for degree in (1, 2, 4, 7):
-        seconds_are_equal(found, right, in_turn(right, degree))
+        assert_equal_seconds(found, right, sequential_plan(right, degree))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_planted_costs_of_blocks_are_found(seed: int) -> None:
+def test_refit_recovers_block_costs(seed: int) -> None:
     rng = random.Random(seed)
-    right = planted(rng, whole=True)
-    before, seen = prior(right, rng), Observed()
+    right = random_true_costs(rng, whole=True)
+    before, seen = random_prior_costs(right, rng), Observed()
     for split in (StepSplit(1, 1), StepSplit(3, 3), StepSplit(1, 1, None, True), StepSplit(3, 3, None, True)):
         plan = micro_schedule(right, split).plan()
-        seen |= observe(plan, right, [[as_run(plan, right)]])
+        seen |= observe(plan, right, [[recorded_timeline(plan, right)]])
     found = refit(before, seen)
     for split in (StepSplit(1, 1), StepSplit(2, 4), StepSplit(4, 4)):
-        seconds_are_equal(found, right, micro_schedule(right, split).plan())
+        assert_equal_seconds(found, right, micro_schedule(right, split).plan())
     layer, own = found.layers[0].micro, right.layers[0].micro
     assert layer is not None and own is not None
     assert layer.apart_s == pytest.approx(own.apart_s, abs=1e-6)
@@ -161,21 +168,23 @@ def test_planted_costs_of_blocks_are_found(seed: int) -> None:
         assert layer.weights[kind].seconds(1) == pytest.approx(part.seconds(1), rel=1e-6)
 
 
-def test_gradients_that_are_reduced_at_the_end_count_once() -> None:
-    """Their tasks are in the plan, but no span is: what is after the step is theirs, and the rest the optimizer's."""
+def test_final_gradient_reduction_is_counted_once() -> None:
+    """The plan has their tasks, but no span does: the time after the step counts as theirs, and the rest as the
+    optimizer's.
+    """
     rng = random.Random(2)
-    right = planted(rng, whole=False)
-    plan = in_turn(right, 1)
-    run = as_run(plan, right)
+    right = random_true_costs(rng, whole=False)
+    plan = sequential_plan(right, 1)
+    run = recorded_timeline(plan, right)
     spans = [span for span in run.spans if span.kind != "gradient-all-reduce" or span.chunk is None]
     seen = observe(plan, right, [[replace(run, spans=tuple(spans))]])
-    seconds_are_equal(refit(replace(right, optimizer_s=None), seen), right, plan)
+    assert_equal_seconds(refit(replace(right, optimizer_s=None), seen), right, plan)
 
 
-def test_one_number_of_chunks_is_a_factor() -> None:
-    """Start and whole are multiplied alike, each kind and pass by its own."""
+def test_single_degree_scales_startup_and_total() -> None:
+    """Start and whole are scaled by one factor for each kind and pass."""
     rng = random.Random(1)
-    before = planted(rng, whole=False)
+    before = random_true_costs(rng, whole=False)
     seen = Observed({Sample("expert", "forward", 2): 3 * before.layers[0].chunks["forward"]["expert"].seconds(2)})
     found = refit(before, seen)
     chunks = found.layers[0].chunks
@@ -186,7 +195,7 @@ def test_one_number_of_chunks_is_a_factor() -> None:
     assert (found.loss_s, found.optimizer_s, found.all_reduce) == (before.loss_s, before.optimizer_s, before.all_reduce)
 
 
-def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
+def test_observe_uses_slowest_compute_and_shortest_wait() -> None:
     def rank(expert_s: float, waited_s: float) -> Timeline:
         own = Span("expert", "expert", "compute", 0.0, expert_s, chunk=0, layer=0, phase="forward")
         move = Span("combine", "combine", "inter", expert_s, expert_s + waited_s, chunk=0, layer=0, phase="forward")
@@ -195,7 +204,7 @@ def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
     plan = Plan.parse("compute: E0\ninter: C0")
     steps = [[rank(1.0, 3.5), rank(4.0, 0.5)], [rank(2.0, 5.0), rank(6.0, 1.0)], [rank(5.0, 0.25), rank(1.0, 4.25)]]
     costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
-    # Of three steps the middle one counts, in all its parts: medians of each part would be a step that never was.
+    # The median of three steps is used with all its parts: medians of each part would be a step that never ran.
     assert observe(plan, costs, steps).seconds == {Sample("expert", "forward"): 5.0, Sample("combine", "forward"): 0.25}
     five = [*steps, steps[2], [rank(6.0, 0.5), rank(6.0, 0.5)]]  # 4.5, 5.25, 5.25, 6.5 and 7 s
     seen = observe(plan, costs, five).seconds
@@ -203,8 +212,8 @@ def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
     assert seen[Sample("combine", "forward")] == pytest.approx(1 / 3)
 
 
-def test_ranks_that_are_late_by_turns() -> None:
-    """Each gate is slow on another rank, and rows reach some ranks early: what the ranks lose is in the parts once."""
+def test_alternating_stragglers_are_counted_once() -> None:
+    """Each gate is slow on another rank, and rows reach some ranks early: the fit counts the lost time once."""
     rng = random.Random(5)
     names = [("expert", "compute"), ("combine", "inter")]
     plan = Plan.parse("compute: E0 E1 E2\ninter: C0 C1 C2")
@@ -224,15 +233,15 @@ def test_ranks_that_are_late_by_turns() -> None:
     assert 0.95 * max(now) < tasks_s <= max(now)
 
 
-def test_no_task_takes_less_than_the_executor() -> None:
+def test_task_time_is_at_least_executor_overhead() -> None:
     costs = replace(WORK.step_costs(MODEL, [0, 0], KINDS), task_s=1e-3)
     seen = Observed({Sample("expert", "forward", 1): 0.1, Sample("expert", "forward", 4): 0.025})
     assert refit(costs, seen).layers[0].chunks["forward"]["expert"] == StageTime(1e-3, pytest.approx(0.1))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_model_with_what_was_seen(whole: bool) -> None:
-    """Costs of a workload are by what was seen of its shapes, and of more rows in proportion."""
+def test_step_costs_use_observed_samples(whole: bool) -> None:
+    """Costs of a workload are those measured for its shapes, scaled in proportion for more rows."""
     seconds = {
         Sample("expert", "forward", 1): 0.4,
         Sample("expert", "forward", 4): 0.13,
@@ -256,7 +265,7 @@ def test_a_model_with_what_was_seen(whole: bool) -> None:
         assert (costs.loss_s, costs.optimizer_s) == (0.05, 0.06)
         assert costs.layers[0].dense_s["backward"]["other"] == 0.02
         assert twice.layers[0].dense_s["backward"]["other"] == 0.04
-        # As many ranks tell each other as many numbers, whatever the rows.
+        # The count exchange depends on the number of ranks, not of rows.
         assert costs.layers[0].dense_s["forward"]["count-exchange"] == 0.003
         assert twice.layers[0].dense_s["forward"]["count-exchange"] == 0.003
     del seconds[Sample("loss", None)], seconds[Sample("optimizer", None)]
@@ -268,28 +277,28 @@ def test_a_model_with_what_was_seen(whole: bool) -> None:
     assert other.step_costs(model, [0], KINDS) == other.step_costs(MODEL, [0], KINDS)
 
 
-def test_a_step_beside_its_prediction() -> None:
+def test_compare_equals_prediction_for_exact_costs() -> None:
     rng = random.Random(3)
-    right = planted(rng, whole=False)
-    plan = in_turn(right, 1)
-    rows = {row.part: row for row in compare(plan, refit(right, Observed()), [as_run(plan, right)])}
+    right = random_true_costs(rng, whole=False)
+    plan = sequential_plan(right, 1)
+    rows = {row.part: row for row in compare(plan, refit(right, Observed()), [recorded_timeline(plan, right)])}
     assert rows["step"].predicted_s == rows["step"].measured_s == pytest.approx(makespan(plan, right))
     for row in rows.values():
         assert row.error == pytest.approx(0.0, abs=1e-9), row
-    # One thing after the other: the parts are the whole.
+    # A sequential step: the parts sum to the whole.
     parts = [row.measured_s or 0.0 for row in rows.values() if row.part != "step"]
     assert sum(parts) == pytest.approx(makespan(plan, right))
-    half = {row.part: row.error for row in compare(plan, right, [as_run(plan, _slower(right, 2.0))])}
+    half = {row.part: row.error for row in compare(plan, right, [recorded_timeline(plan, _scaled_costs(right, 2.0))])}
     assert half["expert backward"] == pytest.approx(-0.5) and half["loss"] == pytest.approx(0.0)
 
 
-def _slower(costs: StepCosts, times: float) -> StepCosts:
+def _scaled_costs(costs: StepCosts, times: float) -> StepCosts:
     layer = costs.layers[0]
     chunks = {phase: {kind: part * times for kind, part in of.items()} for phase, of in layer.chunks.items()}
     return replace(costs, layers=(replace(layer, chunks=chunks),) * len(costs.layers))
 
 
-def test_files_that_call_it_the_gate() -> None:
+def test_old_gate_samples_are_read_as_other() -> None:
     old = {"rows": None, "samples": [["gate", "forward", 1, False, 0.5], ["expert", "forward", 1, False, 1.0]]}
     assert Observed.from_dict(old).seconds == {Sample("other", "forward"): 0.5, Sample("expert", "forward"): 1.0}
 
@@ -306,7 +315,7 @@ BROKEN: Sequence[object] = (
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_json_that_is_nothing_observed(broken: object) -> None:
+def test_from_dict_rejects_invalid_observations(broken: object) -> None:
     with pytest.raises(ConfigError, match="observed"):
         Observed.from_dict(broken)
     data = json.loads(MODEL.to_json()) | {"observed": {WORK.shapes: broken}}

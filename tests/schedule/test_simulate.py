@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import ALONE, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, whole_policies
-from fusedmoe.schedule.simulate import critical_path, makespan, simulate, stretches
+from fusedmoe.schedule.simulate import critical_path, layer_passes, makespan, simulate
 from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, Task, resources_of
 from fusedmoe.schedule.timeline import Timeline
@@ -28,9 +28,10 @@ PARTS = {"all": PIPELINE, "no shards": ("dispatch", "expert", "combine"), "one n
 
 
 def by_definition(plan: Plan, seconds, contention: Contention) -> dict[Task, tuple[Fraction, Fraction]]:
-    """The simulator's definition, in exact numbers: step from event to event, look at every task each time.
+    """The simulator's definition, in exact numbers: step from event to event, visiting every task each time.
 
-    A task runs when it is at the head of all of its resources; by the first of them it is computation or on a link.
+    A task runs when it is at the head of all of its resources; its first resource defines it as computation or
+    communication.
     """
     left = {task: Fraction(seconds[task]) for task in plan}
     started: dict[Task, Fraction] = {}
@@ -45,7 +46,7 @@ def by_definition(plan: Plan, seconds, contention: Contention) -> dict[Task, tup
             if head is not None and first and all(one in ended for one in plan.dependencies[head]):
                 running[resource] = head
                 started.setdefault(head, now)
-        # A task works where its kind does, also in a plan with one queue for both links.
+        # A task uses the resource of its kind, also in a plan with one queue for both links.
         at = {queue: resources_of(task.kind)[0] for queue, task in running.items()}
         speed = {
             queue: math.prod(Fraction(contention.share(at[queue], other)) for other in set(at.values())) for queue in at
@@ -59,19 +60,19 @@ def by_definition(plan: Plan, seconds, contention: Contention) -> dict[Task, tup
     return {task: (started[task], ended[task]) for task in plan}
 
 
-def durations(rng: random.Random, plan: Plan) -> dict[Task, float]:
-    """Some small whole numbers, so that ends coincide, some any, some nothing."""
+def random_durations_of(rng: random.Random, plan: Plan) -> dict[Task, float]:
+    """Small integers, which make ends coincide, arbitrary values, and zeros."""
     choose = rng.choice([lambda: float(rng.randrange(4)), lambda: rng.random(), lambda: 10 ** rng.uniform(-6, 0)])
     return {task: choose() for task in plan}
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
-def test_simulation_equals_its_definition(seed):
+def test_simulation_equals_definition(seed):
     rng = random.Random(seed)
     contention = random_contention(rng)
     plan = random_plan(rng, random_costs(rng))
-    seconds = durations(rng, plan)
+    seconds = random_durations_of(rng, plan)
     timeline = simulate(plan, Durations(seconds, contention))
     expected = by_definition(plan, seconds, contention)
     assert len(timeline.spans) == len(plan) and timeline.source == "predicted"
@@ -84,7 +85,7 @@ def test_simulation_equals_its_definition(seed):
     assert makespan(plan, Durations(seconds, contention)) == timeline.end_s
 
 
-def test_contention_by_hand():
+def test_link_contention_of_worked_example():
     plan = Plan.parse("compute: E0\nintra: AG0 RS0\ninter: D0 AR0 C0\nafter AR0: D0")
     seconds = {"dispatch": 4, "all-gather": 2, "expert": 1, "reduce-scatter": 3, "combine": 4, "gradient-all-reduce": 5}
     timeline = simulate(
@@ -106,14 +107,14 @@ def test_contention_by_hand():
     assert alone.end_s == 4 + 2 + 1 + 3 + 4
 
 
-def test_computation_beside_a_link_by_hand():
-    """The docstring's example: 4 s of a product at a half, 3 s of an all-to-all at three quarters of their speeds."""
+def test_compute_contention_of_docstring_example():
+    """Docstring example: 4 s of a product at a half, 3 s of an all-to-all at three quarters of their speeds."""
     plan = Plan.parse("compute: E0\ninter: D0\nafter E0:")
     seconds = {Task("expert", 0): 4.0, Task("dispatch", 0): 3.0}
     contention = Contention(compute_beside_inter=0.5, inter_beside_compute=0.75, compute_beside_intra=0.1)
     found = {span.kind: span.end_s for span in simulate(plan, Durations(seconds, contention)).spans}
     assert found == {"dispatch": 4.0, "expert": 6.0}
-    # A third one takes its share of what the second leaves: 0.5 · 0.1 until 4 s, and 0.1 from then on.
+    # A third task scales the second's remaining speed: 0.5 · 0.1 until 4 s, and 0.1 from then on.
     plan = Plan.parse("compute: E0\nintra: AG0\ninter: D0\nafter E0:\nafter AG0:")
     seconds[Task("all-gather", 0)] = 14.0
     found = {span.kind: span.end_s for span in simulate(plan, Durations(seconds, contention)).spans}
@@ -126,7 +127,7 @@ def test_one_queue_never_contends():
     assert simulate(plan, Durations(seconds, Contention.between_links(0.1))) == simulate(plan, Durations(seconds))
 
 
-def of_pass(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
+def pass_plan(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
     buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
     plan = Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
     of = dict(zip(PIPELINE, times, strict=True)) | {"gradient-all-reduce": gar}
@@ -134,7 +135,7 @@ def of_pass(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, 
 
 
 def random_times(rng: random.Random, kinds) -> tuple[ChunkTimes, float]:
-    """Also with parts that take nothing, that are alike, and of very different lengths."""
+    """Draw free parts, equal parts, and very different lengths."""
     scale = rng.choice([lambda: rng.random(), lambda: 10 ** rng.uniform(-4, 0), lambda: float(rng.randrange(3))])
     times = ChunkTimes(*(scale() if kind in kinds else 0.0 for kind in PIPELINE))
     if rng.random() < 0.5:
@@ -142,24 +143,24 @@ def random_times(rng: random.Random, kinds) -> tuple[ChunkTimes, float]:
     return times, rng.choice([0.0, 1.0, 5.0, 20.0]) * rng.random()
 
 
-def sweep(count: int, seed: int) -> None:
+def compare_closed_forms(count: int, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(count):
         kinds = PARTS[rng.choice(list(PARTS))]
         times, gar = random_times(rng, kinds)
         degree = rng.randint(1, 16)
         for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
-            plan, seconds = of_pass(order, kinds, degree, times, gar)
+            plan, seconds = pass_plan(order, kinds, degree, times, gar)
             assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, times, gar), rel=1e-9), times
 
 
 def test_closed_forms_equal_simulation():
-    sweep(300, seed=11)
+    compare_closed_forms(300, seed=11)
 
 
 @pytest.mark.slow
-def test_closed_forms_equal_simulation_20_000_times():
-    sweep(10_000, seed=12)
+def test_closed_forms_equal_simulation_10_000_cases():
+    compare_closed_forms(10_000, seed=12)
 
 
 SECONDS = st.floats(0.0, 1e3, allow_subnormal=False)
@@ -169,22 +170,22 @@ SECONDS = st.floats(0.0, 1e3, allow_subnormal=False)
 @given(st.integers(1, 9), st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), SECONDS)
 def test_closed_forms_equal_simulation_for_any_times(degree, times, gar):
     for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
-        plan, seconds = of_pass(order, PIPELINE, degree, ChunkTimes(*times), gar)
+        plan, seconds = pass_plan(order, PIPELINE, degree, ChunkTimes(*times), gar)
         assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, ChunkTimes(*times), gar), rel=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 2**32))
-def test_no_order_beats_the_bound_of_a_pass(degree, seed):
+def test_pass_bound_holds_for_all_orders(degree, seed):
     rng = random.Random(seed)
     contention = random_contention(rng)
     times, gar = random_times(rng, PIPELINE)
     bound = pass_bound_s(degree, times, gar, contention)
     for order in ORDERS:
-        plan, seconds = of_pass(order, PIPELINE, degree, times, gar)
+        plan, seconds = pass_plan(order, PIPELINE, degree, times, gar)
         assert makespan(plan, Durations(seconds, contention)) >= bound * (1 - 1e-9)
-    # Any other order that can run, too: the links' tasks in a random order that keeps each chunk's.
-    plan, seconds = of_pass(three_queues, PIPELINE, degree, times, gar)
+    # Any other valid order: the links' tasks in a random order that keeps each chunk's.
+    plan, seconds = pass_plan(three_queues, PIPELINE, degree, times, gar)
     for _ in range(10):
         try:
             shuffled = Plan(plan.compute, *(shuffle(rng, plan.on(link)) for link in ("intra", "inter")))
@@ -199,12 +200,12 @@ def shuffle(rng: random.Random, order: tuple[Task, ...]) -> tuple[Task, ...]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
-def test_contention_makes_nothing_earlier(seed):
+def test_contention_never_ends_a_task_earlier(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, random_costs(rng))
-    seconds = durations(rng, plan)
+    seconds = random_durations_of(rng, plan)
     ends = []
-    for contention in (ALONE, Contention.between_links(0.7), Contention(0.9, 0.5, 0.7, 0.4, 0.8, 0.6)):
+    for contention in (NO_CONTENTION, Contention.between_links(0.7), Contention(0.9, 0.5, 0.7, 0.4, 0.8, 0.6)):
         spans = simulate(plan, Durations(seconds, contention)).spans
         ends.append({(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in spans})
     for key in ends[0]:
@@ -212,22 +213,22 @@ def test_contention_makes_nothing_earlier(seed):
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_duration_that_cannot_be_is_refused(bad):
+def test_invalid_duration_error_names_task(bad):
     plan = Plan.parse("compute: E0 E1")
-    with pytest.raises(ConfigError, match=r"f0\.E1 cannot take"):
+    with pytest.raises(ConfigError, match=r"invalid duration .* s of f0\.E1"):
         simulate(plan, Durations({Task("expert", 0): 1.0, Task("expert", 1): bad}))
 
 
-def test_a_missing_duration_is_named():
+def test_missing_duration_error_names_task():
     with pytest.raises(ConfigError, match=r"no duration for f0\.E1"):
         makespan(Plan.parse("compute: E0 E1"), Durations({Task("expert", 0): 1.0}))
 
 
-def test_an_empty_plan_takes_no_time():
+def test_empty_plan_takes_zero_time():
     assert simulate(Plan(), Durations({})).spans == () and makespan(Plan(), Durations({})) == 0.0
 
 
-def test_spans_keep_the_plan_s_order():
+def test_spans_keep_plan_order_per_resource():
     rng = random.Random()
     plan = random_plan(rng, random_costs(rng))
     timeline = simulate(plan, Durations({task: 0.1 + rng.random() for task in plan}, Contention.between_links(0.6)))
@@ -237,7 +238,7 @@ def test_spans_keep_the_plan_s_order():
         assert all(one.end_s <= following.start_s for one, following in zip(own, own[1:], strict=False))
 
 
-def stack(contention: Contention, layers: int = 3) -> StepCosts:
+def make_step_costs(contention: Contention, layers: int = 3) -> StepCosts:
     workload = Workload(
         2, random.choice((256, 1024)), 1024, random.choice((1024, 8192)), 8, ep=8, esp=random.choice((1, 4))
     )
@@ -245,34 +246,34 @@ def stack(contention: Contention, layers: int = 3) -> StepCosts:
     return StepCosts((layer,) * layers, TESTBEDS["B"].costs.line("all-reduce/dp"), contention)
 
 
-@pytest.mark.parametrize("contention", [Contention(0.9, 0.8, 0.95, 0.6, 0.9, 0.6), *slowly(ALONE)])
+@pytest.mark.parametrize("contention", [Contention(0.9, 0.8, 0.95, 0.6, 0.9, 0.6), *slowly(NO_CONTENTION)])
 @pytest.mark.parametrize("policy", [*POLICIES])
-def test_the_path_has_no_gap_and_explains_the_whole_step(policy: str, contention: Contention) -> None:
-    costs = stack(contention)
+def test_critical_path_is_contiguous_and_spans_step(policy: str, contention: Contention) -> None:
+    costs = make_step_costs(contention)
     plan = POLICIES[policy].plan(costs)
     timeline = simulate(plan, costs)
     path = critical_path(plan, timeline)
     assert path[0].start_s == 0 and path[-1].end_s == timeline.end_s
     for one, following in zip(path, path[1:], strict=False):
         assert one.end_s == pytest.approx(following.start_s, abs=1e-12)
-    found = stretches(plan, timeline)
+    found = layer_passes(plan, timeline)
     assert [(s.phase, s.layer) for s in found] == [("forward", i) for i in range(3)] + [
         ("backward", i) for i in (2, 1, 0)
     ]
     for stretch in found:
-        assert sum(stretch.waits_s.values()) == pytest.approx(stretch.seconds)
+        assert sum(stretch.critical_s.values()) == pytest.approx(stretch.seconds)
         assert stretch.degree == plan.degrees[stretch.phase, stretch.layer]
     for one, following in zip(found, found[1:], strict=False):
         assert one.end_s == pytest.approx(following.start_s)
-    if policy not in whole_policies():  # of which weight gradients may be the end
+    if policy not in whole_policies():  # which weight gradients may end
         tail_s = timeline.end_s - found[-1].end_s
         reduced_s = sum(span.duration_s for span in timeline.spans if span.kind == "gradient-all-reduce")
         assert sum(stretch.gradient_s for stretch in found) + tail_s == pytest.approx(reduced_s)
 
 
-def test_only_what_is_on_the_path_makes_the_step_shorter() -> None:
+def test_only_critical_tasks_shorten_step() -> None:
     for _ in range(30):
-        costs = stack(ALONE, layers=2)
+        costs = make_step_costs(NO_CONTENTION, layers=2)
         plan = POLICIES["fsmoe"].plan(costs)
         seconds = {task: random.uniform(0.5, 2) for task in plan}
         path = critical_path(plan, simulate(plan, Durations(seconds)))
@@ -283,15 +284,15 @@ def test_only_what_is_on_the_path_makes_the_step_shorter() -> None:
         assert makespan(plan, Durations({task: 0.9 * s for task, s in seconds.items()})) == pytest.approx(0.9 * whole_s)
 
 
-def test_what_a_pass_is_bound_by() -> None:
+def test_layer_passes_report_limiting_resource() -> None:
     plan = Plan.parse("compute: E0 E1\ninter: D0 D1 C0 C1")
     tasks = {kind: [task for task in plan if task.kind == kind] for kind in ("dispatch", "expert", "combine")}
     for kind, resource in (("expert", "compute"), ("dispatch", "inter")):
         seconds = {task: 5.0 if task in tasks[kind] else 1.0 for task in plan}
-        (found,) = stretches(plan, simulate(plan, Durations(seconds)))
+        (found,) = layer_passes(plan, simulate(plan, Durations(seconds)))
         assert found.bound_by == resource and found.degree == 2 and found.gradient_s == 0
-        assert found.waits_s[resource] >= 10.0
+        assert found.critical_s[resource] >= 10.0
 
 
-def test_nothing() -> None:
-    assert critical_path(Plan(), Timeline(0, (), "predicted")) == () and stretches(Plan(), Timeline()) == []
+def test_critical_path_of_empty_plan() -> None:
+    assert critical_path(Plan(), Timeline(0, (), "predicted")) == () and layer_passes(Plan(), Timeline()) == []

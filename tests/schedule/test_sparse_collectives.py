@@ -1,4 +1,4 @@
-"""Sparse collectives in plans: what communication hides, and where the tasks are inserted."""
+"""Sparse collectives in plans: the communication that they hide, and the positions of the tasks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.schedule.cost import Contention, Durations, Line
-from fusedmoe.schedule.draw import figure
+from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, layer_policies
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse, hidden_s, idle_after, idle_before, with_sparse
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.workload import Workload
 
 
-def by_hand(gradient_bytes: int = 0) -> StepCosts:
+def example_costs(gradient_bytes: int = 0) -> StepCosts:
     """Three layers, in seconds: attention 4 and 8, dispatch and combine 1, experts 2 and 4. All-reduces: 1 for 1000
-    bytes."""
+    bytes.
+    """
 
     def chunks(expert_s: float) -> dict[str, StageTime]:
         return {"dispatch": StageTime(0.0, 1.0), "expert": StageTime(0.0, expert_s), "combine": StageTime(0.0, 1.0)}
@@ -29,12 +29,12 @@ def by_hand(gradient_bytes: int = 0) -> StepCosts:
     return StepCosts((layer,) * 3, Line(0.0, 1e-3), optimizer_s=1.0)
 
 
-def lengthened(plan: Plan, costs: StepCosts, seconds_L, again: bool) -> float:
+def added_step_s(plan: Plan, costs: StepCosts, seconds_L, again: bool) -> float:
     return makespan(*with_sparse(plan, costs, seconds_L, again=again)) - makespan(plan, costs)
 
 
-def test_idle_by_hand():
-    costs = by_hand()
+def test_idle_time_of_worked_example():
+    costs = example_costs()
     timeline = simulate(POLICIES["sequential"].plan(costs), costs)
     assert [idle_before(timeline, layer, "forward") for layer in range(3)] == [4, 4, 4], "attention"
     assert [idle_before(timeline, layer, "backward") for layer in range(3)] == [8, 8, 0]
@@ -42,9 +42,9 @@ def test_idle_by_hand():
     assert hidden_s(timeline, 3, again=False) == hidden_s(timeline, 3, again=True) == (4, 4, 4)
 
 
-def test_buckets_of_gradients_take_their_part():
-    costs = by_hand(gradient_bytes=5000)
-    plan = POLICIES["tutel_improved"].plan(costs)  # each layer's 5 s beside the attention before it
+def test_gradient_buckets_reduce_hidden_time():
+    costs = example_costs(gradient_bytes=5000)
+    plan = POLICIES["tutel_improved"].plan(costs)  # each layer's 5 s overlap the attention before it
     timeline = simulate(plan, costs)
     assert [idle_before(timeline, layer, "backward") for layer in range(3)] == [3, 8, 0]
     assert idle_after(timeline) == 3, "that of layer 1, and layer 0's own follows its attention"
@@ -52,24 +52,24 @@ def test_buckets_of_gradients_take_their_part():
     assert hidden_s(timeline, 3, again=False) == (3, 3, 4)
 
 
-def test_what_fits_is_hidden_and_what_does_not_is_not():
-    costs, expert_s = by_hand(gradient_bytes=3000), 0.4  # of 2 bytes at 5 in a second
+def test_only_hidden_time_is_free():
+    costs, expert_s = example_costs(gradient_bytes=3000), 0.4  # of 2 bytes at 5 in a second
     plan = POLICIES["tutel_improved"].plan(costs)
     timeline = simulate(plan, costs)
     for again in (False, True):
         hidden_L = hidden_s(timeline, 3, again=again)
         t = overlap_degree(min(hidden_L), 2, 5.0)
         assert t == (10 if not again else 6), "4 s of attention forward; half of the 5 s that are left backward"
-        assert lengthened(plan, costs, [t * expert_s] * 3, again) == pytest.approx(0)
-        assert lengthened(plan, costs, [(t + 2) * expert_s] * 3, again) > expert_s
+        assert added_step_s(plan, costs, [t * expert_s] * 3, again) == pytest.approx(0)
+        assert added_step_s(plan, costs, [(t + 2) * expert_s] * 3, again) > expert_s
     # One layer alone: 12 experts are 4.8 s, 0.8 more than the attention before it.
     for layer in range(3):
         seconds_L = [12 * expert_s * (layer == one) for one in range(3)]
-        assert lengthened(plan, costs, seconds_L, False) == pytest.approx(0.8)
+        assert added_step_s(plan, costs, seconds_L, False) == pytest.approx(0.8)
 
 
-def test_where_they_stand():
-    costs = by_hand(gradient_bytes=1000)
+def test_sparse_tasks_are_inserted_around_dispatch():
+    costs = example_costs(gradient_bytes=1000)
     plan, _ = with_sparse(POLICIES["tutel_improved"].plan(costs, 1), costs, (1.0, 0.0, 2.0), again=True)
     words = [name(task) for task in plan.inter]
     assert words[:4] == ["f0.SAG", "f0.D0", "f0.C0", "f1.D0"] and words[4:7] == ["f1.C0", "f2.SAG", "f2.D0"]
@@ -82,8 +82,8 @@ def test_where_they_stand():
 
 @pytest.mark.parametrize("policy", [*layer_policies()])
 @pytest.mark.parametrize("testbed", ["A", "B"])
-def test_as_predicted_on_a_cluster(policy, testbed):
-    """Four layers as FSMoE's, with gradient buckets: what is said to be hidden is, what is more shows in full."""
+def test_predicted_hidden_time_is_hidden_on_testbed(policy, testbed):
+    """Four layers as FSMoE's, with gradient buckets: predicted hidden time is hidden, and the excess shows in full."""
     bed = TESTBEDS[testbed]
     shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
     layer = shape.layer_costs(bed.costs)
@@ -92,19 +92,19 @@ def test_as_predicted_on_a_cluster(policy, testbed):
     timeline, step_s = simulate(plan, costs), makespan(plan, costs)
     for again in (False, True):
         hidden_L = hidden_s(timeline, 4, again=again)
-        # Policies that put gradients where the link is idle leave nothing of it on the slower testbed.
+        # Policies that put gradients on idle links leave no idle time on the slower testbed.
         assert min(hidden_L[:3]) > 1e-6 or (testbed == "A" and policy not in ("sequential", "tutel", "pipemoe"))
-        assert lengthened(plan, costs, hidden_L, again) < 1e-9 * step_s
+        assert added_step_s(plan, costs, hidden_L, again) < 1e-9 * step_s
     for one in range(4):
         idle_s = idle_before(timeline, one, "forward")
         back_s = idle_before(timeline, one - 1, "backward") if one else idle_after(timeline)
         more_s = 0.3 * max(idle_s, back_s)
         seconds = max(idle_s, back_s) + more_s
-        found = lengthened(plan, costs, [seconds * (layer == one) for layer in range(4)], False)
+        found = added_step_s(plan, costs, [seconds * (layer == one) for layer in range(4)], False)
         assert found == pytest.approx((seconds - idle_s) + (seconds - back_s), rel=1e-6)
 
 
-def test_sums_wait_for_weight_gradients_apart():
+def test_sparse_reduce_scatter_depends_on_weight_gradients():
     plan = Plan.parse(
         """
         compute: f.A f.E0 b.E0 b.E1 b.WG0 b.WG1 b.A .Opt
@@ -119,50 +119,11 @@ def test_sums_wait_for_weight_gradients_apart():
     assert reduce in with_them.dependencies[optimizer] and costs.given[reduce] == 1.0
 
 
-def test_late_copies_by_hand():
-    """Rows in two chunks, 1 s each on the link, experts 3 s each; late copies take 4 s, of which chunk 0 hides 2 s."""
-    plan = Plan.parse("compute: E0 E1\ninter: D0 D1 C0 C1")
-    durations = {task: 3.0 if task.kind == "expert" else 1.0 for task in plan}
-    for first, copies_s, end_s in ((0, 4.0, 13), (1, 4.0, 10), (2, 4.0, 8), (1, 2.0, 8), (1, 1.0, 8)):
-        late = add_sparse(plan, [0], late={0: first})
-        assert [name(task) for task in late.inter] == ["f0.D0", "f0.D1", "f0.SAG1", "f0.C0", "f0.C1"]
-        assert Plan.parse(str(late)) == late
-        (copies,) = late.kinds - plan.kinds
-        costs = Durations(durations | {task: copies_s for task in late if task.kind == copies})
-        assert makespan(late, costs) == end_s
-    # Where the link and the processor slow each other down, copies beside the experts cost more.
-    slow = Durations(costs.given, Contention(compute_beside_inter=0.5))
-    assert makespan(late, slow) > makespan(late, costs)
-    drawn = figure(simulate(late, Durations(durations | {task: 4.0 for task in late if task.kind == copies})))
-    assert any(text.get_text() == "sparse-all-gather 1" for axes in drawn.axes for text in axes.texts), (
-        "a picture names them"
-    )
-
-
-@pytest.mark.parametrize("policy", [*layer_policies()])
-def test_late_copies_in_any_order(policy):
-    """No rank waits in a circle, wherever its first late rows are; the fewer chunks need copies, the sooner it ends."""
-    bed = TESTBEDS["A"]
-    shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
-    costs = StepCosts((shape.layer_costs(bed.costs),) * 2, contention=bed.costs.contention)
-    plan = POLICIES[policy].plan(costs.by_layer())
-    alone_s, degree = makespan(plan, costs), plan.degrees["forward", 1]
-    for seconds in (1e-3, 0.1):
-        steps = [
-            makespan(*with_sparse(plan, costs, (0.0, seconds), again=False, late={1: first}))
-            for first in range(degree + 1)
-        ]
-        assert all(one >= other - 1e-12 for one, other in zip(steps, steps[1:], strict=False))
-        assert alone_s <= steps[-1] <= alone_s + 2 * seconds + 1e-12, "there and, gradients, back"
-    orders = {first: add_sparse(plan, [1], late={1: first}).orders for first in range(degree + 1)}
-    assert all(one == orders[0] for one in orders.values()), "what ranks send is in one order"
-
-
-def test_what_is_refused():
+def test_layers_without_dispatch_are_rejected():
     alone = Plan.parse("compute: E0 E1")
     with pytest.raises(ConfigError, match="layer 0 has no dispatch"):
-        with_sparse(alone, by_hand(), (1.0,), again=False)
-    costs = by_hand()
+        with_sparse(alone, example_costs(), (1.0,), again=False)
+    costs = example_costs()
     timeline = simulate(POLICIES["sequential"].plan(costs), costs)
     with pytest.raises(ConfigError, match="layer 3 has no dispatch"):
         idle_before(timeline, 3, "forward")

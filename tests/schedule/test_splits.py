@@ -1,4 +1,4 @@
-"""Whole steps in micro-batches: what waits for what, what they cost, and what the FlowMoE paper proves of them."""
+"""Whole steps in micro-batches: dependencies, costs, and the theorems of the FlowMoE paper."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def random_layer(rng: random.Random) -> LayerCosts:
     testbed = rng.choice(list(TESTBEDS))
     cases = list(workloads(TESTBEDS[testbed]))
     shape = replace(rng.choice(cases), ep=rng.choice([1, 8]), esp=rng.choice([1, 4]))
-    return kept_apart(shape.layer_costs(TESTBEDS[testbed].costs), rng.choice([0.0, 1e-4, 1e-2]))
+    return with_apart_s(shape.layer_costs(TESTBEDS[testbed].costs), rng.choice([0.0, 1e-4, 1e-2]))
 
 
-def kept_apart(layer: LayerCosts, seconds: float) -> LayerCosts:
+def with_apart_s(layer: LayerCosts, seconds: float) -> LayerCosts:
     assert layer.micro is not None
     return replace(layer, micro=replace(layer.micro, apart_s=seconds))
 
@@ -52,7 +52,7 @@ def random_stack(rng: random.Random, layers: int | None = None) -> StepCosts:
 
 
 def random_split(rng: random.Random, layers: int, most: int = 5) -> StepSplit:
-    """With degrees of all layers, or of each part of each."""
+    """Draw degrees for all layers, or for each part of each layer."""
 
     def degrees() -> int | tuple[Degrees, ...]:
         if rng.random() < 0.5:
@@ -63,8 +63,8 @@ def random_split(rng: random.Random, layers: int, most: int = 5) -> StepSplit:
     return StepSplit(degrees(), degrees(), rng.choice([None, 2**20, 2**24]), rng.random() < 0.5)
 
 
-def test_a_split_step_does_the_same_work():
-    """Pieces of everything take as long as the whole, apart from their starts."""
+def test_split_step_preserves_total_work():
+    """Pieces of every part take the time of the whole, apart from their starts."""
     rng = random.Random()
     for _ in range(10):
         costs = random_stack(rng)
@@ -85,23 +85,23 @@ def test_a_split_step_does_the_same_work():
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
 
 
-def test_weight_gradients_of_their_own_cost_what_is_kept_for_them():
-    """The experts' backward pass takes it on, all chunks together, where it has them cut off, and nowhere else."""
+def test_separate_weight_gradients_add_saved_tensor_cost():
+    """The experts' backward pass includes the cost, over all chunks, only where weight gradients are split off."""
     rng = random.Random(5)
-    free = StepCosts(tuple(kept_apart(random_layer(rng), 0.0) for _ in range(2)))
-    dear = replace(free, layers=tuple(kept_apart(layer, 3e-3) for layer in free.layers))
+    free = StepCosts(tuple(with_apart_s(random_layer(rng), 0.0) for _ in range(2)))
+    dear = replace(free, layers=tuple(with_apart_s(layer, 3e-3) for layer in free.layers))
     for weights in (False, True):
         plan = micro_schedule(free, StepSplit(2, 3, weights=weights)).plan()
         before, after = free.seconds(plan), dear.seconds(plan)
         for task in plan:
             more = 1e-3 if weights and task[:1] + task[3:4] == ("expert", "backward") else 0.0
             assert after[task] - before[task] == pytest.approx(more, abs=1e-12)
-    dearest = replace(free, layers=tuple(kept_apart(layer, 10.0) for layer in free.layers))
+    dearest = replace(free, layers=tuple(with_apart_s(layer, 10.0) for layer in free.layers))
     plan = POLICIES["joint"].plan(dearest, 4)
     assert not any(task.kind == "weight-gradient" for task in plan)
 
 
-def test_a_plan_tells_how_it_is_split():
+def test_from_plan_recovers_split():
     rng = random.Random()
     for _ in range(30):
         costs = random_stack(rng)
@@ -114,7 +114,7 @@ def test_a_plan_tells_how_it_is_split():
     assert StepSplit.from_plan(micro_schedule(bare, StepSplit(2, 3, 2**20)).plan()) == StepSplit(2, 3)
 
 
-def test_chunks_go_on_from_layer_to_layer():
+def test_chunks_depend_on_same_chunk_of_previous_layer():
     costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
     plan = micro_schedule(costs, StepSplit(3, 3, weights=True)).plan()
     last = list(costs.layers[0].chunks["forward"])[-1]
@@ -128,7 +128,7 @@ def test_chunks_go_on_from_layer_to_layer():
     assert needed == {(kind, chunk) for kind in ("attention", WEIGHTS[1]) for chunk in range(3)}
 
 
-def test_parts_in_other_chunks_wait_for_what_they_have_something_of():
+def test_parts_depend_on_overlapping_chunks():
     costs = replace(random_stack(random.Random(1), 2), loss_s=1e-3)
     split = StepSplit((Degrees(2, 4), Degrees(3, 1)), (Degrees(1, 3), Degrees(2, 3)))
     after = micro_schedule(costs, split).plan().dependencies
@@ -138,7 +138,7 @@ def test_parts_in_other_chunks_wait_for_what_they_have_something_of():
     def chunks(task: Task, kind: str) -> list[int | None]:
         return sorted(one.chunk or 0 for one in after[task] if one.kind == kind and one.layer != task.layer)
 
-    for chunk in range(4):  # halves of what attention has
+    for chunk in range(4):  # halves of the attention's costs
         assert after[Task(first, chunk, 0)] == (Task("attention", chunk // 2, 0),)
     assert [chunks(Task("attention", chunk, 1), last) for chunk in range(3)] == [[0, 1], [1, 2], [2, 3]]
     # One part in one piece; and the loss, between the passes.
@@ -150,8 +150,8 @@ def test_parts_in_other_chunks_wait_for_what_they_have_something_of():
     assert {one.chunk for one in after[Task("attention", 0, 0, "backward")]} == {0, 1, 2}
 
 
-def test_the_backward_pass_begins_when_the_forward_pass_has_ended():
-    """With a loss and without one, whatever the policy: gradients come of the loss of all of a batch."""
+def test_backward_starts_after_forward_and_loss():
+    """With and without a loss, for any policy: the backward pass needs the loss of the whole batch."""
     rng = random.Random()
     for _ in range(2):
         costs = replace(random_stack(rng), loss_s=rng.choice([None, 1e-3]))
@@ -163,8 +163,8 @@ def test_the_backward_pass_begins_when_the_forward_pass_has_ended():
 
 
 @pytest.mark.slow
-def test_layers_at_the_ends_get_degrees_of_their_own():
-    """Of many layers those between have their neighbours'; a plan of them is no worse for it."""
+def test_first_and_last_layers_have_separate_degrees():
+    """Inner layers share their neighbours' degrees; a plan of many layers is no worse for it."""
     model = TESTBEDS["B"].costs
     layer = Workload(4, 512, 1024, 2048, experts=8, ep=8, esp=4).layer_costs(model)
     costs = StepCosts((layer,) * 8, model.line("all-reduce/dp"))
@@ -177,7 +177,7 @@ def test_layers_at_the_ends_get_degrees_of_their_own():
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_policy_beats_the_bound_and_joint_is_never_worse(steps):
+def test_joint_is_fastest_and_bound_holds(steps):
     rng = random.Random()
     for _ in range(steps):
         costs = random_stack(rng)
@@ -188,7 +188,7 @@ def test_no_policy_beats_the_bound_and_joint_is_never_worse(steps):
         assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in whole_policies())
 
 
-def test_policies_asked_for_together_are_those_asked_for_one_by_one():
+def test_plan_search_equals_separate_policies():
     costs = random_stack(random.Random())
     told: list[tuple[int, int]] = []
     model = PlanSearch(costs, 4, None, lambda *of: told.append(of))
@@ -200,7 +200,7 @@ def test_policies_asked_for_together_are_those_asked_for_one_by_one():
     assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
 
 
-def test_progress_is_told_to_the_end():
+def test_progress_is_monotonic_and_complete():
     told: list[tuple[int, int]] = []
     PlanSearch(random_stack(random.Random(), 2), 4, None, lambda *of: told.append(of)).plan("joint")
     assert [done for done, _ in told] == sorted(done for done, _ in told)
@@ -208,14 +208,14 @@ def test_progress_is_told_to_the_end():
 
 
 @pytest.mark.parametrize(("samples", "allowed"), [(1, {1}), (4, {1, 2, 4}), (5, {1, 5}), (6, {1, 2, 3, 6})])
-def test_micro_batches_have_equally_many_samples(samples, allowed):
+def test_degrees_divide_number_of_samples(samples, allowed):
     layer = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=1).layer_costs(TESTBEDS["B"].costs)
     free = Line(0.0, TESTBEDS["B"].costs.line("all-reduce/dp").beta_s)
     parts = {
         phase: {kind: replace(part, alpha_s=0.0) for kind, part in layer.chunks[phase].items()} for phase in PHASES
     }
     dense = {phase: {k: replace(p, alpha_s=0.0) for k, p in layer.micro.dense[phase].items()} for phase in PHASES}
-    # Starts are free, so as many as there may be are best.
+    # Starts are free, which makes the largest number the best.
     layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
     costs = StepCosts((layer,) * 2, free)
     for name in whole_policies():
@@ -226,13 +226,13 @@ def test_micro_batches_have_equally_many_samples(samples, allowed):
             assert found["forward"] == max(allowed)
 
 
-def test_step_costs_of_whole_layers():
+def test_step_costs_with_and_without_dense_parts():
     model = TESTBEDS["B"].costs
     shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
     sizes = [shape.gradient_bytes(), 0, shape.gradient_bytes()]
     whole, bare = (shape.step_costs(model, sizes, shape.volumes(), whole=how) for how in (True, False))
     assert whole.can_split and not bare.can_split and whole.gradient_bytes == bare.gradient_bytes == tuple(sizes)
-    assert whole.layers[0] is whole.layers[2]  # what is found of one layer is known of all that are alike
+    assert whole.layers[0] is whole.layers[2]  # the result of one layer applies to all equal layers
     plan = POLICIES["fsmoe"].plan(bare)
     assert plan == POLICIES["fsmoe"].plan(whole) and makespan(plan, bare) == makespan(plan, whole)
     without = shape.step_costs(model, sizes, ("dispatch", "expert", "combine"), whole=True)
@@ -241,7 +241,7 @@ def test_step_costs_of_whole_layers():
     }
 
 
-def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
+def test_waits_routes_all_chunks_before_first_dispatch():
     model = TESTBEDS["B"].costs
     shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
     parts = shape.volumes()
@@ -259,7 +259,7 @@ def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
         assert Plan.parse(str(POLICIES[name].plan(costs, 4))) == POLICIES[name].plan(costs, 4)
 
 
-def test_layers_that_cannot_be_split_are_refused():
+def test_layers_without_split_costs_are_rejected():
     costs = random_stack(random.Random(2))
     bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
     assert not bare.can_split
@@ -267,7 +267,7 @@ def test_layers_that_cannot_be_split_are_refused():
         micro_schedule(bare, StepSplit(2, 2))
 
 
-def test_lancet_plans_of_many_layers():
+def test_lancet_plan_of_six_layers():
     model = TESTBEDS["B"].costs
     layer = Workload(2, 1024, 2048, 4096, experts=8, ep=8, esp=4).layer_costs(model)
     costs = StepCosts((layer,) * 6, model.line("all-reduce/dp"))
@@ -302,9 +302,10 @@ SETTINGS = pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.
 
 
 @SETTINGS
-def test_theorem_1(count):
-    """All-reduces between all-to-alls, each started only when it is ready and keeps nobody waiting, never lengthen the
-    step over all-reduces at its end."""
+def test_flowmoe_theorem_1_overlapped_reduces_never_slow_step(count):
+    """All-reduces between all-to-alls, each started only when it is ready and delays no task, never lengthen the step
+    compared with all-reduces at its end.
+    """
     rng = random.Random()
     for _ in range(count):
         orders, seconds, gradients = backward_orders(rng)
@@ -313,11 +314,13 @@ def test_theorem_1(count):
         of = seconds | {bucket: line.seconds(bucket.size or 0) for bucket in buckets}
         end = {bucket: (orders["compute"][-1],) for bucket in buckets}
         at_the_end = Plan.from_orders({**orders, "inter": [*orders["inter"], *buckets]}, end)
-        assert makespan(patient(orders, of, buckets), Durations(of)) <= makespan(at_the_end, Durations(of)) * (1 + 1e-9)
+        assert makespan(plan_with_first_fitting_gap(orders, of, buckets), Durations(of)) <= makespan(
+            at_the_end, Durations(of)
+        ) * (1 + 1e-9)
 
 
-def patient(orders, seconds, buckets) -> Plan:
-    """Puts each bucket into the first gap that is long enough for all of it."""
+def plan_with_first_fitting_gap(orders, seconds, buckets) -> Plan:
+    """Put each bucket into the first gap that is long enough for all of it."""
     inter, waiting = list(orders["inter"]), list(buckets)
     place = 0
     for bucket in waiting:
@@ -328,7 +331,7 @@ def patient(orders, seconds, buckets) -> Plan:
                 after = Plan.from_orders({**orders, "inter": trial + waiting[waiting.index(bucket) + 1 :]})
             except ConfigError:
                 continue
-            if ends(after, seconds, orders) <= ends(before, seconds, orders) * (1 + 1e-12):
+            if last_task_end_s(after, seconds, orders) <= last_task_end_s(before, seconds, orders) * (1 + 1e-12):
                 inter, place = trial, at + 1
                 break
         else:
@@ -336,15 +339,16 @@ def patient(orders, seconds, buckets) -> Plan:
     return Plan.from_orders({**orders, "inter": inter})
 
 
-def ends(plan: Plan, seconds, orders) -> float:
-    """The end of all that is not an all-reduce."""
+def last_task_end_s(plan: Plan, seconds, orders) -> float:
+    """Return the end of all tasks except all-reduces."""
     return max(span.end_s for span in simulate(plan, Durations(seconds)).spans if span.kind != GRADIENT)
 
 
 @SETTINGS
-def test_theorem_2(count):
-    """Where starting costs nothing, halves of the buckets never make the step longer: the pool runs them whenever the
-    link is free. With a start-up cost they can."""
+def test_flowmoe_theorem_2_smaller_free_buckets_never_slow_step(count):
+    """With free starts, halves of the buckets never lengthen the step: the pool runs them whenever the link is free.
+    With a start-up cost they can.
+    """
     rng = random.Random()
     longer = 0
     for _ in range(count):
@@ -362,6 +366,6 @@ def test_theorem_2(count):
             if alpha:
                 longer += took[-1] > took[0] * (1 + 1e-9)
             else:
-                # The smallest buckets are within one of theirs of the best that any size reaches.
+                # The smallest buckets are within one bucket of the best that any size reaches.
                 assert took[-1] <= min(took) + 2 * len(gradients) * slope * 32
     assert longer > count / 10

@@ -1,4 +1,4 @@
-"""What the tasks of a plan take, and where the gradient buckets end."""
+"""Costs of a plan's tasks, and the boundaries of gradient buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradi
 from fusedmoe.schedule.task import Task
 
 
-def stack(gradient_bytes: list[int]) -> StepCosts:
+def make_step_costs(gradient_bytes: list[int]) -> StepCosts:
     chunks = {"expert": StageTime(1.0, 8.0)}
     layers = [
         LayerCosts({"forward": chunks, "backward": chunks}, {"forward": {}, "backward": {}}, n) for n in gradient_bytes
@@ -20,11 +20,11 @@ def stack(gradient_bytes: list[int]) -> StepCosts:
     return StepCosts(tuple(layers), Line(0.5, 0.001))
 
 
-def test_seconds_of_a_plan():
+def test_plan_seconds_and_gradient_ranges():
     plan = Plan.parse("compute: f0.E0 f0.E1 f1.E0 b1.E0 b0.E0\ninter: b1.AR0(100) b0.AR0(250) b0.AR1")
-    seconds = stack([500, 200]).seconds(plan)
+    seconds = make_step_costs([500, 200]).seconds(plan)
     assert seconds[Task("expert", 1, 0)] == 1 + 8 / 2 and seconds[Task("expert", 0, 1)] == 9
-    # The gradients are layer 1's 200 bytes, then layer 0's 500: the last bucket has what is left of 700.
+    # The gradients are layer 1's 200 bytes, then layer 0's 500: the last bucket has the rest of 700.
     buckets = [seconds[task] for task in plan.inter]
     assert buckets == pytest.approx([0.5 + 0.1, 0.5 + 0.25, 0.5 + 0.35])
     assert [*gradient_ranges(plan, [500, 200]).values()] == [range(0, 100), range(100, 350), range(350, 700)]
@@ -35,24 +35,24 @@ def test_seconds_of_a_plan():
     [
         ("inter: b1.AR0(201)", "b1.AR0 carries bytes 0 to 201, but layer 1's gradient ends at 200"),
         ("inter: b0.AR0(10) b1.AR0 b1.AR1", "b1.AR1 carries bytes 200 to 200"),
-        ("inter: b2.AR0", "b2.AR0 is of a layer that is not there"),
-        ("compute: f0.A", "nothing is known of f0.A"),
-        ("compute: .Opt", "nothing is known of .Opt"),
-        ("compute: f7.E0", "nothing is known of f7.E0"),
-        ("compute: f0.WG0", "nothing is known of f0.WG0"),
+        ("inter: b2.AR0", "b2.AR0 is in a layer that does not exist"),
+        ("compute: f0.A", "no time for f0.A"),
+        ("compute: .Opt", "no time for .Opt"),
+        ("compute: f7.E0", "no time for f7.E0"),
+        ("compute: f0.WG0", "no time for f0.WG0"),
     ],
 )
-def test_a_plan_for_other_layers_is_refused(text, message):
+def test_plan_of_other_layers_is_rejected(text, message):
     with pytest.raises(ConfigError, match=message):
-        stack([500, 200]).seconds(Plan.parse(text))
+        make_step_costs([500, 200]).seconds(Plan.parse(text))
 
 
-def test_buckets_are_cut_in_the_order_of_back_propagation():
+def test_bucket_cutter_follows_backward_order():
     cutter = BucketCutter([1000, 2000, 3000])
     assert cutter.available(3) == 0 and cutter.available(2) == 3000 and cutter.available(0) == 6000
     assert cutter.cut(1e9, 3) == [] == cutter.cut(100, 2)
     assert cutter.cut(600, 2) == [Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)]
-    # The rest of layer 2's, and of layer 1's as much as fills whole blocks: the bucket is ready with layer 1.
+    # The rest of layer 2's gradient, and whole blocks of layer 1's: the bucket is ready with layer 1.
     assert cutter.cut(4000, 1) == [Task("gradient-all-reduce", 0, 1, "backward", 3840)]
     assert cutter.cut(1e9, 1) == [Task("gradient-all-reduce", 1, 1, "backward", 5000 - 512 - 3840)]
     assert cutter.cut(1e9, 1) == []

@@ -23,7 +23,7 @@ GOOD = Span("expert", "expert", "compute", 1.0, 2.0, chunk=0, layer=1, phase="fo
 
 
 def random_spans(rng: random.Random, count: int) -> tuple[Span, ...]:
-    """Spans that overlap in any way, on a grid of milliseconds, so that ends and starts often meet."""
+    """Spans that overlap in any way, on a grid of milliseconds, which makes many ends and starts coincide."""
     spans = []
     for i in range(count):
         start = rng.randrange(200)
@@ -33,7 +33,7 @@ def random_spans(rng: random.Random, count: int) -> tuple[Span, ...]:
 
 
 def grid(spans: tuple[Span, ...], resource: str) -> np.ndarray:
-    """Which of the millisecond cells the resource is in use in: the naive reference."""
+    """Millisecond cells in which the resource is in use: the naive reference."""
     cells = np.zeros(300, dtype=bool)
     for span in spans:
         if span.resource == resource:
@@ -41,7 +41,7 @@ def grid(spans: tuple[Span, ...], resource: str) -> np.ndarray:
     return cells
 
 
-def test_spans_are_sorted_by_start_the_longer_first():
+def test_spans_are_sorted_by_start_then_length():
     timeline = training_step(random.Random())
     keys = [(span.start_s, -span.end_s) for span in timeline.spans]
     assert keys == sorted(keys)
@@ -67,7 +67,7 @@ def test_spans_are_sorted_by_start_the_longer_first():
         ({"chunk": True}, "chunk or layer"),
     ],
 )
-def test_a_bad_span_is_refused_and_named(change, message):
+def test_invalid_span_error_names_rank_and_span(change, message):
     bad = GOOD._replace(**change)
     with pytest.raises(ConfigError, match=message) as caught:
         Timeline(3, (GOOD, bad))
@@ -75,12 +75,12 @@ def test_a_bad_span_is_refused_and_named(change, message):
 
 
 @pytest.mark.parametrize("fields", [{"rank": -1}, {"rank": "0"}, {"source": "guessed"}, {"anchor_s": float("nan")}])
-def test_a_bad_timeline_is_refused(fields):
+def test_invalid_timeline_fields_are_rejected(fields):
     with pytest.raises(ConfigError, match="timeline"):
         Timeline(**fields)
 
 
-def test_an_empty_timeline_is_fine():
+def test_empty_timeline():
     timeline = Timeline()
     assert (timeline.start_s, timeline.end_s, timeline.exposed_s()) == (0.0, 0.0, 0.0)
     assert timeline.resources == () and timeline.totals_s() == {}
@@ -88,7 +88,7 @@ def test_an_empty_timeline_is_fine():
 
 
 @pytest.mark.parametrize("anchor_s", [None, 1.7e9 + 1 / 3])
-def test_json_gives_an_equal_timeline_back(anchor_s):
+def test_json_and_pickle_round_trip(anchor_s):
     timeline = training_step(random.Random(), rank=2, anchor_s=anchor_s)
     assert Timeline.from_json(timeline.to_json()) == timeline
     assert pickle.loads(pickle.dumps(timeline)) == timeline
@@ -104,12 +104,12 @@ def test_json_gives_an_equal_timeline_back(anchor_s):
         ('{"format":"fusedmoe-timeline","version":2,"rank":0}', "missing"),
     ],
 )
-def test_other_json_is_refused(text, message):
+def test_from_json_rejects_other_formats(text, message):
     with pytest.raises(ConfigError, match=message):
         Timeline.from_json(text)
 
 
-def test_a_spoilt_file_is_refused():
+def test_from_dict_rejects_corrupt_spans():
     data = json.loads(training_step(random.Random()).to_json())
     for spoil in (lambda s: s.pop("kind"), lambda s: s.update(color="red"), lambda s: s.update(end_s="1")):
         copy = json.loads(json.dumps(data))
@@ -118,7 +118,7 @@ def test_a_spoilt_file_is_refused():
             Timeline.from_dict(copy)
 
 
-def test_busy_and_exposed_agree_with_a_grid():
+def test_busy_and_exposed_times_equal_grid():
     rng = random.Random()
     for _ in range(50):
         timeline = Timeline(0, random_spans(rng, rng.randrange(60)))
@@ -129,7 +129,7 @@ def test_busy_and_exposed_agree_with_a_grid():
         assert timeline.exposed_s() == pytest.approx(exposed.sum() / 1e3, abs=1e-9)
 
 
-def test_totals_are_the_sums_of_each_kind():
+def test_totals_are_sums_per_kind():
     timeline = training_step(random.Random())
     totals = timeline.totals_s()
     assert list(totals) == [kind for kind in KINDS if any(span.kind == kind for span in timeline.spans)]
@@ -137,7 +137,7 @@ def test_totals_are_the_sums_of_each_kind():
         assert total == pytest.approx(sum(s.end_s - s.start_s for s in timeline.spans if s.kind == kind))
 
 
-def test_lanes_hold_every_span_once_without_overlap_and_as_few_as_possible():
+def test_lanes_are_minimal_and_disjoint():
     rng = random.Random()
     for _ in range(50):
         spans = [s for s in random_spans(rng, 60) if s.end_s > s.start_s]
@@ -151,12 +151,12 @@ def test_lanes_hold_every_span_once_without_overlap_and_as_few_as_possible():
         assert len(found) == cells.max()
 
 
-def test_a_resource_in_order_has_one_lane():
+def test_sequential_resource_has_one_lane():
     timeline = training_step(random.Random())
     assert [len(lanes(timeline.on(resource))) for resource in RESOURCES] == [1, 1, 1]
 
 
-def test_shifted_moves_the_spans_and_keeps_the_anchor():
+def test_shifted_moves_spans_and_keeps_anchor():
     timeline = training_step(random.Random())
     moved = timeline.shifted(0.25)
     assert moved.anchor_s == timeline.anchor_s
@@ -164,7 +164,7 @@ def test_shifted_moves_the_spans_and_keeps_the_anchor():
         assert after == before._replace(start_s=before.start_s + 0.25, end_s=before.end_s + 0.25)
 
 
-def test_align_puts_anchored_timelines_on_one_clock():
+def test_align_maps_anchored_timelines_to_one_clock():
     rng = random.Random()
     timelines = [
         training_step(rng, rank, anchor_s=1.7e9 + rng.uniform(0, 5)).shifted(rng.random()) for rank in range(4)
@@ -179,13 +179,13 @@ def test_align_puts_anchored_timelines_on_one_clock():
             assert new.start_s + after.anchor_s == pytest.approx(old.start_s + before.anchor_s, abs=1e-6, rel=0)
 
 
-def test_align_as_in_its_docstring():
+def test_align_of_docstring_example():
     spans = (Span("gate", "gate", "compute", 0.5, 0.6), Span("gate", "gate", "compute", 0.4, 0.6))
     aligned = align([Timeline(0, spans[:1], anchor_s=100.0), Timeline(1, spans[1:], anchor_s=100.2)])
     assert [timeline.start_s for timeline in aligned] == [0.0, pytest.approx(0.1)]
 
 
-def test_align_starts_a_prediction_beside_the_measurement():
+def test_align_starts_prediction_and_measurement_together():
     rng = random.Random()
     measured = [training_step(rng, rank).shifted(7.0 + rank) for rank in range(2)]
     predicted = [
@@ -197,20 +197,20 @@ def test_align_starts_a_prediction_beside_the_measurement():
     assert align([]) == []
 
 
-def test_timelines_are_values():
+def test_timelines_are_immutable_and_hashable():
     timeline = training_step(random.Random())
     assert replace(timeline) == timeline and hash(replace(timeline)) == hash(timeline)
     with pytest.raises(AttributeError):
         timeline.rank = 1  # type: ignore[misc]
 
 
-def test_each_kind_has_a_symbol_of_its_own():
+def test_symbols_of_kinds_are_unique():
     assert tuple(SYMBOLS) == KINDS
     assert len(set(SYMBOLS.values())) == len(KINDS)
     assert all(re.fullmatch(r"[A-Za-z]*", symbol) for symbol in SYMBOLS.values())
 
 
-def test_the_module_needs_neither_torch_nor_matplotlib():
+def test_timeline_imports_neither_torch_nor_matplotlib():
     code = (
         "import sys, fusedmoe.schedule.timeline, fusedmoe.schedule.draw\n"
         "assert not sys.modules.keys() & {'torch', 'matplotlib'}"
@@ -219,7 +219,7 @@ def test_the_module_needs_neither_torch_nor_matplotlib():
 
 
 def check_format(data: dict) -> tuple[list[dict], list[dict]]:
-    """The rules of the trace-event format that viewers rely on; gives (metadata, complete events)."""
+    """Check the trace-event format's rules that viewers rely on; return (metadata, complete events)."""
     assert set(data) == {"traceEvents", "displayTimeUnit", "otherData"} and data["displayTimeUnit"] == "ms"
     names = [event for event in data["traceEvents"] if event["ph"] == "M"]
     events = [event for event in data["traceEvents"] if event["ph"] == "X"]
@@ -248,7 +248,7 @@ def check_format(data: dict) -> tuple[list[dict], list[dict]]:
     return names, events
 
 
-def test_pid_is_the_rank_and_tid_the_resource():
+def test_trace_pid_is_rank_and_tid_is_resource():
     rng = random.Random()
     timelines = [training_step(rng, rank, anchor_s=1.7e9 + rng.uniform(0, 0.1)) for rank in range(4)]
     names, events = check_format(trace(timelines))
@@ -270,13 +270,13 @@ def test_pid_is_the_rank_and_tid_the_resource():
                 assert event["args"].get("chunk") == span.chunk and event["args"].get("phase") == span.phase
 
 
-def test_the_file_is_json_that_holds_the_trace(tmp_path):
+def test_save_trace_writes_json(tmp_path):
     timeline = training_step(random.Random(), rank=3)
     save_trace(timeline, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == trace([timeline])
 
 
-def test_spans_that_overlap_go_to_threads_of_their_own():
+def test_trace_places_overlapping_spans_on_separate_threads():
     rng = random.Random()
     spans = []
     for i in range(100):
@@ -288,7 +288,7 @@ def test_spans_that_overlap_go_to_threads_of_their_own():
     assert {"inter", "inter (2)"} <= labels
 
 
-def test_predicted_stands_next_to_measured():
+def test_trace_orders_predicted_next_to_measured():
     rng = random.Random()
     timelines = [
         training_step(rng, rank, source=source, anchor_s=1.7e9 if source == "measured" else None)
@@ -307,7 +307,7 @@ def test_predicted_stands_next_to_measured():
     assert len(events) == sum(len(timeline.spans) for timeline in timelines)
 
 
-def test_spans_that_touch_stay_apart_after_rounding():
+def test_adjacent_spans_stay_disjoint_after_rounding():
     rng = random.Random()
     end_s, spans = 0.0, []
     for i in range(2000):
@@ -317,7 +317,7 @@ def test_spans_that_touch_stay_apart_after_rounding():
     assert {e["args"]["name"] for e in names if e["name"] == "thread_name"} == {"compute"}
 
 
-def test_no_timeline_and_no_span_are_fine():
+def test_trace_of_empty_timelines():
     assert trace([])["traceEvents"] == []
     names, events = check_format(trace(Timeline()))
     assert len(names) == 2 and not events

@@ -1,4 +1,4 @@
-"""How much a layer sends and computes, and what that takes, also by fused operations."""
+"""Bytes and FLOPs of a layer, and their time, also by fused operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
 from tests.schedule.test_cost import MODEL as LINES_BY_HAND
 
 
-def test_volumes_by_hand():
+def test_volumes_of_worked_example():
     # 2 samples of 8 tokens, M = 4, top-2 with factor 1.5: 2·1.5·16 = 48 rows of 4·4 bytes, split over 2 shards.
     work = Workload(2, 8, 4, 10, experts=3, k=2, capacity_factor=1.5, ep=3, esp=2)
     rows = 48
@@ -39,7 +39,7 @@ def test_volumes_by_hand():
     assert work.gradient_bytes() == 4 * (4 * 16 // 2 + 12)
 
 
-def test_layer_costs_by_hand():
+def test_layer_costs_of_worked_example():
     work = Workload(2, 8, 4, 10, experts=3, k=2, capacity_factor=1.5, ep=3, esp=2)
     costs = work.layer_costs(LINES_BY_HAND)
     a2a, ag, rs, _, gemm, copy = (LINES_BY_HAND.lines[name] for name in LINES)
@@ -63,19 +63,19 @@ def test_layer_costs_by_hand():
 @pytest.mark.parametrize(
     "trained, products", [(("w1", "w2"), 3), (("w1",), 2), (("w2",), 1), ((), 0)], ids=lambda value: str(value)
 )
-def test_matrices_that_are_frozen_take_no_time_backward(trained, products):
+def test_frozen_weights_reduce_backward_time(trained, products):
     whole = replace(OVER_EXPERTS, k=1, capacity_factor=3.0)
     work, tiled = replace(whole, trained=trained), replace(LINES_BY_HAND, tiled=True)
     gemm, copy = LINES_BY_HAND.line("gemm"), LINES_BY_HAND.line("copy")
     costs = work.layer_costs(tiled)
-    # Of six products backward, three are of weight gradients: two of W1's halves, and one of W2.
+    # Three of six backward products are of weight gradients: two for W1's halves, and one for W2.
     one_s = gemm.beta_s * work.volumes()["expert"] / 3 / 4 + gemm.alpha_s
     assert costs.chunks["forward"]["expert"].seconds(4) == pytest.approx(3 * one_s)
     assert costs.chunks["backward"]["expert"].seconds(4) == pytest.approx((3 + products) * one_s)
     assert costs.micro is not None and ("expert" in costs.micro.weights) == bool(trained)
     if trained:
         assert costs.micro.weights["expert"].seconds(4) == pytest.approx(products * one_s)
-    # Kept are pre-activations, and rows for W1; between the halves activations for W2, and dH for W1.
+    # Saved are pre-activations, and rows for W1; between the halves activations for W2, and dH for W1.
     assert costs.regroup_s == pytest.approx(copy.seconds(4 * 48 * (20 + 4 * ("w1" in trained))))
     assert costs.micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 10 * products))
     assert (work.shapes == whole.shapes) == (products == 3)
@@ -93,23 +93,23 @@ def test_frozen_experts_have_no_weight_gradient_tasks():
         assert ("weight-gradient" in {task.kind for task in plan}) == (work is OVER_EXPERTS)
         assert work is OVER_EXPERTS or makespan(plan, costs) < makespan(POLICIES["lancet"].plan(of_all), of_all)
         assert sum(costs.durations(tasks).values()) > 0
-        # The bound and the search know costs without these.
+        # The bound and the search have costs without these.
         assert makespan(POLICIES["joint"].plan(costs), costs) > 0
 
 
 @pytest.mark.parametrize(
     "change", [{"batch": 0}, {"k": -1}, {"capacity_factor": 0.0}, {"expert": "mlp"}, {"trained": ("w3",)}]
 )
-def test_a_workload_that_cannot_be_is_refused(change):
+def test_invalid_workload_is_rejected(change):
     with pytest.raises(ConfigError, match="workload"):
         Workload(**{"batch": 1, "seq_len": 8, "model_dim": 4, "hidden": 8, "experts": 2} | change)
 
 
-def test_published_coefficients_give_the_published_times():
+def test_published_coefficients_reproduce_published_times():
     """Table 2, Mixtral-7B on testbed A (ms): both model-parallel and expert-sharding collectives count there."""
     work = Workload(4, 1024, 4096, 14336, experts=6, ep=6, esp=8, expert="swiglu")
     costs = work.layer_costs(TESTBEDS["A"].costs)
-    assert costs.micro is not None and costs.regroup_s == costs.micro.apart_s == 0  # nothing is published of copies
+    assert costs.micro is not None and costs.regroup_s == costs.micro.apart_s == 0  # no published figures for copies
     chunks = costs.chunks["forward"]
     rows = work.tokens * work.model_dim * 4
     line = TESTBEDS["A"].costs.line
@@ -131,7 +131,7 @@ OVER = "dispatch-expert-combine"
 
 
 def tile_by_tile(stages: list[float], tiles: int) -> float:
-    """Seconds of equal tiles that go through stages of so many seconds for all, each stage one tile at a time."""
+    """Seconds of equal tiles in a pipeline whose stages have the given total seconds and process one tile at a time."""
     free = [0.0] * len(stages)
     at = 0.0
     for _ in range(tiles):
@@ -141,7 +141,7 @@ def tile_by_tile(stages: list[float], tiles: int) -> float:
     return at
 
 
-def test_a_step_takes_what_its_tiles_take_one_by_one():
+def test_overlapped_time_equals_tile_pipeline():
     rng = random.Random()
     for _ in range(200):
         tiles = rng.randint(1, 30)
@@ -156,9 +156,10 @@ def test_a_step_takes_what_its_tiles_take_one_by_one():
         (OVER_SHARDS, "all-gather-expert-reduce-scatter", "intra", ("all-gather/esp", "reduce-scatter/esp")),
     ],
 )
-def test_each_kind_by_hand(workload, kind, link, lines):
-    """Three products; 4 of 48 rows are a tile. Backward, the product of the gradients of results is the last one's, and
-    three products more, of weights, that nothing travels beside."""
+def test_fused_time_of_worked_example(workload, kind, link, lines):
+    """Three products; 4 of 48 rows are a tile. Backward, the results' gradients enter one product, of the last weight;
+    three products of weight gradients overlap no communication.
+    """
     volume, tile, gemm = workload.volumes(), 4 / 48, MODEL.lines["gemm"]
     there, _, back = FUSED[kind]
     d, c = (MODEL.lines[line].beta_s * volume[part] for line, part in zip(lines, (there, back), strict=True))
@@ -174,7 +175,7 @@ def test_each_kind_by_hand(workload, kind, link, lines):
     assert found["backward"] == pytest.approx(2 * start + signals + tiled(d, one) + tiled(2 * one, c) + 3 * one)
 
 
-def test_a_batch_smaller_than_a_tile_hides_nothing():
+def test_batch_smaller_than_tile_has_no_overlap():
     models = (replace(MODEL, fused=FusedCosts(rows, {"inter": 0.0})) for rows in (48, 99))
     small, smaller = (one_sided_s(OVER, OVER_EXPERTS, model) for model in models)
     assert small == smaller
@@ -183,45 +184,45 @@ def test_a_batch_smaller_than_a_tile_hides_nothing():
     assert small is not None and small["forward"] == pytest.approx(alone)
 
 
-def test_machines_without_signals_know_none():
+def test_one_sided_time_is_none_without_signal_costs():
     assert one_sided_s(OVER, OVER_EXPERTS, replace(MODEL, fused=FusedCosts(128, {"intra": 0.0}))) is None
     assert one_sided_s(OVER, OVER_EXPERTS, TESTBEDS["B"].costs) is None
 
 
-def test_lines_that_fused_operations_need_are_those_of_collectives():
-    """A link's bytes are as fast; only their start is another."""
+def test_fused_time_uses_collective_bandwidth_only():
+    """A link's time per byte is equal; only the start differs."""
     slow = replace(MODEL, lines=MODEL.lines | {"all-to-all/ep": Line(9.0, MODEL.lines["all-to-all/ep"].beta_s)})
     assert one_sided_s(OVER, OVER_EXPERTS, slow) == one_sided_s(OVER, OVER_EXPERTS, MODEL)
 
 
-def test_no_plan_of_a_step_can_be_priced_with_one():
-    """Nothing runs it there."""
+def test_step_plan_with_fused_task_is_rejected():
+    """No part of a step runs it."""
     costs = OVER_EXPERTS.step_costs(MODEL, [0], ("dispatch", "expert", "combine", OVER))
-    with pytest.raises(ConfigError, match=r"nothing is known of f0\.DEC0"):
+    with pytest.raises(ConfigError, match=r"no time for f0\.DEC0"):
         costs.seconds(Plan.parse("compute: DEC0\ninter: DEC0"))
 
 
-def test_a_model_with_fused_operations_survives_json():
+def test_fused_costs_json_round_trip():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
     assert json.loads(MODEL.to_json())["fused"] == asdict(BOTH)
-    assert "fused" not in json.loads(TESTBEDS["B"].costs.to_json())  # as files have been until now
+    assert "fused" not in json.loads(TESTBEDS["B"].costs.to_json())  # as in existing files
     assert CostModel.from_json(TESTBEDS["B"].costs.to_json()).fused is None
 
 
 @pytest.mark.parametrize(
     ("fused", "message"),
     [
-        ({"tile_rows": 0, "signal_s": {}}, "tile_rows must be an integer from 1, not 0"),
+        ({"tile_rows": 0, "signal_s": {}}, "tile_rows must be an integer >= 1, not 0"),
         ({"tile_rows": 1.5, "signal_s": {}}, "tile_rows must be an integer"),
-        ({"tile_rows": 1, "signal_s": {"compute": 1e-6}}, "'compute' is no link"),
-        ({"tile_rows": 1, "signal_s": {"intra": -1e-6}}, "a signal on intra cannot take -1e-06 s"),
-        ({"tile_rows": 1, "signal_s": {"intra": "soon"}}, "a signal on intra cannot take 'soon' s"),
-        ({"tile_rows": 1}, "missing or not known"),
-        ({"tile_rows": 1, "signal_s": 1e-6}, "missing or not known"),
-        ([], "missing or not known"),
-        (None, "missing or not known"),
+        ({"tile_rows": 1, "signal_s": {"compute": 1e-6}}, "unknown link 'compute'"),
+        ({"tile_rows": 1, "signal_s": {"intra": -1e-6}}, "invalid time -1e-06 s of a signal on intra"),
+        ({"tile_rows": 1, "signal_s": {"intra": "soon"}}, "invalid time 'soon' s of a signal on intra"),
+        ({"tile_rows": 1}, "missing or unknown field"),
+        ({"tile_rows": 1, "signal_s": 1e-6}, "missing or unknown field"),
+        ([], "missing or unknown field"),
+        (None, "missing or unknown field"),
     ],
 )
-def test_json_of_fused_operations_that_cannot_be_is_refused(fused, message):
+def test_from_json_rejects_invalid_fused_costs(fused, message):
     with pytest.raises(ConfigError, match=message):
         CostModel.from_json(json.dumps(json.loads(MODEL.to_json()) | {"fused": fused}))

@@ -1,4 +1,4 @@
-"""Timelines to test with: one training step of a model with MoE layers, with random durations."""
+"""Timelines for tests: one training step of a model with MoE layers, with random durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a call makes the host wait for a device, counted without one."""
+"""Count the host's waits for a device, without a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads of values (`.item()`, `.tolist()`, `bool()`) and, of what is on a made-up GPU, copies from it."""
+    """Count reads of values (`.item()`, `.tolist()`, `bool()`) and copies from tensors on the fake GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class HostReads(TorchDispatchMode):
 
 
 @contextmanager
-def on_a_made_up_gpu() -> Iterator[HostReads]:
+def fake_gpu() -> Iterator[HostReads]:
     """Tensors made inside may be on CUDA: they have no values, and reading one raises."""
     with FakeTensorMode(allow_non_fake_inputs=True), HostReads() as reads:
         yield reads

@@ -1,4 +1,4 @@
-"""A small model with a skewed router, trained with experts where expert parallelism and where placements have them."""
+"""A small model with a skewed router, trained with expert parallelism and with placements of experts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DIM, EXPERTS = 6, 8
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
-#: Rows are dear, so that a row fewer on the busiest rank is worth a copy.
+#: Row costs that make one row less on the busiest rank worth a replica.
 EXACT: dict[str, Any] = {"balance": "exact", "costs": PlacementCosts(1e-3, 8, 100, 200, 1e9, 1e9)}
 
 
-#: Rows are so dear that looking for a balance pays, too.
+#: Row costs that make the search for a balance worth its time.
 AUTO: dict[str, Any] = {"balance": "auto", "costs": PlacementCosts(10.0, 8, 100, 200, 1e9, 1e9)}
 
 
 class Between(nn.Module):
-    """What is before a layer of experts, as a block has it."""
+    """The part of a block before a layer of experts."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Between(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers of experts, with something between them; the routers like low numbers."""
+    """Two layers of experts, with a linear layer before each; the routers prefer low expert numbers."""
 
     def __init__(self, topology: Topology, placement: str, **options: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
         )
         self._recomputes = options.get("recomputes", False)
         self.between = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in kinds)
-        self._pipeline: list[nn.Module] = []  # its parameters are the layers' own
+        self._pipeline: list[nn.Module] = []  # shares the layers' parameters
         if "degrees" in options:
             blocks = [(Between(linear), layer) for linear, layer in zip(self.between, self.layers, strict=True)]
             self._pipeline.append(pipeline(blocks, options["degrees"]))
@@ -89,7 +89,7 @@ class Model(nn.Module):
 
 
 def tokens(rank: int, step: int) -> Tensor:
-    """Of a rank in a step: rank 1 now and then has none, and what is liked drifts."""
+    """Tokens of a rank in a step: rank 1 has none in some steps, and the preferred experts drift."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     count = 0 if rank == 1 and step % 3 == 2 else 5 + 7 * rank
     x_SM = torch.randn(count, DIM, generator=generator, dtype=torch.float64)
@@ -103,7 +103,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology, step: int, parts: int = 1
 ) -> Tensor:
-    """One step, in so many parts whose gradients are accumulated; returns this rank's loss of the last one."""
+    """Run one step over several parts with accumulated gradients; return this rank's loss of the last part."""
     optimizer.zero_grad()
     plain = model.module if isinstance(model, DataParallel) else model
     for part in range(parts):
@@ -118,7 +118,7 @@ def train_step(
 
 
 def experts_of(model: Model) -> list[dict[str, Any]]:
-    """Of each layer, by name: {expert: (parameter, gradient)} of those that this rank owns."""
+    """For each layer, by name: {expert: (parameter, gradient)} of the experts that this rank owns."""
     found = []
     for layer in model.layers:
         place = layer.experts.place
@@ -142,7 +142,7 @@ def owners_of(model: Model) -> list[tuple[int, ...]]:
 
 
 def run(rank: int, world: int, placement: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains; what came of it on this rank."""
+    """Train; return the results of this rank."""
     options = dict(options)
     sizes = options.pop("sizes", {"ep": world})
     topology = Topology.from_sizes(**sizes, ranks_per_node=options.pop("ranks_per_node", 2), timeout_s=30.0)
@@ -198,7 +198,7 @@ def _run(
     }
 
 
-# What somebody does with a model between steps; returns what should be the same under a placement.
+# An operation on a model between steps; returns values that must be the same under a placement.
 Use = Callable[["Model", torch.optim.Optimizer, Topology], Any]
 
 
@@ -217,7 +217,7 @@ def _used(topology: Topology, placement: str, use: Use, recomputes: bool, option
     model.zero_grad()
     sent = 0
     if sharded is not None:
-        # Before the use: after it the loads may be even, and copies worth nothing.
+        # Before the use: after it the loads may be even, and replicas not worth their cost.
         assert all("+" in str(one) for one in sharded.placements), "there are copies"
         sent = sharded.sent_bytes
     given = use(model, optimizer, topology)
@@ -237,15 +237,16 @@ def _each(
 def results_of(
     cluster: Cluster, placement: str, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False
 ) -> dict[str, list[Any]]:
-    """Each use after two steps on two ranks, without new owners: by its name, for each rank what it gives, and the
-    experts' gradients and parameters."""
+    """Run each use after two steps on two ranks, with fixed owners. Return by its name, for each rank, its results and
+    the experts' gradients and parameters.
+    """
     options = options | {"reshard": False}
     ranks = cluster.run(2, _each, placement, uses, recomputes, options)
     return {use.__name__: list(found) for use, *found in zip(uses, *ranks, strict=True)}
 
 
 class Plain:
-    """The results of expert parallelism: each use is computed when a test first asks for it."""
+    """Results of expert parallelism: each use is computed when a test first requests it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -1,6 +1,6 @@
-"""Checkpoints that somebody has tampered with who knows how they are made, with right checksums.
+"""Checkpoints tampered with by someone who knows the format, with right checksums.
 
-`changes` are of format 2: pickles that run. `rewritten` are of the index and the values of the present format.
+`changes` are of format 2: pickles that execute code. `rewritten` are of the index and the values of the present format.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fusedmoe.training import checkpoint_index, earlier_formats
 
-# Takes the folder and its index, changes either, and returns what is to be the index; None: the changed one.
+# Receives the folder and its index, changes either, and returns the new index; None: the changed one.
 Change = Callable[[Path, Metadata], Any]
 
 
 class Planted:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self._canary = str(canary)
@@ -38,7 +38,7 @@ class Planted:
 
 
 def tamper(path: Path, change: Change, sealed: bool = True) -> None:
-    """`sealed`: with checksums that fit, else without any, as in the format before them."""
+    """`sealed`: with matching checksums, else without any, as in the previous format."""
     metadata = FileSystemReader(path).read_metadata()
     index = change(path, metadata)
     infos = metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ()
@@ -69,7 +69,7 @@ def _seal(path: Path, items: list[earlier_formats.Item]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the index of the present format, whose digest is right again."""
+    """Change the index of the present format, and update its digest."""
     body = json.loads((path / "index.jsonl").read_text().split("\n")[1])
     body = change(body) or body
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -77,7 +77,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def value(path: Path, key: str, text: str) -> Callable[[dict[str, Any]], None]:
-    """Another JSON text in the place of a value, with a digest that is right."""
+    """Replace a value by another JSON text with a matching digest."""
 
     def change(body: dict[str, Any]) -> None:
         file, *_, count = body["values"][key]
@@ -91,7 +91,7 @@ def value(path: Path, key: str, text: str) -> Callable[[dict[str, Any]], None]:
 
 
 def rewritten(path: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Changes of a checkpoint of the present format that a load has to refuse, by name."""
+    """Changes of a checkpoint of the present format that a load must refuse, by name."""
     weight = "model.dense.weight"
 
     def at(*keys: Any, thing: Any) -> Callable[[dict[str, Any]], None]:
@@ -111,66 +111,66 @@ def rewritten(path: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
     chunk = ("tensors", weight, "chunks", 0)
     values = {
-        "a deep value": "[" * 100_000 + "]" * 100_000,
-        "a value nested as deep as Python goes": "[" * 900 + "]" * 900,
+        "deeply nested value": "[" * 100_000 + "]" * 100_000,
+        "value nested 900 levels": "[" * 900 + "]" * 900,
         "an unknown tag": '{"$object": ["os.system", "true"]}',
         "two tags": '{"$tuple": [], "$list": []}',
-        "a tag beside a key": '{"a": 1, "$tuple": []}',
-        "a key that cannot hash": '{"$dict": [[[[], 1]]]}',
-        "a tensor that is not there": '{"a": {"$tensor": [7, "float32", [], false, "Tensor"]}}',
-        "a tensor of no number": '{"a": {"$tensor": [-1, "float32", [], false, "Tensor"]}}',
-        "a tensor of another kind": '{"a": {"$tensor": [0, "float32", [], false, "Module"]}}',
-        "a tensor of no dtype": '{"a": {"$tensor": [0, "load", [], false, "Tensor"]}}',
-        "an attribute of torch": '{"a": {"$dtype": "load"}}',
-        "an array of objects": '{"a": {"$ndarray": ["|O8", [1], "AAAAAAAAAAA="]}}',
-        "an array too short": '{"a": {"$ndarray": ["<f8", [1000000], "AAAA"]}}',
-        "an array without end": '{"a": {"$ndarray": ["<f8", [4611686018427387903], "AAAA"]}}',
-        "an infinity": "Infinity",
-        "no base64": '{"a": {"$bytes": "\\u00e9"}}',
-        "no date": '{"a": {"$date": "yesterday"}}',
-        "no dictionary": "[1, 2]",
-        "no JSON": "{",
-        "a path of two parts": '{"a": {"$path": ["a", "b"]}}',
-        "versions that are many": '{"a": {"$OrderedDict": [[], {}, {}]}}',
+        "tag next to key": '{"a": 1, "$tuple": []}',
+        "unhashable key": '{"$dict": [[[[], 1]]]}',
+        "missing tensor": '{"a": {"$tensor": [7, "float32", [], false, "Tensor"]}}',
+        "negative tensor number": '{"a": {"$tensor": [-1, "float32", [], false, "Tensor"]}}',
+        "tensor of unknown class": '{"a": {"$tensor": [0, "float32", [], false, "Module"]}}',
+        "tensor of invalid dtype": '{"a": {"$tensor": [0, "load", [], false, "Tensor"]}}',
+        "torch attribute as dtype": '{"a": {"$dtype": "load"}}',
+        "object array": '{"a": {"$ndarray": ["|O8", [1], "AAAAAAAAAAA="]}}',
+        "array with too few bytes": '{"a": {"$ndarray": ["<f8", [1000000], "AAAA"]}}',
+        "array of huge size": '{"a": {"$ndarray": ["<f8", [4611686018427387903], "AAAA"]}}',
+        "infinity": "Infinity",
+        "invalid base64": '{"a": {"$bytes": "\\u00e9"}}',
+        "invalid date": '{"a": {"$date": "yesterday"}}',
+        "list instead of dictionary": "[1, 2]",
+        "truncated JSON": "{",
+        "path with two arguments": '{"a": {"$path": ["a", "b"]}}',
+        "OrderedDict with two versions": '{"a": {"$OrderedDict": [[], {}, {}]}}',
     }
     return {
         **{name: value(path, "extra", text) for name, text in values.items()},
-        "another kind of checkpoint": value(path, "fusedmoe", '{"format": 3, "optimizer": 7}'),
-        "groups of numbers": value(path, "optimizer.param_groups", "[7]"),
-        "no groups": lambda body: body["values"].pop("optimizer.param_groups") and None,
-        "no description": lambda body: body["values"].pop("fusedmoe") and None,
-        "a format of text": at("format", thing="three"),
-        "a format below": at("format", thing=2),
-        "no tensors": at("tensors", thing=[]),
-        "a dtype of no tensor": at("tensors", weight, "dtype", thing="load"),
-        "another dtype": at("tensors", weight, "dtype", thing="float32"),
-        "another shape": at("tensors", weight, "shape", thing=[7]),
-        "a shape without end": at("tensors", weight, "shape", thing=[2**70, 2]),
-        "a negative shape": at("tensors", weight, "shape", thing=[-5, -3]),
-        "a shape of text": at("tensors", weight, "shape", thing="53"),
-        "no part": at("tensors", weight, "chunks", thing=[]),
-        "a part outside": at(*chunk, 0, thing=[1, 0]),
-        "a part of another size": at(*chunk, 1, thing=[5, 2]),
-        "a file elsewhere": at(*chunk, 2, thing="../../../../etc/passwd"),
-        "a device": at(*chunk, 2, thing="/dev/zero"),
-        "a file of numbers": at(*chunk, 2, thing=7),
-        "an offset below zero": at(*chunk, 3, thing=-8),
-        "an offset of text": at(*chunk, 3, thing="0"),
-        "an offset past the end": at(*chunk, 3, thing=10**9),
-        "another offset": at(*chunk, 3, thing=8),
-        "a length without end": at(*chunk, 4, thing=2**80),
-        "a digest of nothing": at(*chunk, 5, thing=""),
+        "invalid description": value(path, "fusedmoe", '{"format": 3, "optimizer": 7}'),
+        "numbers as parameter groups": value(path, "optimizer.param_groups", "[7]"),
+        "missing parameter groups": lambda body: body["values"].pop("optimizer.param_groups") and None,
+        "missing description": lambda body: body["values"].pop("fusedmoe") and None,
+        "text as format": at("format", thing="three"),
+        "older format number": at("format", thing=2),
+        "list instead of tensors": at("tensors", thing=[]),
+        "invalid dtype": at("tensors", weight, "dtype", thing="load"),
+        "other dtype": at("tensors", weight, "dtype", thing="float32"),
+        "other shape": at("tensors", weight, "shape", thing=[7]),
+        "huge shape": at("tensors", weight, "shape", thing=[2**70, 2]),
+        "negative shape": at("tensors", weight, "shape", thing=[-5, -3]),
+        "text as shape": at("tensors", weight, "shape", thing="53"),
+        "missing part": at("tensors", weight, "chunks", thing=[]),
+        "part outside of tensor": at(*chunk, 0, thing=[1, 0]),
+        "part of other size": at(*chunk, 1, thing=[5, 2]),
+        "path outside of folder": at(*chunk, 2, thing="../../../../etc/passwd"),
+        "device file": at(*chunk, 2, thing="/dev/zero"),
+        "number as file name": at(*chunk, 2, thing=7),
+        "negative offset": at(*chunk, 3, thing=-8),
+        "text as offset": at(*chunk, 3, thing="0"),
+        "offset past end of file": at(*chunk, 3, thing=10**9),
+        "other offset": at(*chunk, 3, thing=8),
+        "huge length": at(*chunk, 4, thing=2**80),
+        "empty digest": at(*chunk, 5, thing=""),
         "one part for many tensors": same_part,
-        "a value of many tensors": lambda body: body["values"]["extra"].__setitem__(-1, 10**12),
-        "a value for a tensor": lambda body: body["values"].__setitem__(weight, body["values"]["extra"]),
-        "no JSON at all": lambda body: b"7 7",
-        "a number": lambda body: b"7",
-        "a deep index": lambda body: b"[" * 100_000 + b"]" * 100_000,
+        "huge tensor count": lambda body: body["values"]["extra"].__setitem__(-1, 10**12),
+        "value instead of tensor": lambda body: body["values"].__setitem__(weight, body["values"]["extra"]),
+        "two numbers instead of JSON": lambda body: b"7 7",
+        "number as index": lambda body: b"7",
+        "deeply nested index": lambda body: b"[" * 100_000 + b"]" * 100_000,
     }
 
 
 def item(key: str, thing: Any) -> Change:
-    """Another value in the place of an item."""
+    """Replace the value of an item."""
 
     def change(path: Path, metadata: Metadata) -> None:
         data = BytesIO()
@@ -184,7 +184,7 @@ def item(key: str, thing: Any) -> Change:
 
 
 def repacked(key: str, change: Callable[[zipfile.ZipFile], None], how: int = zipfile.ZIP_STORED) -> Change:
-    """The bytes of an item written again, by other means."""
+    """Write an item's bytes again with another zip method."""
 
     def again(path: Path, metadata: Metadata) -> None:
         info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
@@ -202,7 +202,7 @@ def repacked(key: str, change: Callable[[zipfile.ZipFile], None], how: int = zip
 
 
 def doubled(make: Callable[[Any], Any], times: int = 60) -> Any:
-    """A few bytes in a pickle, and 2^60 elements for who walks through them."""
+    """A few bytes in a pickle, and 2^60 elements for a recursive reader."""
     thing = make(())
     for _ in range(times):
         thing = make((thing, thing))
@@ -210,7 +210,7 @@ def doubled(make: Callable[[Any], Any], times: int = 60) -> Any:
 
 
 def in_index(field: str, thing: Any) -> Change:
-    """Another value in a field of the index."""
+    """Replace the value of a field of the index."""
 
     def change(path: Path, metadata: Metadata) -> None:
         setattr(metadata, field, thing)
@@ -219,7 +219,7 @@ def in_index(field: str, thing: Any) -> Change:
 
 
 def in_entry(key: str, field: str, thing: Any) -> Change:
-    """Another value in what the index says of a tensor, or of where its first item lies."""
+    """Replace a field of a tensor's index entry, or of its first item's position."""
 
     def change(path: Path, metadata: Metadata) -> None:
         info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
@@ -229,11 +229,11 @@ def in_entry(key: str, field: str, thing: Any) -> Change:
 
 
 def changes(canary: Path) -> dict[str, Change]:
-    """What a load has to refuse, by name."""
+    """Changes that a load must refuse, by name."""
     bad, big = Planted(canary), 10**300
     weight = "model.dense.weight"
     lists, tuples = doubled(list), doubled(tuple)
-    key = b")" + b"2\x86" * 60  # the same tuple, which hashes itself for ever
+    key = b")" + b"2\x86" * 60  # the same tuple, whose hash never ends
 
     def without_items(path: Path, metadata: Metadata) -> None:
         metadata.storage_data = {}
@@ -242,12 +242,12 @@ def changes(canary: Path) -> dict[str, Change]:
         metadata.state_dict_metadata["model.experts.w1"].chunks.pop()
 
     def class_changed(path: Path, metadata: Metadata) -> bytes:
-        """A BUILD of a class itself: its attributes would be others for the rest of the process."""
+        """A BUILD of a class itself, which would change its attributes for the rest of the process."""
         name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
         return pickle.PROTO + b"\x02" + name + b"N}(Vfusedmoe_was_here\nI1\nu\x86b."
 
     def with_field(field: str, thing: Any) -> Change:
-        """Another value in every part of an index that has such a field, however it is nested."""
+        """Replace the value of a field in every part of an index that has it, at any depth."""
 
         def change(path: Path, metadata: Metadata) -> None:
             entry = metadata.state_dict_metadata[weight]
@@ -259,7 +259,7 @@ def changes(canary: Path) -> dict[str, Change]:
         return change
 
     def crowded(path: Path, metadata: Metadata) -> None:
-        """Few bytes, and parts without number: entries share one list of parts that are empty."""
+        """Few bytes, and an unbounded number of parts: entries share one list of empty parts."""
         entry = metadata.state_dict_metadata[weight]
         empty = replace(entry.chunks[0], offsets=torch.Size([0, 0]), sizes=torch.Size([0, 0]))
         entry.size, entry.chunks = torch.Size([0, 0]), [empty] * 1_000
@@ -277,7 +277,7 @@ def changes(canary: Path) -> dict[str, Change]:
             metadata.storage_data[replace(index, fqn=f"model.{number}")] = metadata.storage_data[index]
 
     def with_key(key: bytes) -> Callable[[zipfile.ZipFile], None]:
-        """The pickle of a dictionary with such a key comes before the item's own."""
+        """The pickle of a dictionary with such a key precedes the item's own pickle."""
 
         def change(archive: zipfile.ZipFile) -> None:
             names = archive.namelist()
@@ -296,59 +296,59 @@ def changes(canary: Path) -> dict[str, Change]:
 
     fields = ("relative_path", "offset", "length", "transform_descriptors", "fqn", "size", "sizes", "offsets", "chunks")
     fields += ("properties", "dtype", "state_dict_metadata", "storage_data")
-    things = {"lists": lists, "tuples": tuples, "a number": big, "words": "a" * 10**6}
+    things = {"lists": lists, "tuples": tuples, "huge number": big, "long text": "a" * 10**6}
     return {
         **{f"{name} for {field}": with_field(field, thing) for field in fields for name, thing in things.items()},
         "more parts than bytes": crowded,
         "one part for many tensors": shared,
-        "a key of tuples": lambda path, metadata: b"\x80\x04}" + key + b"Ns.",
-        "keys of tuples": lambda path, metadata: b"\x80\x04}(" + key + b"Nu.",
-        "a dictionary of tuples": lambda path, metadata: b"\x80\x04(" + key + b"Nd.",
-        "a set of tuples": lambda path, metadata: b"\x80\x04\x8f(" + key + b"\x90.",
-        "a frozen set of tuples": lambda path, metadata: b"\x80\x04(" + key + b"\x91.",
-        "a class of tuples": lambda path, metadata: (
+        "nested tuple as key": lambda path, metadata: b"\x80\x04}" + key + b"Ns.",
+        "nested tuples as keys": lambda path, metadata: b"\x80\x04}(" + key + b"Nu.",
+        "dictionary keyed by nested tuple": lambda path, metadata: b"\x80\x04(" + key + b"Nd.",
+        "set of nested tuples": lambda path, metadata: b"\x80\x04\x8f(" + key + b"\x90.",
+        "frozen set of nested tuples": lambda path, metadata: b"\x80\x04(" + key + b"\x91.",
+        "overlong class name": lambda path, metadata: (
             b"\x80\x04\x8c\x05torchX" + b"\xff\xff\0\0" + b"a" * 65535 + b"\x93."
         ),
-        "packed": repacked(weight, lambda archive: None, zipfile.ZIP_DEFLATED),
-        "packed values": repacked("extra", lambda archive: None, zipfile.ZIP_DEFLATED),
-        "the same many times": repacked(weight, many_times),
-        "a key of tuples in a value": repacked("extra", with_key(key)),
-        "a key of tuples in a tensor": repacked(weight, with_key(key)),
-        "a key of tuples for the stack": repacked("extra", with_key(b")" + b"\x85" * 200_000)),
-        "names of groups without end": item("optimizer.param_groups", [{"params": [tuples]}]),
-        "settings without end": item("fusedmoe", {"format": 2, "optimizer": {"kind": "AdamW", "settings": [lists]}}),
-        "the whole index": lambda path, metadata: bad,
-        "the planner's data": in_index("planner_data", bad),
-        "the storage's data": in_index("storage_data", {"a": bad}),
-        "its notes": in_index("storage_meta", bad),
-        "its entries": in_index("state_dict_metadata", bad),
-        "a size": in_entry(weight, "size", bad),
-        "extra": item("extra", {"step": bad}),
-        "extra that is none": item("extra", [1, 2]),
-        "what it is": item("fusedmoe", bad),
-        "another kind": item("fusedmoe", {"format": "two"}),
-        "a kind of text": item("fusedmoe", "two"),
-        "a format without end": item("fusedmoe", {"format": 10**300}),
-        "groups": item("optimizer.param_groups", [bad]),
-        "groups that are none": item("optimizer.param_groups", {"lr": 1.0}),
-        "a tensor": item(weight, bad),
-        "a tensor of another shape": item(weight, torch.zeros(7)),
-        "a number for a tensor": item(weight, 7),
-        "a file elsewhere": in_entry(weight, "relative_path", "../../../../etc/passwd"),
-        "a device": in_entry(weight, "relative_path", "/dev/zero"),
-        "a file of bytes": in_entry(weight, "relative_path", b"__0_0.distcp"),
-        "a length without end": in_entry(weight, "length", big),
-        "a length below zero": in_entry(weight, "length", -1),
-        "an offset of text": in_entry(weight, "offset", "0"),
-        "an offset past the end": in_entry(weight, "offset", 10**9),
-        "items decoded": in_entry(weight, "transform_descriptors", ["zstd"]),
-        "no items": without_items,
-        "no part": without_a_part,
-        "a changed class": class_changed,
-        "no index": lambda path, metadata: b"",
-        "an index of zeros": lambda path, metadata: bytes(1000),
-        "an index of numbers": lambda path, metadata: 7,
-        "an index for all memory": lambda path, metadata: b"\x80\x04Nr\xff\xff\xff\xff.",
-        "a text for all memory": lambda path, metadata: b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b".",
-        "a deep index": lambda path, metadata: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        "compressed tensor": repacked(weight, lambda archive: None, zipfile.ZIP_DEFLATED),
+        "compressed values": repacked("extra", lambda archive: None, zipfile.ZIP_DEFLATED),
+        "repeated zip records": repacked(weight, many_times),
+        "nested tuple as key in value": repacked("extra", with_key(key)),
+        "nested tuple as key in tensor": repacked(weight, with_key(key)),
+        "tuple nested 200,000 levels as key": repacked("extra", with_key(b")" + b"\x85" * 200_000)),
+        "exponential parameter names": item("optimizer.param_groups", [{"params": [tuples]}]),
+        "exponential settings": item("fusedmoe", {"format": 2, "optimizer": {"kind": "AdamW", "settings": [lists]}}),
+        "object as index": lambda path, metadata: bad,
+        "object in planner data": in_index("planner_data", bad),
+        "object in storage data": in_index("storage_data", {"a": bad}),
+        "object in storage metadata": in_index("storage_meta", bad),
+        "object in state_dict metadata": in_index("state_dict_metadata", bad),
+        "object as size": in_entry(weight, "size", bad),
+        "object in extra": item("extra", {"step": bad}),
+        "list instead of extra": item("extra", [1, 2]),
+        "object as description": item("fusedmoe", bad),
+        "text as format": item("fusedmoe", {"format": "two"}),
+        "text as description": item("fusedmoe", "two"),
+        "huge format number": item("fusedmoe", {"format": 10**300}),
+        "object in parameter groups": item("optimizer.param_groups", [bad]),
+        "dictionary instead of parameter groups": item("optimizer.param_groups", {"lr": 1.0}),
+        "object instead of tensor": item(weight, bad),
+        "tensor of other shape": item(weight, torch.zeros(7)),
+        "number instead of tensor": item(weight, 7),
+        "path outside of folder": in_entry(weight, "relative_path", "../../../../etc/passwd"),
+        "device file": in_entry(weight, "relative_path", "/dev/zero"),
+        "bytes as file name": in_entry(weight, "relative_path", b"__0_0.distcp"),
+        "huge length": in_entry(weight, "length", big),
+        "negative length": in_entry(weight, "length", -1),
+        "text as offset": in_entry(weight, "offset", "0"),
+        "offset past end of file": in_entry(weight, "offset", 10**9),
+        "unknown transform": in_entry(weight, "transform_descriptors", ["zstd"]),
+        "missing items": without_items,
+        "missing part": without_a_part,
+        "pickle that changes class": class_changed,
+        "empty index": lambda path, metadata: b"",
+        "zero bytes as index": lambda path, metadata: bytes(1000),
+        "number as index": lambda path, metadata: 7,
+        "index of 4 GiB memo": lambda path, metadata: b"\x80\x04Nr\xff\xff\xff\xff.",
+        "text of 2^62 bytes": lambda path, metadata: b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b".",
+        "deeply nested index": lambda path, metadata: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
     }

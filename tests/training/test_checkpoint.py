@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import checkpoint_folder, load_checkpoint, save_checkpoint
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.survival import Survival
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, snapshot, train
 
@@ -32,7 +33,7 @@ OTHERS = [
 
 
 def _run(rank: int, world: int, sizes: Sizes, path: str | None, steps: range, to: str | None, *how: Any) -> Any:
-    """Loads if there is a path, trains, saves if told where. Returns what the rank holds before and after training."""
+    """Load if a path is given, train, save if a path is given. Return the rank's values before and after training."""
     kind, custom = how
     torch.manual_seed(rank)
     topology, model = sizes.topology(), Toy(sizes, rank, custom)
@@ -51,7 +52,7 @@ def _run(rank: int, world: int, sizes: Sizes, path: str | None, steps: range, to
     return before, snapshot(model, optimizer), extra
 
 
-def _anywhere(cluster: Cluster, sizes: Sizes, *args: Any) -> list[Any]:
+def _run_on_world(cluster: Cluster, sizes: Sizes, *args: Any) -> list[Any]:
     return [_run(0, 1, sizes, *args)] if sizes.world == 1 else cluster.run(sizes.world, _run, sizes, *args)
 
 
@@ -66,12 +67,14 @@ def _check(held: dict[str, Any], reference: dict[str, Any], sizes: Sizes, rank: 
 
 
 def _round_trip(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes, kind: str, custom: bool) -> None:
-    """Two steps, a save, a load elsewhere, two more steps: as four steps on one rank."""
+    """Two steps, a save, a load on another topology, two more steps: equal to four steps on one rank."""
     path = str(tmp_path / "checkpoint")
     (_, at_two, _), (_, at_four, _) = (_run(0, 1, ONE, None, range(n), None, kind, custom) for n in (2, 4))
-    for rank, (_, held, _) in enumerate(_anywhere(cluster, saved, None, range(2), path, kind, custom)):
+    for rank, (_, held, _) in enumerate(_run_on_world(cluster, saved, None, range(2), path, kind, custom)):
         _check(held, at_two, saved, rank)
-    for rank, (before, after, extra) in enumerate(_anywhere(cluster, loaded, path, range(2, 4), None, kind, custom)):
+    for rank, (before, after, extra) in enumerate(
+        _run_on_world(cluster, loaded, path, range(2, 4), None, kind, custom)
+    ):
         _check(before, at_two, loaded, rank)
         _check(after, at_four, loaded, rank)
         torch.manual_seed(0)
@@ -80,21 +83,19 @@ def _round_trip(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes, k
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
-def test_loads_on_another_topology_and_training_goes_on(
-    cluster: Cluster, tmp_path: Path, other: Sizes, kind: str
-) -> None:
+def test_checkpoint_resumes_on_other_topology(cluster: Cluster, tmp_path: Path, other: Sizes, kind: str) -> None:
     saved, loaded = (GRID, other) if kind == "adamw" else (other, GRID)
     _round_trip(cluster, tmp_path, saved, loaded, kind, custom=False)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [slow(Sizes(4, ep=2), Sizes(4, ep=4)), (Sizes(2, ep=2), ONE)], ids=str)
-def test_experts_with_names_of_their_own(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes) -> None:
+def test_experts_with_rank_specific_names_resume(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes) -> None:
     _round_trip(cluster, tmp_path, saved, loaded, "adamw", custom=True)
     shutil.rmtree(tmp_path / "checkpoint")
     _round_trip(cluster, tmp_path, loaded, saved, "adamw", custom=True)
 
 
-def test_same_topology_continues_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
+def test_same_topology_resumes_bitwise_equal(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     straight = cluster.run(4, _run, GRID, None, range(4), None, "adamw", False)
     saved = cluster.run(4, _run, GRID, None, range(2), path, "adamw", False)
@@ -105,7 +106,7 @@ def test_same_topology_continues_bit_for_bit(cluster: Cluster, tmp_path: Path) -
         assert all(torch.equal(after[key], whole_run[key]) for key in whole_run)
 
 
-def test_each_tensor_is_on_the_disk_once_and_other_tools_read_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_tensors_are_stored_once_and_readable_by_safetensors(cluster: Cluster, tmp_path: Path) -> None:
     """safetensors, and torch.distributed.checkpoint's reader of its files."""
     path = tmp_path / "checkpoint"
     cluster.run(4, _run, GRID, None, range(2), str(path), "adamw", False)
@@ -161,7 +162,7 @@ def _load_into_other_model(rank: int, world: int, path: str, change: str) -> tup
         ("unknown", r"experts\.w2 is in the checkpoint only"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_and_nothing_loaded(
+def test_checkpoint_of_other_model_is_rejected_without_changes(
     cluster: Cluster, tmp_path: Path, change: str, message: str
 ) -> None:
     path = str(tmp_path / "checkpoint")
@@ -175,7 +176,7 @@ def test_checkpoint_of_another_model_is_refused_and_nothing_loaded(
     assert all(untouched for _, untouched in results)
 
 
-def test_other_optimizers_are_refused_and_nothing_loaded(tmp_path: Path) -> None:
+def test_state_of_other_optimizer_is_rejected_without_changes(tmp_path: Path) -> None:
     path, alone = tmp_path / "checkpoint", Topology()
     _run(0, 1, ONE, None, range(1), str(path), "adamw", False)
     model = Toy()
@@ -197,7 +198,7 @@ def test_other_optimizers_are_refused_and_nothing_loaded(tmp_path: Path) -> None
 
 
 def _failing_save(rank: int, world: int, path: str, where: str) -> str:
-    """A save that one rank cannot finish; returns the error this rank sees."""
+    """A save that one rank cannot finish; return the error of this rank."""
     topology, model = GRID.topology(), Toy(GRID, rank)
     train(model, torch.optim.SGD(model.parameters(), lr=1.0), GRID, rank, range(1))
 
@@ -223,7 +224,7 @@ def _failing_save(rank: int, world: int, path: str, where: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "rank"), [("write", 2), slow("index", 0), slow("extra", 0)])
-def test_failed_save_leaves_the_last_checkpoint_and_names_the_rank(
+def test_failed_save_keeps_last_checkpoint_and_names_rank(
     cluster: Cluster, tmp_path: Path, where: str, rank: int
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -239,8 +240,10 @@ def test_failed_save_leaves_the_last_checkpoint_and_names_the_rank(
 
 
 @pytest.mark.parametrize("rename", [1, 2])
-def test_save_killed_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rename: int) -> None:
-    """Whichever rename is the last that happens, the old or the new checkpoint can be loaded, and saving goes on."""
+def test_save_killed_between_renames_leaves_loadable_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rename: int
+) -> None:
+    """After a kill at any rename, the old or the new checkpoint can be loaded, and saving continues."""
     path, alone, old, new = tmp_path / "checkpoint", Topology(), Toy(), Toy()
     train(new, torch.optim.SGD(new.parameters(), lr=1.0), ONE, 0, range(1))
     save_checkpoint(path, old, None, alone, {"which": "old"})
@@ -248,7 +251,7 @@ def test_save_killed_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyP
     true_rename = Path.rename
 
     def killed(self: Path, target: Path) -> Path:
-        if target.parent == tmp_path:  # not those that torch makes inside the folder
+        if target.parent == tmp_path:  # except torch's renames inside the folder
             renames.append(self)
             if len(renames) == rename:
                 raise KeyboardInterrupt
@@ -266,7 +269,7 @@ def test_save_killed_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_what_is_no_checkpoint_is_neither_loaded_nor_replaced(tmp_path: Path) -> None:
+def test_non_checkpoint_folder_is_not_loaded_or_replaced(tmp_path: Path) -> None:
     alone, model = Topology(), Toy()
     with pytest.raises(ConfigError, match="no checkpoint at"):
         load_checkpoint(tmp_path / "nowhere", model, None, alone)
@@ -282,7 +285,7 @@ def test_what_is_no_checkpoint_is_neither_loaded_nor_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed", "index"])
-def test_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_rejected_without_changes(tmp_path: Path, damage: str) -> None:
     path, alone, model = tmp_path / "checkpoint", Topology(), Toy()
     save_checkpoint(path, model, None, alone)
     file = path / ("rank-00000.safetensors" if damage != "index" else "index.jsonl")
@@ -314,7 +317,7 @@ def _different_models(rank: int, world: int, path: str, what: str) -> str:
     return str(error.value)
 
 
-def test_ranks_that_do_not_fit_together(cluster: Cluster, tmp_path: Path) -> None:
+def test_inconsistent_ranks_are_rejected_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     for text in cluster.run(2, _different_models, path, "replicated"):
         assert "dense.weight is of shape [5, " in text and "on rank 1" in text
@@ -337,7 +340,7 @@ class _WithExtraState(nn.Module):
         self.value = state["value"]
 
 
-def test_extra_state_dtypes_and_compiled_models(tmp_path: Path) -> None:
+def test_extra_state_dtype_conversion_and_compiled_models(tmp_path: Path) -> None:
     alone = Topology()
     saved, loaded = _WithExtraState("saved"), _WithExtraState("fresh").bfloat16()
     nn.init.normal_(saved.weight)
@@ -349,8 +352,8 @@ def test_extra_state_dtypes_and_compiled_models(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", loaded.to("meta"), None, alone)
 
 
-def test_loading_makes_no_second_copy_of_the_model(tmp_path: Path) -> None:
-    """Parameters and optimizer state are read into the memory they are in."""
+def test_load_reads_into_existing_memory(tmp_path: Path) -> None:
+    """Parameters and optimizer state are read directly into their memory."""
     path = str(tmp_path / "checkpoint")
     _run(0, 1, ONE, None, range(2), path, "adamw", False)
     model = Toy()
@@ -411,7 +414,7 @@ def _square(number: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("number", "saved", "loaded", "message"), LOST)
-def test_what_a_dtype_cannot_hold_is_refused_and_nothing_loaded(
+def test_unrepresentable_values_are_rejected_without_changes(
     tmp_path: Path, number: Any, saved: torch.dtype, loaded: torch.dtype, message: str
 ) -> None:
     alone, value = Topology(), _square(number, saved)
@@ -434,7 +437,7 @@ def test_what_a_dtype_cannot_hold_is_refused_and_nothing_loaded(
 
 
 @pytest.mark.parametrize(("number", "saved", "loaded"), KEPT)
-def test_what_rounding_takes_is_converted(tmp_path: Path, number: Any, saved: torch.dtype, loaded: torch.dtype) -> None:
+def test_rounding_conversions_are_allowed(tmp_path: Path, number: Any, saved: torch.dtype, loaded: torch.dtype) -> None:
     value = _square(number, saved)
     save_checkpoint(tmp_path / "c", _Numbers(torch.ones(1), value), None, Topology())
     model = _Numbers(torch.ones(1), torch.zeros(2, 2, dtype=loaded))
@@ -442,8 +445,8 @@ def test_what_rounding_takes_is_converted(tmp_path: Path, number: Any, saved: to
     torch.testing.assert_close(model.buffer, value.to(loaded), rtol=0, atol=0, equal_nan=True)
 
 
-def _narrower(rank: int, world: int, path: str, large: str) -> str:
-    """Loads what one rank has saved into two ranks of float32."""
+def _load_in_float32(rank: int, world: int, path: str, large: str) -> str:
+    """Load one rank's checkpoint on two ranks of float32."""
     sizes = Sizes(world, ep=world)
     model = Toy(sizes, rank).float()
     optimizer = make_optimizer("adamw", model)
@@ -456,8 +459,8 @@ def _narrower(rank: int, world: int, path: str, large: str) -> str:
 
 
 @pytest.mark.parametrize("large", ["weight", "exp_avg_sq"])
-def test_narrower_ranks_refuse_what_one_of_them_would_lose(cluster: Cluster, tmp_path: Path, large: str) -> None:
-    """Experts, and what the optimizer keeps for them, which takes the parameters' dtype."""
+def test_overflow_in_float32_is_rejected_on_all_ranks(cluster: Cluster, tmp_path: Path, large: str) -> None:
+    """Experts, and their optimizer state, which has the parameters' dtype."""
     path, model = str(tmp_path / "checkpoint"), Toy()
     optimizer = make_optimizer("adamw", model)
     train(model, optimizer, ONE, 0, range(1))
@@ -465,5 +468,5 @@ def test_narrower_ranks_refuse_what_one_of_them_would_lose(cluster: Cluster, tmp
     with torch.no_grad():
         (weight if large == "weight" else optimizer.state[weight][large])[-1, -1, -1] = 1e300
     save_checkpoint(path, model, optimizer, Topology())
-    for said in cluster.run(2, _narrower, path, large):
+    for said in cluster.run(2, _load_in_float32, path, large):
         assert "failed on rank 1" in said and "experts.w1" in said and "1e+300, which float32 cannot hold" in said

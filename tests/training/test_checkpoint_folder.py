@@ -1,4 +1,4 @@
-"""Flipped bits, missing files and old formats: a load refuses and touches nothing, or loads the right numbers."""
+"""Flipped bits, missing files and old formats: a load refuses and changes nothing, or loads the right numbers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import checkpoint_reader, convert_checkpoint, load_checkpoint, save_checkpoint
+from fusedmoe.training import checkpoint_reader, load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import write_folder
+from fusedmoe.training.earlier_formats import convert_checkpoint
 from fusedmoe.training.shard_spec import RowShard
 from tests.cluster import Cluster
 from tests.training.planted import rewrite
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 
-CURE = "Copy it again, or load another."
-#: Of two steps, as earlier versions wrote them: without checksums, and with an OrderedDict in `extra`.
+CURE = "Copy it again, or load another checkpoint."
+#: Two steps, as earlier versions wrote them: without checksums, and with an OrderedDict in `extra`.
 FORMAT_1, FORMAT_2 = (Path(__file__).parents[1] / "data" / f"checkpoint_format_{number}" for number in (1, 2))
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -49,7 +50,7 @@ class Flip(NamedTuple):
 
 
 def draw(seed: int, count: int, folder: Path) -> list[Flip]:
-    """Of all files alike, so that the small ones get their share."""
+    """Draw files with equal probability, to include the small ones."""
     chance = random.Random(seed)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     files = [chance.choice(list(sizes)) for _ in range(count)]
@@ -57,7 +58,7 @@ def draw(seed: int, count: int, folder: Path) -> list[Flip]:
 
 
 class Held(NamedTuple):
-    """All that a load could change on a rank."""
+    """All values that a load could change on a rank."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -79,8 +80,8 @@ def hold(model: Toy, optimizer: torch.optim.Optimizer) -> Held:
     return Held(deepcopy(model.state_dict()), deepcopy(optimizer.state_dict()))
 
 
-def other(sizes: Sizes, rank: int, trained: bool) -> tuple[Toy, torch.optim.Optimizer]:
-    """Model and optimizer of other numbers than any that is saved; the optimizer with state or without."""
+def untrained_copy(sizes: Sizes, rank: int, trained: bool) -> tuple[Toy, torch.optim.Optimizer]:
+    """Model and optimizer with numbers other than any saved ones; the optimizer with state or without."""
     model = Toy(sizes, rank)
     optimizer = make_optimizer("adamw", model)
     if trained:
@@ -91,8 +92,8 @@ def other(sizes: Sizes, rank: int, trained: bool) -> tuple[Toy, torch.optim.Opti
 
 
 def load(path: Path, sizes: Sizes, rank: int, topology: Topology, trained: bool) -> tuple[str | None, Held, Held]:
-    """What a load says, and what the rank holds before and after it."""
-    model, optimizer = other(sizes, rank, trained)
+    """Return a load's error, and the rank's values before and after it."""
+    model, optimizer = untrained_copy(sizes, rank, trained)
     before, said = hold(model, optimizer), None
     try:
         load_checkpoint(path, model, optimizer, topology)
@@ -102,7 +103,7 @@ def load(path: Path, sizes: Sizes, rank: int, topology: Topology, trained: bool)
 
 
 def flipped_loads(rank: int, world: int, sizes: Sizes, path: Path, flips: list[Flip]) -> list[str]:
-    """What the load after each flip alone says on this rank."""
+    """Return this rank's error of the load after each single flip."""
     topology = sizes.topology()
     told, _, right = load(path, sizes, rank, topology, trained=True)
     assert told is None
@@ -129,7 +130,7 @@ def save(rank: int, world: int, sizes: Sizes, path: Path) -> None:
     save_checkpoint(path, model, optimizer, sizes.topology(), {"step": 2})
 
 
-def anywhere(cluster: Cluster, sizes: Sizes, function: Any, *args: Any) -> list[Any]:
+def run_on_world(cluster: Cluster, sizes: Sizes, function: Any, *args: Any) -> list[Any]:
     if sizes.world == 1:
         return [function(0, 1, sizes, *args)]
     return cluster.run(sizes.world, function, sizes, *args, timeout_s=600.0)
@@ -149,16 +150,16 @@ GRID = Sizes(4, ep=2, esp=2, mp=2)
     ],
     ids=str,
 )
-def test_no_flipped_bit_loads_other_numbers(
+def test_flipped_bits_are_rejected_on_all_ranks(
     cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes, count: int
 ) -> None:
-    """Every flip is refused with the file's name and the cure, the same on all ranks, and nothing has changed."""
+    """Every flip is refused with the file's name and the fix, equally on all ranks, and nothing has changed."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     path = tmp_path / "checkpoint"
-    anywhere(cluster, saved, save, path)
+    run_on_world(cluster, saved, save, path)
     flips = draw(seed, count, path)
-    told = anywhere(cluster, loaded, flipped_loads, path, flips)
+    told = run_on_world(cluster, loaded, flipped_loads, path, flips)
     for flip, *texts in zip(flips, *told, strict=True):
         assert len(set(texts)) == 1, "the same error on every rank"
         assert all(part in texts[0] for part in (str(path), "is damaged", flip.file, CURE)), (flip, texts[0])
@@ -173,9 +174,9 @@ def converted(path: Path, to: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("old", [FORMAT_1, FORMAT_2], ids=["1", "2"])
-def test_earlier_formats_are_converted(cluster: Cluster, tmp_path: Path, old: Path) -> None:
-    """To the numbers of their time; damage is refused, or without checksums may be harmless."""
+@pytest.mark.parametrize("old", [FORMAT_1, FORMAT_2], ids=["format 1", "format 2"])
+def test_earlier_formats_convert_to_original_values(cluster: Cluster, tmp_path: Path, old: Path) -> None:
+    """The original numbers are loaded; damage is refused, or may be harmless without checksums."""
     path, new = tmp_path / "checkpoint", tmp_path / "new"
     shutil.copytree(old, path)
     said, before, after = load(path, ONE, 0, Topology(), trained=True)
@@ -185,7 +186,7 @@ def test_earlier_formats_are_converted(cluster: Cluster, tmp_path: Path, old: Pa
         assert converted(path, new) is None
     assert any("of format 1, without checksums" in str(one.message) for one in caught) == (old == FORMAT_1)
     _, _, right = load(new, ONE, 0, Topology(), trained=True)
-    # It was trained by other versions of the kernels, whose sums round in another order.
+    # Other versions of the kernels, which sum in another order, trained it.
     trained = Toy()
     train(trained, optimizer := make_optimizer("adamw", trained), ONE, 0, range(2))
     torch.testing.assert_close(right.model, dict(trained.state_dict()), rtol=1e-9, atol=1e-12)
@@ -206,7 +207,7 @@ def test_earlier_formats_are_converted(cluster: Cluster, tmp_path: Path, old: Pa
             flip.apply(path)
     assert any(texts) and (old == FORMAT_1 or all(texts))
     for text in filter(None, texts):
-        # Without checksums a name that was damaged is that of a class nobody knows.
+        # Without checksums a damaged name is the name of an unknown class.
         assert ("is damaged: " in text and CURE in text) or "of no known class" in text, text
     cluster.run(2, loads_converted, new, right.model)
 
@@ -219,7 +220,7 @@ def loads_converted(rank: int, world: int, path: Path, right: dict[str, Tensor])
         assert torch.equal(held.model[name], part(value, name, sizes, rank))
 
 
-def test_what_needs_no_conversion_is_refused(tmp_path: Path) -> None:
+def test_conversion_rejects_current_format_and_missing_files(tmp_path: Path) -> None:
     save(0, 1, ONE, tmp_path / "checkpoint")
     assert "needs no conversion" in str(converted(tmp_path / "checkpoint", tmp_path / "new"))
     assert "there is no checkpoint at" in str(converted(tmp_path / "nowhere", tmp_path / "new"))
@@ -232,16 +233,16 @@ def test_what_needs_no_conversion_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("later", r"is of format 4, and this version of fusedmoe reads format 3\. Load it with the version"),
-        ("mixed", r"is damaged: rank-00000\.(jsonl|safetensors) (has|is not as it was saved)"),
-        ("cut", r"is damaged: index\.jsonl is not as it was saved"),
-        ("empty", r"is damaged: index\.jsonl is not as it was saved"),
+        ("later", r"has format 4, and this version of fusedmoe reads format 3\. Load it with the version"),
+        ("mixed", r"is damaged: rank-00000\.(jsonl|safetensors) (has|does not match its digest)"),
+        ("cut", r"is damaged: index\.jsonl does not match its digest"),
+        ("empty", r"is damaged: index\.jsonl does not match its digest"),
         ("removed", r"is damaged: rank-00000\.safetensors has 0 bytes of"),
         ("shorter", r"is damaged: rank-00000\.safetensors has \d+ bytes of"),
         ("longer", r"is damaged: rank-00000\.safetensors has \d+ bytes of"),
     ],
 )
-def test_what_is_not_whole_is_refused(tmp_path: Path, change: str, message: str) -> None:
+def test_incomplete_checkpoint_is_rejected(tmp_path: Path, change: str, message: str) -> None:
     path = tmp_path / "checkpoint"
     save(0, 1, ONE, path)
     index, data = path / "index.jsonl", path / "rank-00000.safetensors"
@@ -249,7 +250,7 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, change: str, message: str)
         rewrite(path, lambda body: body | {"format": 4})
     elif change == "mixed":  # the index of another save
         kept = index.read_bytes()
-        model, optimizer = other(ONE, 0, trained=True)
+        model, optimizer = untrained_copy(ONE, 0, trained=True)
         save_checkpoint(path, model, optimizer, Topology(), {"step": 10})
         index.write_bytes(kept)
     elif change == "cut":
@@ -268,30 +269,32 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, change: str, message: str)
 
 @pytest.mark.parametrize("most_open", [256, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_checkpoint_replaced_while_it_is_read(
+def test_checkpoint_replaced_during_load_is_consistent_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, most_open: int
 ) -> None:
-    """Another job saves to the path between checks and reading: open files are read to the end, others are noticed."""
+    """Another job saves to the path between checks and reading: open files are read to the end, and others are
+    detected.
+    """
     path, reads = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
     _, _, right = load(path, ONE, 0, Topology(), trained=True)
     monkeypatch.setattr(checkpoint_reader, "_MOST_OPEN", most_open)
-    read_tensors = checkpoint_reader.Folder.read_tensors
+    read_tensors = checkpoint_reader.CheckpointReader.read_tensors
 
     def read(*args: Any) -> Any:
         reads.append(when)
         if when == "before":
-            save_checkpoint(path, *other(ONE, 0, trained=True), Topology(), {"step": 10})
+            save_checkpoint(path, *untrained_copy(ONE, 0, trained=True), Topology(), {"step": 10})
         return read_tensors(*args)
 
-    monkeypatch.setattr(checkpoint_reader.Folder, "read_tensors", read)
+    monkeypatch.setattr(checkpoint_reader.CheckpointReader, "read_tensors", read)
     if when == "after":
         resolve = checkpoint_reader.PlainPlanner.resolve_tensor
 
         def resolved(*args: Any) -> Any:
             if reads == [when]:
                 reads.append("saved")
-                save_checkpoint(path, *other(ONE, 0, trained=True), Topology(), {"step": 10})
+                save_checkpoint(path, *untrained_copy(ONE, 0, trained=True), Topology(), {"step": 10})
             return resolve(*args)
 
         monkeypatch.setattr(checkpoint_reader.PlainPlanner, "resolve_tensor", resolved)
@@ -303,8 +306,10 @@ def test_a_checkpoint_replaced_while_it_is_read(
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.jsonl"])
-def test_bytes_that_a_write_changes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A disk that stores other bytes than it was given."""
+def test_bytes_corrupted_by_disk_during_save_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that stores other bytes than were written."""
     path, true_call, changed = tmp_path / "checkpoint", os.fsync, []
 
     def fsync(file: int) -> None:
@@ -319,32 +324,32 @@ def test_bytes_that_a_write_changes_are_refused(tmp_path: Path, monkeypatch: pyt
         save(0, 1, ONE, path)
     said, before, after = load(path, ONE, 0, Topology(), trained=True)
     assert changed == [name] and after == before
-    assert said is not None and f"is damaged: {name} is not as it was saved" in said
+    assert said is not None and f"is damaged: {name} does not match its digest" in said
 
 
-def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is checked is what is read, once: a model alone has the optimizer's parts unread."""
+def test_load_reads_and_checks_only_needed_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is checked as it is read, once: loading a model alone skips the optimizer's parts."""
     path, looked = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    check = checkpoint_reader.check_part
+    check = checkpoint_reader.require_intact
 
-    def watched(path: Path, file: Any, stretch: Any) -> None:
-        looked.append(stretch)
-        check(path, file, stretch)
+    def watched(path: Path, file: Any, file_part: Any) -> None:
+        looked.append(file_part)
+        check(path, file, file_part)
 
-    monkeypatch.setattr(checkpoint_reader, "check_part", watched)
+    monkeypatch.setattr(checkpoint_reader, "require_intact", watched)
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "index.jsonl")
-    model, optimizer = other(ONE, 0, trained=True)
+    model, optimizer = untrained_copy(ONE, 0, trained=True)
     load_checkpoint(path, model, optimizer, Topology())
-    assert len(set(looked)) == len(looked) and sum(stretch.length for stretch in looked) == size
+    assert len(set(looked)) == len(looked) and sum(file_part.length for file_part in looked) == size
     looked.clear()
     load_checkpoint(path, model, None, Topology())
-    data = [stretch for stretch in looked if stretch.offset or not stretch.file.endswith("safetensors")]
-    assert len(set(looked)) == len(looked) and 0 < sum(stretch.length for stretch in data) < size / 3
+    data = [file_part for file_part in looked if file_part.offset or not file_part.file.endswith("safetensors")]
+    assert len(set(looked)) == len(looked) and 0 < sum(file_part.length for file_part in data) < size / 3
 
 
-def test_rows_in_any_order(tmp_path: Path) -> None:
-    """Consecutive rows are one part; a second part of a tensor is in a file of its own, which other tools read."""
+def test_row_shards_round_trip_in_any_order(tmp_path: Path) -> None:
+    """Consecutive rows form one part; a second part of a tensor is in a separate file, which other tools read."""
     path, whole = tmp_path / "checkpoint", torch.arange(24.0).view(8, 3)
     numbers = (5, 6, 2, 3, 4, 0, 7, 1)
     rows = RowShard(whole[list(numbers)].clone(), numbers, whole.shape, (0, 0))
@@ -352,7 +357,7 @@ def test_rows_in_any_order(tmp_path: Path) -> None:
     names = sorted(file.name for file in path.iterdir())
     assert names == ["index.jsonl", *(f"rank-00000-{n}.safetensors" for n in range(1, 5)), "rank-00000.safetensors"]
     other_way = RowShard(torch.zeros(4, 3), (3, 4, 5, 0), whole.shape, (0, 0))
-    folder = checkpoint_reader.Folder(path)
+    folder = checkpoint_reader.CheckpointReader(path)
     for target in (other_way, torch.zeros(8, 3)):
         folder.check({"rows": target})
         folder.read_tensors({"rows": target})

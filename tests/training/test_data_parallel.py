@@ -1,4 +1,4 @@
-"""Gradients over ranks, and their norm, are those of the whole model in one process."""
+"""Gradients over ranks, and their norm, equal those of the whole model in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.training import broadcast_parameters, clip_grad_norm, copies, sync_gradients
 from tests.cluster import Cluster
 from tests.marks import slowly
-from tests.training.host_reads import HostReads, on_a_made_up_gpu
+from tests.training.host_reads import HostReads, fake_gpu
 from tests.training.toy import ONE, Sizes, Toy, names, part, sharding, whole
 
 WORLDS = [
@@ -36,7 +36,7 @@ def _has_gradient(name: str, rank: int) -> bool:
 
 
 def _copies(name: str, sizes: Sizes, rank: int) -> list[int]:
-    """The ranks whose shard of `name` is the same as this rank's, by the definition of the rank layout."""
+    """Ranks whose shard of `name` equals this rank's, by the definition of the rank layout."""
     own = {axis: place for axis, place in sizes.places(rank).items() if axis in sharding(name)}
     return [other for other in range(sizes.world) if own.items() <= sizes.places(other).items()]
 
@@ -69,7 +69,7 @@ def _sync(rank: int, world: int, sizes: Sizes, bucket_bytes: int) -> dict[str, t
 
 
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
-def test_gradient_is_the_sum_over_copies_divided_by_dp(cluster: Cluster, sizes: Sizes) -> None:
+def test_gradient_is_sum_over_copies_divided_by_dp(cluster: Cluster, sizes: Sizes) -> None:
     bucket_bytes = 56 if sizes.ep == 2 else 2**20  # 7 elements: tensors end inside buckets, buckets inside tensors
     for result in cluster.run(sizes.world, _sync, sizes, bucket_bytes):
         assert len(result) > 9
@@ -79,7 +79,7 @@ def test_gradient_is_the_sum_over_copies_divided_by_dp(cluster: Cluster, sizes: 
                 torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-15, msg=name)
 
 
-def test_a_world_of_one_leaves_gradients_alone() -> None:
+def test_world_of_one_keeps_gradients() -> None:
     model = Toy()
     model.set_gradients(ONE, 0, 0)
     model.dense.weight.grad = None
@@ -89,7 +89,7 @@ def test_a_world_of_one_leaves_gradients_alone() -> None:
 
 
 class _Odd(nn.Module):
-    """Gradients that are laid out in every way."""
+    """Gradients with every memory layout."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Odd(nn.Module):
         )
 
 
-def _odd_gradients(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
+def _gradients_of_all_layouts(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
     topology, model = Sizes(world).topology(), _Odd(dtype)
     drawn = [torch.randn(world, 3, 4, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
     expanded = drawn[1][:, :1].expand(world, 3, 4)
@@ -113,8 +113,8 @@ def _odd_gradients(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float64, torch.float32)], ids=str)
-def test_any_memory_layout_and_dtype_with_sums_that_round_once(cluster: Cluster, dtype: torch.dtype) -> None:
-    first, second = cluster.run(4, _odd_gradients, dtype), cluster.run(4, _odd_gradients, dtype)
+def test_sync_of_any_layout_and_dtype_rounds_once(cluster: Cluster, dtype: torch.dtype) -> None:
+    first, second = cluster.run(4, _gradients_of_all_layouts, dtype), cluster.run(4, _gradients_of_all_layouts, dtype)
     for name, (gradient, exact) in first[0].items():
         assert gradient.dtype == dtype
         # Sums of four in bfloat16 would round three times.
@@ -123,7 +123,7 @@ def test_any_memory_layout_and_dtype_with_sums_that_round_once(cluster: Cluster,
             assert torch.equal(result[name][0], gradient), "the same bits on every rank, every time"
 
 
-def _refused(rank: int, world: int, what: str) -> str:
+def _sync_error(rank: int, world: int, what: str) -> str:
     topology, model = Sizes(world).topology(), nn.Embedding(4, 3, sparse=what == "sparse" and rank == 1)
     model(torch.tensor([rank])).sum().backward()
     wrapped = DistributedDataParallel(model) if what == "wrapped" else model
@@ -132,15 +132,15 @@ def _refused(rank: int, world: int, what: str) -> str:
     return str(error.value)
 
 
-def test_sparse_gradients_and_other_wrappers_are_refused_on_every_rank(cluster: Cluster) -> None:
-    for rank, text in enumerate(cluster.run(2, _refused, "sparse")):
+def test_sparse_gradients_and_ddp_are_rejected_on_all_ranks(cluster: Cluster) -> None:
+    for rank, text in enumerate(cluster.run(2, _sync_error, "sparse")):
         assert f"rank {rank}: gradient all-reduce" in text and "weight is sparse" in text and "sparse=False" in text
-    for text in cluster.run(2, _refused, "wrapped"):
+    for text in cluster.run(2, _sync_error, "wrapped"):
         assert "fusedmoe.training.distributed_data_parallel" in text
 
 
-def _overflows(rank: int, world: int, sizes: Sizes) -> list[tuple[set[str], list[str], float]]:
-    """For an element of each parameter that is not finite where one rank holds it: what each rank's scaler skips."""
+def _skipped_parameters(rank: int, world: int, sizes: Sizes) -> list[tuple[set[str], list[str], float]]:
+    """Parameters that each rank's scaler skips, with one non-finite element of each parameter on one of its ranks."""
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
     mine, results = dict(model.named_parameters()), []
     every = [name for name in names(ONE, 0, custom=True) if name != "dense.frozen"]
@@ -172,8 +172,8 @@ def _skips(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bo
 
 
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
-def test_a_loss_scaler_on_each_rank_skips_what_that_of_one_process_would(cluster: Cluster, sizes: Sizes) -> None:
-    results = cluster.run(sizes.world, _overflows, sizes)
+def test_loss_scaler_skips_same_parameters_as_one_process(cluster: Cluster, sizes: Sizes) -> None:
+    results = cluster.run(sizes.world, _skipped_parameters, sizes)
     every = [name for name in names(ONE, 0, custom=True) if name != "dense.frozen"]
     for found in results:
         for name, (skipped, held, scale) in zip(every, found, strict=True):
@@ -185,7 +185,7 @@ def test_a_loss_scaler_on_each_rank_skips_what_that_of_one_process_would(cluster
                 assert len(skipped) == 1
 
 
-def _clip(rank: int, world: int, sizes: Sizes, max_norm: float) -> tuple[Any, dict[str, Any]]:
+def _clip_gradients(rank: int, world: int, sizes: Sizes, max_norm: float) -> tuple[Any, dict[str, Any]]:
     topology, model = sizes.topology(), Toy(sizes, rank, custom=sizes.esp == 1)
     model.set_gradients(sizes, rank, 0)
     model.experts.w2.grad = None
@@ -203,16 +203,18 @@ def _clip(rank: int, world: int, sizes: Sizes, max_norm: float) -> tuple[Any, di
     ],
     ids=str,
 )
-def test_norm_and_clipped_gradients_are_those_of_the_whole_model(
-    cluster: Cluster, sizes: Sizes, max_norm: float
-) -> None:
+def test_norm_and_clipped_gradients_equal_whole_model(cluster: Cluster, sizes: Sizes, max_norm: float) -> None:
     reference = Toy(custom=sizes.esp == 1)
     reference.set_gradients(ONE, 0, 0)
     reference.experts.w2.grad = None
     exact_norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
     whole_gradients = {name: p.grad for name, p in reference.named_parameters()}
     assert 1.5 < exact_norm < 1e3
-    results = [_clip(0, 1, sizes, max_norm)] if sizes == ONE else cluster.run(sizes.world, _clip, sizes, max_norm)
+    results = (
+        [_clip_gradients(0, 1, sizes, max_norm)]
+        if sizes == ONE
+        else cluster.run(sizes.world, _clip_gradients, sizes, max_norm)
+    )
     for rank, (norm, gradients) in enumerate(results):
         torch.testing.assert_close(norm, exact_norm, rtol=1e-13, atol=0)
         assert torch.equal(norm, results[0][0])
@@ -224,7 +226,7 @@ def test_norm_and_clipped_gradients_are_those_of_the_whole_model(
                 torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=0)
 
 
-def test_clipping_in_low_precision_without_gradients_and_with_infinite_ones() -> None:
+def test_clipping_of_bfloat16_missing_and_infinite_gradients() -> None:
     alone, model = Topology(), nn.Linear(300, 300).bfloat16()
     assert clip_grad_norm(model, alone, 1.0) == 0.0
     model.weight.grad = torch.full((300, 300), 1e-2, dtype=torch.bfloat16)
@@ -235,15 +237,15 @@ def test_clipping_in_low_precision_without_gradients_and_with_infinite_ones() ->
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, ep=2), Sizes(4, ep=2, mp=2)], ids=str)
-def test_the_host_reads_little(cluster: Cluster, sizes: Sizes) -> None:
-    for synced, clipped in cluster.run(sizes.world, _reads, sizes):
+def test_sync_waits_for_device_once_and_clip_never(cluster: Cluster, sizes: Sizes) -> None:
+    for synced, clipped in cluster.run(sizes.world, _count_device_waits, sizes):
         assert synced == 1 and clipped == 0
 
 
-def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
+def _count_device_waits(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
     """Calls that wait for the device in a sync and in a clip."""
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
-    for _ in range(2):  # the first two read what they compare
+    for _ in range(2):  # the first two syncs read values to compare them
         sync_gradients(model, topology)
     _give_gradients(model, sizes, rank)
     found = []
@@ -259,8 +261,8 @@ def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def test_clipping_on_one_gpu_reads_nothing() -> None:
-    with on_a_made_up_gpu() as reads:
+def test_clipping_on_one_gpu_never_waits_for_device() -> None:
+    with fake_gpu() as reads:
         model = nn.ParameterList(torch.empty(size, device="cuda") for size in (30, 20, 7))
         for parameter in model:
             parameter.grad = torch.empty_like(parameter)
@@ -268,12 +270,12 @@ def test_clipping_on_one_gpu_reads_nothing() -> None:
         assert norm.is_cuda and norm.dtype == torch.float64
         assert reads.count == 0
         norm.cpu()
-        assert reads.count == 1  # it does count
+        assert reads.count == 1  # the counter detects it
 
 
-def test_clipping_scales_half_precision_by_a_whole_scale() -> None:
-    """The scale has float32's digits, and scalars are scaled too."""
-    torch.manual_seed(3)  # a scale that bfloat16 represents exactly would not tell the two apart
+def test_clipping_scales_half_precision_by_float32_scale() -> None:
+    """The scale has float32 precision, and scalars are scaled too."""
+    torch.manual_seed(3)  # a scale that bfloat16 represents exactly could not distinguish the two
     model = nn.Module()
     model.a, model.b = nn.Parameter(torch.zeros(50).bfloat16()), nn.Parameter(torch.zeros(()).half())
     model.a.grad, model.b.grad = torch.randn(50).bfloat16(), torch.randn(()).half()
@@ -299,14 +301,13 @@ def _broadcast(rank: int, world: int, sizes: Sizes) -> dict[str, bool]:
     return same | {"bias": torch.equal(model.dense.bias, torch.arange(3.0)), "flags": bool(model.dense.flags.all())}
 
 
-def test_broadcast_gives_every_copy_the_first_holders_value(cluster: Cluster) -> None:
+def test_broadcast_copies_values_of_first_holder(cluster: Cluster) -> None:
     for result in cluster.run(4, _broadcast, Sizes(4, ep=2, mp=2)):
         assert all(result.values()), result
 
 
-def _seeded(rank: int, world: int, sizes: Sizes) -> None:
-    """Ranks that were seeded differently, or step differently, are told so in the first two syncs, and not after the
-    cure."""
+def _check_differently_seeded_copies(rank: int, world: int, sizes: Sizes) -> None:
+    """Different seeds or different steps raise in the first two syncs, and no longer after the fix."""
     topology = sizes.topology()
 
     def made(seed: int) -> nn.Sequential:
@@ -328,10 +329,10 @@ def _seeded(rank: int, world: int, sizes: Sizes) -> None:
         sync_gradients(model, topology)
     frozen.requires_grad_(True)
     broadcast_parameters(model, topology)
-    model.own.fill_(rank)  # what does not learn may differ
+    model.own.fill_(rank)  # frozen parameters may differ
     sync_gradients(model, topology)
     with torch.no_grad():
-        model[0].weight.mul_(1 + rank)  # as a step by a norm that each rank has for itself
+        model[0].weight.mul_(1 + rank)  # as a step scaled by a rank-local norm
     with pytest.raises(fusedmoe.RankError, match=r"0\.weight should be a copy.* It was equal before: steps differ"):
         sync_gradients(model, topology)
     broadcast_parameters(model, topology)
@@ -339,7 +340,7 @@ def _seeded(rank: int, world: int, sizes: Sizes) -> None:
     sync_gradients(copy.deepcopy(model) if rank == 1 else model, topology)  # compared on one rank, so on all
     sync_gradients(model, topology)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "compare_copies", None)
+        patch.setattr(copies, "compare_replicas", None)
         sync_gradients(model, topology)
     for seed, wrong in ((5, False), (5 + (rank == world - 1), True)):
         model, holders = made(5), torch.Generator().manual_seed(seed)
@@ -357,15 +358,15 @@ def _seeded(rank: int, world: int, sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2), *slowly(Sizes(2, ep=2), Sizes(4, ep=2, mp=2))], ids=str)
-def test_copies_that_begin_apart_are_told(cluster: Cluster, sizes: Sizes) -> None:
-    cluster.run(sizes.world, _seeded, sizes)
+def test_different_initial_copies_are_reported(cluster: Cluster, sizes: Sizes) -> None:
+    cluster.run(sizes.world, _check_differently_seeded_copies, sizes)
 
 
 def build(topology: Topology | None, mp_input: str) -> nn.Module:
     torch.manual_seed(5)
     layer = fusedmoe.MoELayer(
         8,
-        fusedmoe.gates.TopK(experts=4, k=2, aux={}),  # without drops and losses that depend on how tokens are sliced
+        fusedmoe.gates.TopK(experts=4, k=2, aux={}),  # no drops, and no losses that depend on slicing
         fusedmoe.experts.SwiGLU(8),
         shared=fusedmoe.experts.FeedForward(4),
         topology=topology,
@@ -397,7 +398,7 @@ def gradients(rank: int, world: int, ep: int, mp: int, wrapped: bool) -> dict[st
 
 @pytest.mark.parametrize("wrapped", [True, *slowly(False)])
 @pytest.mark.parametrize(("world", "ep", "mp"), [(4, 2, 2), *slowly((2, 1, 2), (4, 4, 4))])
-def test_gradients_are_those_of_one_process(cluster: Cluster, world: int, ep: int, mp: int, wrapped: bool) -> None:
+def test_layer_gradients_equal_one_process(cluster: Cluster, world: int, ep: int, mp: int, wrapped: bool) -> None:
     whole = build(None, "replicated")
     torch.stack([whole(data(replica)).square().mean() for replica in range(world // mp)]).mean().backward()
     for rank, found in enumerate(cluster.run(world, gradients, ep, mp, wrapped)):
@@ -410,7 +411,7 @@ def test_gradients_are_those_of_one_process(cluster: Cluster, world: int, ep: in
             assert error < 1e-10, (rank, name, float(error))
 
 
-def test_unknown_convention_is_refused() -> None:
+def test_unknown_divisor_convention_is_rejected() -> None:
     model = nn.Linear(2, 2)
     replica = training.copies.replicas(model, Topology())[0]
     with pytest.raises(fusedmoe.ConfigError, match="choose summands or replicated"):

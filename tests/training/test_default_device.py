@@ -1,6 +1,6 @@
-"""Steps under a default device that is not the tensors': what the library makes for itself lies where it belongs.
+"""Steps under a default device other than the tensors': the library's own tensors are on the right device.
 
-On the default device "meta" whatever names no device has no numbers, and fails where it is used.
+On the default device "meta" any tensor made without a device has no values, and fails where it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe import experts, gates
 from fusedmoe.blocks.pipeline import Parts
+from fusedmoe.experts.networks import Place
 from fusedmoe.metrics import Metrics
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
@@ -85,7 +86,7 @@ def require_equal(model: nn.Module, right: nn.Module) -> None:
     "how", [lambda: torch.device("meta"), lambda: default_device("meta")], ids=["context", "default"]
 )
 @pytest.mark.parametrize("gate", GATES)
-def test_gates(gate: str, how: Callable[[], Any]) -> None:
+def test_gate_reset_after_meta_construction(gate: str, how: Callable[[], Any]) -> None:
     def make() -> nn.Module:
         return fusedmoe.MoELayer(M, GATES[gate](), experts.SwiGLU(H), shared=experts.FeedForward(H))
 
@@ -98,23 +99,23 @@ def test_gates(gate: str, how: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", expert_kinds())
-def test_experts(kind: str, dtype: torch.dtype) -> None:
+def test_expert_reset_after_meta_construction(kind: str, dtype: torch.dtype) -> None:
     def make() -> fusedmoe.MoELayer:
         return fusedmoe.MoELayer(M, gates.TopK(E), expert_kinds()[kind](), dtype=dtype)
 
     torch.manual_seed(3)
     right = make()
     layer = made_on_meta(make, 3, lambda: torch.device("meta"))
-    if kind == "custom":  # the loop has reset the modules inside; the experts know better
+    if kind == "custom":  # the loop has reset the modules inside; the experts' own reset is right
         torch.manual_seed(3)
         layer.gate.reset_parameters()
         layer.experts.reset_parameters()
     require_equal(layer, right)
 
 
-def test_experts_of_a_users() -> None:
+def test_custom_expert_reset_after_meta_construction() -> None:
     class Own(experts.RowExperts):
-        def make(self, model_dim: int, place: experts.Place, seed: int, *, device: Any, dtype: Any) -> None:
+        def make(self, model_dim: int, place: Place, seed: int, *, device: Any, dtype: Any) -> None:
             drawn = [
                 torch.randn(model_dim, generator=torch.Generator().manual_seed(seed % 97 + n)) for n in place.numbers
             ]
@@ -136,7 +137,7 @@ def test_experts_of_a_users() -> None:
     require_equal(other, right)
 
 
-def test_what_cannot_be_reset() -> None:
+def test_reset_rejects_missing_and_parametrized_experts() -> None:
     with pytest.raises(fusedmoe.ConfigError, match="SwiGLU.reset_parameters: no experts yet"):
         experts.SwiGLU(H).reset_parameters()
     layer = fusedmoe.MoELayer(M, gates.TopK(E), experts.SwiGLU(H))
@@ -147,7 +148,7 @@ def test_what_cannot_be_reset() -> None:
 
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 @pytest.mark.parametrize("gate", ["top", "cosine_top"])
-def test_tutels_layer(kind: str, gate: str) -> None:
+def test_tutel_layer_reset_after_meta_construction(kind: str, gate: str) -> None:
     def make() -> nn.Module:
         described = {"type": kind, "hidden_size_per_expert": 8, "num_experts_per_device": 2}
         return moe.moe_layer({"type": gate, "k": 2}, M, described)
@@ -164,7 +165,7 @@ def test_tutels_layer(kind: str, gate: str) -> None:
 
 
 @pytest.mark.parametrize("moe_every", [1, 2])
-def test_models(moe_every: int) -> None:
+def test_model_reset_after_meta_construction(moe_every: int) -> None:
     config = ModelConfig(
         layers=2, model_dim=16, heads=2, seq_len=8, batch=2, hidden=12, experts=4, positions="learned", bias=True,
         moe_every=moe_every,
@@ -172,7 +173,7 @@ def test_models(moe_every: int) -> None:
     torch.manual_seed(3)
     right = Transformer(config)
     model = made_on_meta(lambda: Transformer(config), 3, lambda: torch.device("meta"))
-    # The head is drawn with the embeddings, and all that follows in the order of the construction.
+    # The head is drawn with the embeddings, and all later parameters in construction order.
     first = ("symbol_weight", "position_weight")
     for name, value in right.state_dict().items():
         mine = model.state_dict()[name]
@@ -194,8 +195,8 @@ class Dense(nn.Module):
         return y, y
 
 
-def steps(rank: int, world: int, folder: str, schedule: Any, placement: str) -> None:
-    """All that a job does, each time under a default device on which nothing can be computed."""
+def run_all_operations_of_job(rank: int, world: int, folder: str, schedule: Any, placement: str) -> None:
+    """All operations of a job, each under a default device that cannot compute."""
     with default_device("meta"):
         topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
         torch.manual_seed(0)
@@ -215,7 +216,8 @@ def steps(rank: int, world: int, folder: str, schedule: Any, placement: str) -> 
             (y.square().sum() + layer.aux_loss).backward()
             sync_gradients(model, topology)
             clip_grad_norm(model, topology, 1.0)
-            optimizer.step()
+            with torch.device("cpu"):  # AdamW of PyTorch 2.11 makes its step counter on the default device
+                optimizer.step()
             optimizer.zero_grad()
             layer.update_gate()
         assert metrics.collect(per_expert=True)["moe/max_vio"] >= 0
@@ -233,13 +235,15 @@ def steps(rank: int, world: int, folder: str, schedule: Any, placement: str) -> 
 @pytest.mark.parametrize(
     ("schedule", "placement"),
     [("off", "ep"), (fusedmoe.Schedule("fsmoe", degrees=(2, 2)), "ep"), ("off", "fssdp")],
-    ids=["plain", "plan", "fssdp"],
+    ids=["no schedule", "schedule", "fssdp"],
 )
-def test_steps_of_two_ranks(cluster: Cluster, tmp_path: Path, schedule: Any, placement: str) -> None:
-    cluster.run(2, steps, str(tmp_path / "checkpoint"), schedule, placement)
+def test_training_job_under_meta_default_device(
+    cluster: Cluster, tmp_path: Path, schedule: Any, placement: str
+) -> None:
+    cluster.run(2, run_all_operations_of_job, str(tmp_path / "checkpoint"), schedule, placement)
 
 
-def own_experts(rank: int, world: int, esp: int) -> dict[str, Tensor]:
+def experts_reset_on_rank(rank: int, world: int, esp: int) -> dict[str, Tensor]:
     topology = fusedmoe.Topology.from_sizes(ep=world // esp, esp=esp, timeout_s=60)
 
     def make() -> nn.Module:
@@ -256,8 +260,8 @@ def own_experts(rank: int, world: int, esp: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("esp", [1, 2])
-def test_each_rank_has_its_own_experts(cluster: Cluster, esp: int) -> None:
-    one, other = cluster.run(2, own_experts, esp)
+def test_ranks_initialize_different_experts_and_equal_gates(cluster: Cluster, esp: int) -> None:
+    one, other = cluster.run(2, experts_reset_on_rank, esp)
     assert not torch.equal(one["experts.w1"], other["experts.w1"]) and torch.equal(
         one["gate.weight_EM"], other["gate.weight_EM"]
     )

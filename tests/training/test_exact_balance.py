@@ -1,51 +1,47 @@
-"""Exact balance in training: which rank computes how many rows, in training steps and in evaluation."""
+"""Exact balance in training: each rank's computed rows, in training steps and in evaluation."""
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
-from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.placed_dispatcher import Moving
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement import LayerLoads, Placement
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.placement.expert_transport import SparseCollectives
+from fusedmoe.placement.placed_experts import PlacedExperts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import AUTO, EXACT, EXPERTS, Model, experts_of, optimizer_of, tokens, train_step
 
-#: Experts travel in no time, so all copies are made that help.
+#: Sending experts is free, so all useful replicas are made.
 FREE: dict[str, Any] = EXACT | {"costs": replace(EXACT["costs"], expert_bytes=0, token_bytes=0)}
 
 
 def sent_rows(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Rows that this rank sends to each rank in each forward of the first layer: two steps, three evaluations, and a
-    step in two parts; and what evaluation gives."""
+    """Rows that this rank sends to each rank in each forward of the first layer (two steps, three evaluations, a step
+    in two parts), and the evaluation result.
+    """
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **options)
     placed, found = model.layers[0].placed, []
-    split = placed.split
+    split_rows = placed.split_rows
 
     def recorded(layout: Layout, training: bool) -> Layout:
-        by_place = split(layout, training)
-        found.append(by_place.counts_E.reshape(world, -1).sum(dim=1).tolist())
-        return by_place
+        by_slot = split_rows(layout, training)
+        found.append(by_slot.counts_E.reshape(world, -1).sum(dim=1).tolist())
+        return by_slot
 
-    placed.split = recorded
+    placed.split_rows = recorded
     for step in range(2):
         train_step(model, optimizer, topology, step)
     model.eval()
@@ -53,13 +49,13 @@ def sent_rows(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list
         ys = [model(tokens(rank, step)) for step in (3, 4, 5)]
     model.train()
     train_step(model, optimizer, topology, 6, parts=2)
-    assert isinstance(placed, DynamicExperts) and placed.now.extra_W().max() <= options["memory"]
+    assert isinstance(placed, PlacedExperts) and placed.table.current.extra_W().max() <= options["memory"]
     sharded.close()
     return found, ys
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
+def test_exact_balance_equalizes_rows_per_rank(cluster: Cluster, world: int):
     options = FREE | {"policy": "ep", "memory": EXPERTS}
     exact = cluster.run(world, sent_rows, options)
     plain = cluster.run(world, sent_rows, {"policy": "ep", "memory": 0})
@@ -68,8 +64,8 @@ def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
     work_FV, before_FV = (np.sum([rows for rows, _ in of], axis=0) for of in (exact, plain))
     mean_F = work_FV.sum(axis=1) / world
     assert (before_FV.sum(axis=1) == work_FV.sum(axis=1)).all()
-    # Copies are added in the first forward of each step; evaluation has no copies, and the step's second part those of
-    # the first.
+    # Replicas are added in the first forward of each step; evaluation has none, and the step's second part has the same
+    # replicas as the first.
     first = [0, 1, 5]
     assert (work_FV[first].max(axis=1) == np.ceil(mean_F[first])).all()
     assert (before_FV[first].max(axis=1) > 1.1 * mean_F[first]).all(), "the router is skewed"
@@ -77,7 +73,7 @@ def test_the_busiest_rank_has_the_mean(cluster: Cluster, world: int):
     assert work_FV[6].max() < before_FV[6].max()
 
 
-#: Copies take longer than rows on their way, and still pay.
+#: Replicas take longer than rows to send, and still pay.
 SLOW_COPIES: dict[str, Any] = AUTO | {
     "costs": replace(AUTO["costs"], expert_bytes=10**6, inter_bytes_s=1e6, intra_bytes_s=1e6),
     "policy": "ep",
@@ -85,33 +81,23 @@ SLOW_COPIES: dict[str, Any] = AUTO | {
 }
 
 
-class Late:
-    """Enters when a sparse all-gather begins in its thread: what it brings is long on its way.
-
-    `begun`: it is not there before that, which experts set; None: nothing is waited for.
-    """
-
-    def __init__(self, begun: Event | None) -> None:
-        self._begun = begun
+class Slow:
+    """Enters when a sparse all-gather begins in its thread: its replicas arrive late."""
 
     def __enter__(self) -> None:
         time.sleep(0.02)
-        assert self._begun is None or self._begun.wait(60.0), "the first chunk's experts have waited for late copies"
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-def late_copies(placed: DynamicExperts) -> int:
-    return len(placed.late.rows_W[placed.group.index]) if placed.late else 0
-
-
-def learned_from_late_copies(
+def train_with_slow_replicas(
     rank: int, world: int, placement: str, parts: int, shape: dict[str, Any], options: dict[str, Any]
-) -> tuple[Any, list[torch.Tensor], list[int], list[int], list[str]]:
-    """What experts have learned in four steps, where a copy's row is not a number until the copy is there; what
-    evaluation gives; how many late copies this rank had in each layer and step; the first chunk that needed any; and
-    the tasks on links, as recorded."""
+) -> tuple[Any, torch.Tensor, int]:
+    """Train four steps in which a replica's row is NaN until the replica has arrived.
+
+    Return the trained experts, the result of evaluation, and the number of replicas added after the gate.
+    """
     shape = dict(shape)
     esp, hooked = shape.get("esp", 1), shape.pop("hooked", False)
     topology = Topology.from_sizes(
@@ -123,40 +109,24 @@ def learned_from_late_copies(
         layer.experts.register_forward_hook(lambda _, __, y: (calls.append(1), y * 2)[1])
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **SLOW_COPIES | options) if placement == "fssdp" else None
-    gather, late, firsts = SparseCollectives.gather, list[int](), list[int]()
-    first_late, forward = Moving._first_late, GroupedExperts.forward
-    begun, waits = Event(), list[bool]()
+    gather, added = SparseCollectives.gather, list[int]()
 
-    def poisoned(self: Any, transfers: Any, rows: Any, tables: Any, during: Any = None) -> Any:
+    def poisoned(self: Any, transfers: Any, rows: Any, tables: Any, recording: Any = None) -> Any:
         for expert, _, target, _ in transfers:
             if target == topology.ep.index:
                 for table in tables:
                     table[rows[expert]] = float("nan")
-        with during or nullcontext():  # what is recorded ends at once
-            pass
-        return gather(self, transfers, rows, tables, Late(begun if waits and waits.pop() else None))
+        return gather(self, transfers, rows, tables, Slow())
 
-    def known(self: Any, exchange: Any, degree: int) -> int:
-        firsts.append(first_late(self, exchange, degree))
-        begun.clear()
-        waits[:] = [firsts[-1] > 0]
-        return firsts[-1]
+    def count(*_: Any) -> None:
+        tables = [layer.placed.table for layer in model.layers]
+        added.append(sum(int((of.current.holds_EW & ~of.placement.holds_EW).sum()) for of in tables))
 
-    def begins(self: Any, *given: Any) -> Any:
-        begun.set()
-        return forward(self, *given)
-
-    recorder = Recorder(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SparseCollectives, "gather", poisoned)
-        patch.setattr(Moving, "_first_late", known)
-        patch.setattr(GroupedExperts, "forward", begins)
         if sharded is not None:  # before the step, in which placements change
-            layers = [layer.placed for layer in model.layers]
-            optimizer.register_step_pre_hook(lambda *_: late.extend(map(late_copies, layers)))
+            optimizer.register_step_pre_hook(count)
         for step in range(4):
-            for layer in model.layers:
-                layer.recorder = recorder if step == 3 else None
             train_step(model, optimizer, topology, step, parts)
         model.eval()
         with torch.no_grad():
@@ -164,11 +134,10 @@ def learned_from_late_copies(
     assert not hooked or len(calls) == len(model.layers) * (4 * parts + 1), "one call of the experts in a forward"
     if sharded is not None:
         sharded.close()
-    spans = [span for span in recorder.timeline().on("inter") if span.phase == "forward" and span.chunk is not None]
-    return experts_of(model), [y_SM], late, firsts, [f"{span.kind} {span.chunk}" for span in spans]
+    return experts_of(model), y_SM, sum(added)
 
 
-#: Half of the predicted copies are of use; late ones come beside these, or in the place of others.
+#: Half of the predicted replicas are useful; new replicas are added to them, or replace the rest.
 PREDICTED: dict[str, Any] = {"policy": "hecate", "overlap": 2, "memory": 2}
 
 
@@ -202,38 +171,20 @@ def chunks(forward: int, backward: int) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_experts_that_are_here_begin_first(
+def test_experts_wait_for_late_replicas(
     cluster: Cluster, world: int, parts: int, shape: dict[str, Any], options: dict[str, Any]
 ):
-    placed = cluster.run(world, learned_from_late_copies, "fssdp", parts, shape, options)
-    plain = cluster.run(
-        world, learned_from_late_copies, "ep", parts, {"hooked": shape.get("hooked"), "esp": shape.get("esp", 1)}, {}
-    )
-    for (ours, y_SM, *_), (theirs, wanted_SM, *_) in zip(placed, plain, strict=True):
+    placed = cluster.run(world, train_with_slow_replicas, "fssdp", parts, shape, options)
+    alike = {"hooked": shape.get("hooked"), "esp": shape.get("esp", 1)}
+    plain = cluster.run(world, train_with_slow_replicas, "ep", parts, alike, {})
+    for (ours, y_SM, added), (theirs, wanted_SM, _) in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(y_SM, wanted_SM, rtol=1e-10, atol=1e-12)
-    late_LW = np.array([late for _, _, late, _, _ in placed]).T
-    assert late_LW.any()
-    if world > 2:
-        assert (late_LW.any(axis=1) & ~late_LW.all(axis=1)).any(), "late copies on some ranks"
-    if "schedule" not in shape or "hooked" in shape:
-        return
-    # All ranks have the same tasks, late copies behind the dispatches; which chunks need them is each rank's own.
-    links = [links for *_, links in placed]
-    assert links == links[:1] * world
-    late_tasks = [at for at, task in enumerate(links[0]) if task == "sparse-all-gather 1"]
-    forward, _ = shape["schedule"].degrees
-    for at in late_tasks:
-        assert links[0][at - forward : at] == [f"dispatch {chunk}" for chunk in range(forward)]
-        assert links[0][at + 1 :][:1] == ["combine 0"]
-    first_LW = np.array([firsts for *_, firsts, _ in placed]).T
-    assert late_tasks and (first_LW < forward).any() and (first_LW == forward).any()
-    if forward > 1 and "dispatch" not in shape:
-        assert ((first_LW > 0) & (first_LW < forward)).any(), "the first chunks need none, and later ones do"
+        assert added > 0
 
 
-def least_asked_for(now: LayerLoads) -> Placement:
-    """The worst prediction: each rank has a copy of the expert of others that has had the fewest tokens."""
+def worst_prediction(now: LayerLoads) -> Placement:
+    """The worst prediction: each rank has a replica of the remote expert with the fewest tokens."""
     holds_EW = now.placement.sharding.holds_EW.copy()
     for rank in range(now.nodes.ranks):
         others = np.flatnonzero(~holds_EW[:, rank])
@@ -241,10 +192,10 @@ def least_asked_for(now: LayerLoads) -> Placement:
     return Placement.holding(now.placement.owners, holds_EW)
 
 
-def learned(
+def train_and_count_replicas(
     rank: int, world: int, placement: str, parts: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """What experts have learned in eight steps, and how many copies came and gave up their places after the gate."""
+    """Return experts after eight steps, and the numbers of replicas added and replaced after the gate."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
     model = Model(topology, placement)
     optimizer = optimizer_of(model)
@@ -252,10 +203,10 @@ def learned(
     came = gone = 0
     for step in range(8):
         if sharded is not None:
-            before = [layer.placed.placement.holds_EW for layer in model.layers]
+            before = [layer.placed.table.placement.holds_EW for layer in model.layers]
             after = []
             hook = optimizer.register_step_pre_hook(
-                lambda *_, after=after: after.extend(layer.placed.now.holds_EW for layer in model.layers)
+                lambda *_, after=after: after.extend(layer.placed.table.current.holds_EW for layer in model.layers)
             )
         train_step(model, optimizer, topology, step, parts)
         if sharded is not None:
@@ -277,17 +228,17 @@ def learned(
         ),
     ],
 )
-def test_copies_in_the_place_of_useless_ones(cluster: Cluster, world: int, parts: int, options: dict[str, Any]):
-    wrong = AUTO | {"policy": least_asked_for, "memory": 1, "reshard": False} | options
-    placed = cluster.run(world, learned, "fssdp", parts, wrong)
-    plain = cluster.run(world, learned, "ep", parts, {})
+def test_underused_replicas_are_replaced(cluster: Cluster, world: int, parts: int, options: dict[str, Any]):
+    wrong = AUTO | {"policy": worst_prediction, "memory": 1, "reshard": False} | options
+    placed = cluster.run(world, train_and_count_replicas, "fssdp", parts, wrong)
+    plain = cluster.run(world, train_and_count_replicas, "ep", parts, {})
     for (ours, came, gone), (theirs, _, _) in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert came >= gone > 0
 
 
-def test_auto_looks_only_where_it_pays(cluster: Cluster):
-    """Rows that cost nothing are left where they are: as without copies."""
+def test_auto_balance_skips_free_rows(cluster: Cluster):
+    """Free rows are not moved: the result equals a run without replicas."""
     idle = AUTO | {"policy": "ep", "memory": 2, "costs": replace(AUTO["costs"], token_s=1e-12, token_bytes=0)}
     found = cluster.run(2, sent_rows, idle)
     plain = cluster.run(2, sent_rows, {"policy": "ep", "memory": 0})
@@ -301,7 +252,7 @@ def test_auto_looks_only_where_it_pays(cluster: Cluster):
     [{"balance": "even"}, EXACT | {"calibrates": True}, AUTO | {"calibrates": True}],
     ids=lambda options: "-".join(options),
 )
-def test_what_is_refused(options: dict[str, Any]):
+def test_invalid_balance_options_are_rejected(options: dict[str, Any]):
     model = Model(Topology(), "fssdp")
     with pytest.raises(ConfigError, match="choose one of predicted, exact, auto, and"):
         ShardedExperts(model, optimizer_of(model), Topology(), **options)

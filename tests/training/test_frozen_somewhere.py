@@ -1,4 +1,4 @@
-"""A parameter that some ranks have frozen and others have not is refused by name, whenever it was frozen."""
+"""A parameter that only some ranks have frozen is refused by name, at any time of freezing."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def freeze_on_one(rank: int, world: int, name: str, steps: int) -> str:
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", ["0.weight", "1.gate.weight_EM", "1.experts.w1"])
-def test_frozen_on_one_rank(cluster: Cluster, name: str, steps: int) -> None:
+def test_parameter_frozen_on_one_rank_is_rejected_by_name(cluster: Cluster, name: str, steps: int) -> None:
     for rank, text in enumerate(cluster.run(2, freeze_on_one, name, steps)):
         assert re.match(rf"rank {rank}: gradient all-reduce: {re.escape(name)} is frozen on ranks \[1\]", text), text
 
 
-def freeze_alike(rank: int, world: int) -> None:
-    """What may be frozen: on all ranks the same; experts that other ranks do not have."""
+def check_allowed_freezing(rank: int, world: int) -> None:
+    """Allowed freezing: the same parameters on all ranks; experts that other ranks do not have."""
     topology = fusedmoe.Topology.from_sizes(ep=2, timeout_s=60)
     model = make_model(topology, custom=True)
     step(model, topology, rank)
@@ -57,11 +57,11 @@ def freeze_alike(rank: int, world: int) -> None:
         step(model, topology, rank)
 
 
-def test_what_may_be_frozen(cluster: Cluster) -> None:
-    cluster.run(2, freeze_alike)
+def test_consistent_and_rank_local_freezing_is_allowed(cluster: Cluster) -> None:
+    cluster.run(2, check_allowed_freezing)
 
 
-def wrapped(rank: int, world: int) -> str:
+def error_of_wrapper(rank: int, world: int) -> str:
     topology = fusedmoe.Topology.from_sizes(ep=2, timeout_s=60)
     model = make_model(topology)
     model[0].bias.requires_grad_(rank != 1)
@@ -70,6 +70,6 @@ def wrapped(rank: int, world: int) -> str:
     return str(error.value)
 
 
-def test_a_wrapper_compares_before_it_wraps(cluster: Cluster) -> None:
-    for text in cluster.run(2, wrapped):
+def test_ddp_compares_requires_grad_at_construction(cluster: Cluster) -> None:
+    for text in cluster.run(2, error_of_wrapper):
         assert "distributed_data_parallel: requires_grad of 0.bias is True on ranks [0] and False on ranks [1]" in text

@@ -1,4 +1,4 @@
-"""Gradients over several meshes have the norm that they have in one piece."""
+"""The norm of gradients over several meshes equals the norm of the unsharded gradients."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.cluster import Cluster
 from tests.marks import slowly
 
 
-def over_meshes(rank: int, world: int, seed: int) -> None:
-    """Sharded, replicated, over the whole world or half of it, each half with the same values or with other ones."""
+def check_norm_over_meshes(rank: int, world: int, seed: int) -> None:
+    """Sharded, replicated, over the whole world or half of it, each half with equal or different values."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
     model, wanted, chance = nn.Module(), [], torch.Generator().manual_seed(seed)
     placements: list[tuple[str, list[Placement]]] = [
@@ -42,7 +42,7 @@ def over_meshes(rank: int, world: int, seed: int) -> None:
     model.register_parameter("partial", partial)
     model.register_parameter("plain", nn.Parameter(plain.clone()))
     model.plain.grad = plain.clone()
-    # Each half of the world holds a copy of what the mesh of one half has whole, nearly, and a stage of its own.
+    # Each half of the world holds a nearly equal copy of one tensor, sharded over its mesh, and its own stage.
     own = rank // (world // 2)
     for name, value, grad in (("copied", half * (1 + 1e-3 * own), half), (f"stage{own}", half, half * (1 + own))):
         model.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh["inner"], [Shard(0)])))
@@ -58,12 +58,12 @@ def over_meshes(rank: int, world: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_over_several_meshes(cluster: Cluster, world: int) -> None:
-    cluster.run(world, over_meshes, torch.seed())
+def test_norm_over_several_meshes_equals_unsharded(cluster: Cluster, world: int) -> None:
+    cluster.run(world, check_norm_over_meshes, torch.seed())
 
 
 class Experts(nn.Module):
-    """One matrix for each expert; the gradient is what it is called with."""
+    """One matrix for each expert; its gradient is the input of the call."""
 
     def __init__(self, value: Tensor, ep: DeviceMesh) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Experts(nn.Module):
         return (self.weight * distribute_tensor(grad, self.weight.device_mesh, [Shard(0)])).to_local().sum()
 
 
-def sharded_twice(rank: int, world: int, seed: int) -> None:
-    """Experts over half of the ranks, and FSDP2 over those that have the same, in rows that are not adjacent."""
+def check_norm_of_fsdp_experts(rank: int, world: int, seed: int) -> None:
+    """Experts over half of the ranks, and FSDP2 over ranks with equal experts, in rows that are not adjacent."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("efsdp", "ep"))
     value, grad = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
     model = fully_shard(Experts(value, mesh["ep"]), mesh=mesh["efsdp"])
@@ -86,11 +86,11 @@ def sharded_twice(rank: int, world: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_fully_sharded_experts(cluster: Cluster, world: int) -> None:
-    cluster.run(world, sharded_twice, torch.seed())
+def test_norm_of_fully_sharded_experts_equals_unsharded(cluster: Cluster, world: int) -> None:
+    cluster.run(world, check_norm_of_fsdp_experts, torch.seed())
 
 
-def other_parts(rank: int, world: int) -> None:
+def check_inconsistent_parts_rejected(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "fsdp"))
     own, tall = torch.full((4, 3), 1.0 + rank // (world // 2)), torch.ones(4 + rank, 3)
     split = [Shard(rank // (world // 2))]
@@ -108,30 +108,30 @@ def other_parts(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *slowly(4)])
-def test_other_parts_of_one_name_are_refused(cluster: Cluster, world: int) -> None:
-    cluster.run(world, other_parts)
+def test_inconsistent_shards_of_parameter_are_rejected(cluster: Cluster, world: int) -> None:
+    cluster.run(world, check_inconsistent_parts_rejected)
 
 
-def test_in_one_process() -> None:
+def test_norm_in_one_process() -> None:
     model = nn.Linear(3, 4)
     model(torch.randn(2, 3)).sum().backward()
     norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]
     torch.testing.assert_close(clip_grad_norm(model, None, 1e9).float(), norm)
 
 
-def refused(rank: int, world: int) -> None:
+def check_missing_topology_rejected(rank: int, world: int) -> None:
     topology = fusedmoe.Topology.from_sizes(ep=world)
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.SwiGLU(4), topology=topology)
     with pytest.raises(ConfigError, match="topology"):
         clip_grad_norm(layer, None, 1.0)
 
 
-def test_norms_that_are_none_are_refused() -> None:
-    """They would turn gradients round, or make them NaN."""
+def test_negative_and_nan_max_norm_are_rejected() -> None:
+    """They would reverse gradients, or make them NaN."""
     for norm in (-1.0, math.nan):
         with pytest.raises(ConfigError, match=f"max_norm = {norm}"):
             clip_grad_norm(nn.Linear(2, 2), Topology(), norm)
 
 
-def test_split_layers_need_their_topology(cluster: Cluster) -> None:
-    cluster.run(2, refused)
+def test_sharded_layer_without_topology_is_rejected(cluster: Cluster) -> None:
+    cluster.run(2, check_missing_topology_rejected)

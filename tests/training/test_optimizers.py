@@ -18,13 +18,13 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import FeedForward
+from fusedmoe.experts.split_optimizers import _is_elementwise
 from fusedmoe.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.placement.hecate import LayerLoads
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import (
-    NodeMemory,
     PerMatrix,
     ShardedExperts,
     Survival,
@@ -35,7 +35,7 @@ from fusedmoe.training import (
     save_checkpoint,
     sync_gradients,
 )
-from fusedmoe.training.optimizers import _steps_by_part
+from fusedmoe.training.survival.node_memory import NodeMemory
 from tests.cluster import Cluster
 from tests.training.placed import DIM, EXPERTS, HECATE, Model, tokens
 
@@ -45,7 +45,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Eight(torch.optim.Optimizer):
-    """Momentum in 8 bits with a scale for each block and a table, as bitsandbytes keeps it."""
+    """Momentum in 8 bits with a scale for each block and a table, as in bitsandbytes."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -73,7 +73,7 @@ class Eight(torch.optim.Optimizer):
                 p.sub_(group["lr"] * mean)
 
 
-def hugging_face(params: Any, **settings: Any) -> torch.optim.Optimizer:
+def hugging_face_adafactor(params: Any, **settings: Any) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
     return Adafactor(params, **settings)
@@ -85,12 +85,12 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
     "eight": (Eight, {"lr": 0.02}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "hugging face": (hugging_face, {"beta1": 0.9}),
+    "hugging face": (hugging_face_adafactor, {"beta1": 0.9}),
 }
 
 
-def all_on_one(now: LayerLoads) -> Placement:
-    """Every other step one rank owns all experts, and others have no state of any."""
+def alternate_single_owner(now: LayerLoads) -> Placement:
+    """Every second step one rank owns all experts, and the other ranks hold no expert state."""
     placement = Placement.even(now.placement.ranks, EXPERTS)
     if now.step % 2 == 0:
         return placement
@@ -98,7 +98,7 @@ def all_on_one(now: LayerLoads) -> Placement:
 
 
 class SingleMatrices:
-    """The definition of `PerMatrix`: each matrix is a parameter of its own, which one optimizer has for good."""
+    """The definition of `PerMatrix`: each matrix is a separate parameter, with a permanent optimizer of its own."""
 
     def __init__(self, parameters: list[nn.Parameter], kind: str) -> None:
         self._stacks = {
@@ -118,8 +118,8 @@ class SingleMatrices:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adafactor", "eight", "adamw", "fused", slow("hugging face")])
-def test_as_single_matrices(kind: str) -> None:
-    """Of three and four dimensions, not contiguous, while the learning rate changes, through a state that is loaded."""
+def test_per_matrix_equals_separate_matrices(kind: str) -> None:
+    """Three and four dimensions, not contiguous, with a changing learning rate and a reloaded state."""
     of, settings = KINDS[kind]
     shapes = [(5, 3, 4), (2, 2, 6, 3), (1, 1, 7), (4, 5, 3)]
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -142,7 +142,7 @@ def test_as_single_matrices(kind: str) -> None:
     assert all(not torch.equal(p, value) for p, value in zip(ours, values, strict=True))
 
 
-def test_what_per_matrix_refuses() -> None:
+def test_per_matrix_rejects_unsupported_parameters_and_state() -> None:
     matrices = nn.Parameter(torch.randn(3, 4, 5))
     with pytest.raises(ConfigError, match=r"rows, columns\] and was given one of shape \[3, 4\].*biases"):
         PerMatrix([matrices, nn.Parameter(torch.randn(3, 4))], torch.optim.AdamW)
@@ -157,11 +157,11 @@ def test_what_per_matrix_refuses() -> None:
 
 
 class Quantised(Tensor):
-    """A class of its own, as torchao's states are."""
+    """A tensor subclass, like torchao's states."""
 
 
 class Blocks(torch.optim.SGD):
-    """Keeps state of such a class, of the parameters' shape."""
+    """Stores state of that class, with the parameters' shape."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -171,7 +171,7 @@ class Blocks(torch.optim.SGD):
 
 
 class BatchedMuon(torch.optim.Optimizer):
-    """Orthogonalises matrices in batches, as others' Muon does."""
+    """Orthogonalises matrices in batches, like other Muon implementations."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -211,20 +211,30 @@ class ByNorm(torch.optim.AdamW):
         (ByNorm, 0, False),
         (partial(ByNorm, lr=0.0), 0, False),
         (Eight, 0, True),
-        # What is kept for rows and columns is a matrix's own; only scaling and clipping see the stack.
-        slow(partial(hugging_face, lr=0.1, relative_step=False, scale_parameter=False, clip_threshold=1e9), 0, True),
-        slow(partial(hugging_face, lr=0.1, relative_step=False, scale_parameter=False), 0, False),
-        slow(partial(hugging_face, lr=0.1, relative_step=False, clip_threshold=1e9), 0, False),
-        slow(partial(hugging_face, lr=0.1, relative_step=False, scale_parameter=False, clip_threshold=1e9), 1, False),
+        # Row and column state belongs to a matrix; only scaling and clipping use the stack.
+        slow(
+            partial(hugging_face_adafactor, lr=0.1, relative_step=False, scale_parameter=False, clip_threshold=1e9),
+            0,
+            True,
+        ),
+        slow(partial(hugging_face_adafactor, lr=0.1, relative_step=False, scale_parameter=False), 0, False),
+        slow(partial(hugging_face_adafactor, lr=0.1, relative_step=False, clip_threshold=1e9), 0, False),
+        slow(
+            partial(hugging_face_adafactor, lr=0.1, relative_step=False, scale_parameter=False, clip_threshold=1e9),
+            1,
+            False,
+        ),
     ],
 )
-def test_who_steps_by_parts(optimizer: Callable[..., torch.optim.Optimizer], dim: int, parts: bool) -> None:
+def test_elementwise_optimizers_are_detected(
+    optimizer: Callable[..., torch.optim.Optimizer], dim: int, parts: bool
+) -> None:
     parameter = nn.Parameter(torch.randn(2, 2, 2))
-    assert _steps_by_part(optimizer([parameter]), parameter, dim) == parts
+    assert _is_elementwise(optimizer([parameter]), parameter, dim) == parts
 
 
 def train(model: Model, step_all: Callable[[], None], topology: Topology, steps: range) -> None:
-    """Tokens of two ranks on any number of them."""
+    """Train the tokens of two ranks on any number of ranks."""
     for step in steps:
         model.zero_grad()
         own = [r for r in range(2) if r % topology.size == topology.rank]
@@ -239,7 +249,7 @@ def train(model: Model, step_all: Callable[[], None], topology: Topology, steps:
 
 
 def parameters_of(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices of the experts, and the rest: biases, too."""
+    """Matrices of the experts, and the remaining parameters, with biases."""
     matrices = [p for layer in model.layers for p in (layer.experts.w1, layer.experts.w2)]
     return matrices, [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
 
@@ -254,8 +264,8 @@ def values_of(model: Model) -> dict[Any, Tensor]:
     }
 
 
-def wanted(kind: str, steps: int) -> dict[Any, Tensor]:
-    """On one rank, by the definition."""
+def train_reference(kind: str, steps: int) -> dict[Any, Tensor]:
+    """Train on one rank, by the definition."""
     model = Model(Topology(), "ep")
     matrices, rest = parameters_of(model)
     plain, others = SingleMatrices(matrices, kind), torch.optim.AdamW(rest, lr=0.01)
@@ -268,8 +278,8 @@ def wanted(kind: str, steps: int) -> dict[Any, Tensor]:
     return values_of(model)
 
 
-def trained(rank: int, world: int, kind: str, placement: str, steps: range, path: str, options: Any) -> Any:
-    """Goes on from what is at `path`, and leaves there where it ends."""
+def resume_and_train(rank: int, world: int, kind: str, placement: str, steps: range, path: str, options: Any) -> Any:
+    """Resume from the checkpoint at `path`, and save the end there."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0) if world > 1 else Topology()
     model = Model(topology, placement)
     matrices, rest = parameters_of(model)
@@ -296,9 +306,9 @@ def trained(rank: int, world: int, kind: str, placement: str, steps: range, path
         slow("muon", "fssdp", HECATE, (2, 4, 2)),
         slow("muon", "fssdp", HECATE | {"reshard": False}, (4, 2)),
         slow("muon", "ep", {}, (4, 2, 1)),
-        slow("adafactor", "fssdp", {"policy": all_on_one, "costs": COSTS}, (2, 4, 2)),
-        slow("eight", "fssdp", {"policy": all_on_one, "costs": COSTS}, (4, 1, 2)),
-        slow("hugging face", "fssdp", {"policy": all_on_one, "costs": COSTS}, (2,)),
+        slow("adafactor", "fssdp", {"policy": alternate_single_owner, "costs": COSTS}, (2, 4, 2)),
+        slow("eight", "fssdp", {"policy": alternate_single_owner, "costs": COSTS}, (4, 1, 2)),
+        slow("hugging face", "fssdp", {"policy": alternate_single_owner, "costs": COSTS}, (2,)),
         slow("adafactor", "fssdp", HECATE, (4, 2, 1)),
         slow("adafactor", "fssdp", HECATE | {"rematerialises": True}, (1, 4, 2)),
         slow("adafactor", "ep", {}, (1, 2, 4)),
@@ -307,22 +317,22 @@ def trained(rank: int, world: int, kind: str, placement: str, steps: range, path
         slow("hugging face", "fssdp", HECATE, (4, 2)),
     ],
 )
-def test_over_ranks(
+def test_per_matrix_over_ranks_equals_one_rank(
     cluster: Cluster, tmp_path: Path, kind: str, placement: str, options: Any, worlds: tuple[int, ...]
 ) -> None:
-    """Experts change owners, and checkpoints go on with other numbers of ranks: as one rank by the definition."""
+    """Experts change owners, and checkpoints resume on other numbers of ranks: equal to one rank by the definition."""
     path, steps, moved = str(tmp_path / "checkpoint"), 7, 0
     for turn, world in enumerate(worlds):
         turns = range(steps * turn, steps * (turn + 1))
-        ranks = cluster.run(world, trained, kind, placement, turns, path, options)
+        ranks = cluster.run(world, resume_and_train, kind, placement, turns, path, options)
         found = [item for values, _ in ranks for item in values.items()]
         assert len(found) == EXPERTS * 6, "each once: w1 and w2 of both layers, b1 and b2 of one"
-        torch.testing.assert_close(dict(found), wanted(kind, turns.stop), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dict(found), train_reference(kind, turns.stop), rtol=1e-10, atol=1e-12)
         moved += sum(bytes_ for _, bytes_ in ranks)
     assert (moved > 0) == (placement == "fssdp" and options.get("reshard", True)), "experts took their state with them"
 
 
-def synced(rank: int, world: int, ep: int, placement: str, wraps: bool) -> dict[Any, Tensor]:
+def train_with_clipping(rank: int, world: int, ep: int, placement: str, wraps: bool) -> dict[Any, Tensor]:
     """Steps of clipped gradients with tokens on each rank; experts on one group of ranks or two."""
     topology = Topology.from_sizes(ep=ep, ranks_per_node=1, timeout_s=30.0)
     model = Model(topology, placement)
@@ -345,17 +355,17 @@ def synced(rank: int, world: int, ep: int, placement: str, wraps: bool) -> dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wraps", [False, True])
-def test_copies_of_experts(cluster: Cluster, wraps: bool) -> None:
-    ranks = cluster.run(4, synced, 4, "ep", False)
+def test_replicated_experts_stay_equal(cluster: Cluster, wraps: bool) -> None:
+    ranks = cluster.run(4, train_with_clipping, 4, "ep", False)
     of_four = {key: value for values in ranks for key, value in values.items()}
     for placement in ("ep", "fssdp"):
-        first, second, *copies = cluster.run(4, synced, 2, placement, wraps)
+        first, second, *copies = cluster.run(4, train_with_clipping, 2, placement, wraps)
         torch.testing.assert_close([first, second], copies, rtol=0, atol=0)
         torch.testing.assert_close({**first, **second}, of_four, rtol=1e-10, atol=1e-12)
 
 
-def survived(rank: int, world: int, folder: str, node: int | None, last: int) -> dict[Any, Tensor]:
-    """Keeps each step in the memory of two nodes, and goes on from what is there; then all ranks are on one node."""
+def resume_from_node_memory(rank: int, world: int, folder: str, node: int | None, last: int) -> dict[Any, Tensor]:
+    """Store each step in the memory of two nodes, and resume from it; then all ranks are on one node."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     model = Model(topology, "fssdp")
     matrices, rest = parameters_of(model)
@@ -377,13 +387,13 @@ def survived(rank: int, world: int, folder: str, node: int | None, last: int) ->
 
 
 @pytest.mark.slow
-def test_after_a_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(4, survived, str(tmp_path), None, 6)
-    found = cluster.run(2, survived, str(tmp_path), 1, 8)
-    torch.testing.assert_close({**found[0], **found[1]}, wanted("adafactor", 8), rtol=1e-10, atol=1e-12)
+def test_training_resumes_after_node_loss(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(4, resume_from_node_memory, str(tmp_path), None, 6)
+    found = cluster.run(2, resume_from_node_memory, str(tmp_path), 1, 8)
+    torch.testing.assert_close({**found[0], **found[1]}, train_reference("adafactor", 8), rtol=1e-10, atol=1e-12)
 
 
-def refused_before_the_first_step(rank: int, world: int) -> list[str]:
+def errors_before_first_step(rank: int, world: int) -> list[str]:
     said = []
     topology = Topology.from_sizes(ep=world, timeout_s=20.0)
 
@@ -419,16 +429,16 @@ def refused_before_the_first_step(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_whole_tensors_are_refused_before_the_first_step(cluster: Cluster) -> None:
-    for said in cluster.run(2, refused_before_the_first_step):
+def test_whole_tensor_optimizers_are_rejected_before_first_step(cluster: Cluster) -> None:
+    for said in cluster.run(2, errors_before_first_step):
         assert all("Adafactor looks at more of experts." in text and "PerMatrix" in text for text in said[:2])
         assert "ByNorm looks at more of experts.b1 than one rank has: ep splits" in said[2] and "AdamW" in said[2]
         assert "PerMatrix looks at more of experts.w1 than one rank has: esp splits" in said[3]
         assert said[4:] == [""] * 4
 
 
-def looked_at_once(rank: int, world: int) -> list[bool]:
-    optimizers._unchecked.clear()  # of models that other tests have left
+def unchecked_before_and_after_step(rank: int, world: int) -> list[bool]:
+    optimizers._unchecked.clear()  # of models of earlier tests
     topology = Topology.from_sizes(ep=world, timeout_s=20.0)
     layer = MoELayer(4, TopK(4), FeedForward(4), topology=topology)
     optimizer, hooked = torch.optim.SGD(layer.parameters(), 0.1), []
@@ -440,11 +450,11 @@ def looked_at_once(rank: int, world: int) -> list[bool]:
     return hooked
 
 
-def test_other_optimizers_are_left_alone_after_the_first_step(cluster: Cluster) -> None:
-    assert cluster.run(2, looked_at_once) == [[True, False]] * 2
+def test_optimizers_are_checked_at_first_step_only(cluster: Cluster) -> None:
+    assert cluster.run(2, unchecked_before_and_after_step) == [[True, False]] * 2
 
 
-def refused_elsewhere(rank: int, world: int, path: str) -> None:
+def check_rejections_outside_step(rank: int, world: int, path: str) -> None:
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
     model = Model(topology, "fssdp")
     for reshard in (True, False):
@@ -477,7 +487,7 @@ def refused_elsewhere(rank: int, world: int, path: str) -> None:
         load_checkpoint(path + "-muon", shards, Muon(parameters_of(shards)[0]), over)
 
 
-def test_what_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_resharding_and_loading_reject_whole_tensor_optimizers(cluster: Cluster, tmp_path: Path) -> None:
     model = Model(Topology(), "ep")
     optimizer = torch.optim.Adafactor(model.parameters())
     model(tokens(0, 0)).sum().backward()
@@ -486,4 +496,4 @@ def test_what_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
     muon = Muon(parameters_of(model)[0])
     muon.step()
     save_checkpoint(tmp_path / "one-muon", model, muon, Topology())
-    cluster.run(2, refused_elsewhere, str(tmp_path / "one"))
+    cluster.run(2, check_rejections_outside_step, str(tmp_path / "one"))

@@ -1,4 +1,4 @@
-"""A model that follows one plan after the other while it trains learns what it learns without; seconds are made up."""
+"""A model that changes plans while it trains has the same results as without plans; seconds are synthetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.cache import CACHE, choice_text
-from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates, predicted_s
+from fusedmoe.schedule.candidates import OFF, PlanCandidate, family_candidates, neighbour_candidates, predicted_s
 from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import WINDOW, Phase, PlanChooser
@@ -30,7 +30,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import StepSplit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES
-from fusedmoe.schedule.workload import IN_LAYERS, Workload
+from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, Workload
 from fusedmoe.training import plan_step, sync_gradients, tune_step
 from fusedmoe.training.plan_tuning import StepSource
 from fusedmoe.training.step_plan import PlannedStep, model_costs
@@ -77,10 +77,10 @@ def step_of(tuning: PlanChooser) -> PlannedStep:
     return tuning.source.step
 
 
-def trained(
+def train_alongside_plain(
     tuning: PlanChooser, model: Model, plain: Model, topology: Topology, seconds: dict[str, float]
 ) -> list[str]:
-    """Steps until a plan is chosen and some more, beside those of a model without: which plans were followed."""
+    """Train until a plan is chosen and some steps more, alongside a model without plans; return the plans followed."""
     ours, theirs = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, plain))
     followed: list[str] = []
     after = 2
@@ -91,7 +91,7 @@ def trained(
         assert len(followed) < 200
         loss = step(model, ours, topology, len(followed), step_of(tuning).buckets)
         torch.testing.assert_close(loss, step(plain, theirs, topology, len(followed), None), rtol=1e-10, atol=1e-10)
-        # On one rank it takes longer, another one in each step: the longest counts.
+        # One rank takes longer, another one in each step: the maximum counts.
         longest = (topology.rank + len(followed)) % topology.size == 0
         tuning.note(now.predicted_s * seconds.get(now.family, 1.0) * (1.0 if longest else 0.5))
     for one, other in zip(model.learned, plain.learned, strict=True):
@@ -99,13 +99,13 @@ def trained(
     return followed
 
 
-def tune(rank: int, world: int, cache: str, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+def tune_on_rank(rank: int, world: int, cache: str, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, cache)
-        return tuned(Topology.from_sizes(ep=world, timeout_s=30), Path(cache), policy, whole)
+        return tune_and_compare(Topology.from_sizes(ep=world, timeout_s=30), Path(cache), policy, whole)
 
 
-def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+def tune_and_compare(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
     plain = Model(topology, False)
     lines: list[str] = []
 
@@ -115,20 +115,20 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
 
     model = Model(topology, whole)
     tuning = make(model)
-    # What is predicted to be the best is not.
+    # The predicted best plan is not the best.
     slower = {tuning.now.family: 1.4} if policy == "auto" else {}
-    first = trained(tuning, model, copy.deepcopy(plain), topology, slower)
+    first = train_alongside_plain(tuning, model, copy.deepcopy(plain), topology, slower)
     best = min((row for row in tuning.table() if row.measured_s), key=lambda row: row.measured_s or 0.0)
     assert tuning.now.name == best.name or policy == "flowmoe"
     if policy == "auto":
         assert slower.keys().isdisjoint({tuning.now.family}) and len(set(first)) > 3, first
         plan, _ = plan_step(Model(topology, whole), topology, "auto", COSTS, workload(topology, 2), limit=4)
         assert plan == tuning.plan
-    # The next job begins with it, and tries the second beside it; one that goes on tries nothing.
+    # The next job begins with it, and tries the second as well; a resumed job tries nothing.
     again = Model(topology, whole)
     checked = make(again)
     assert checked.plan == tuning.plan
-    second = trained(checked, again, copy.deepcopy(plain), topology, slower)
+    second = train_alongside_plain(checked, again, copy.deepcopy(plain), topology, slower)
     if policy == "auto":
         assert second[-1] == first[-1] and len(set(second)) == 2
     else:
@@ -137,15 +137,15 @@ def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[li
     assert len(second) < len(first) and set(second) <= set(first)
     if topology.rank == 0:
         assert len(lines) == 2
-        (cache / "own.json").write_text(_kept(tuning))
+        (cache / "own.json").write_text(_cached_choice_text(tuning))
     on = Model(topology, whole)
-    resumed = trained(make(on, resumed=cache / "own.json"), on, copy.deepcopy(plain), topology, slower)
+    resumed = train_alongside_plain(make(on, resumed=cache / "own.json"), on, copy.deepcopy(plain), topology, slower)
     assert set(resumed) == {first[-1]} and len(resumed) < 10
     return first, second, tuning.line()
 
 
-def _kept(tuning: PlanChooser) -> str:
-    """As `write_kept` has it."""
+def _cached_choice_text(tuning: PlanChooser) -> str:
+    """As `write_cache_file` writes it."""
     import hashlib
 
     held = json.loads(choice_text(tuning))
@@ -155,19 +155,19 @@ def _kept(tuning: PlanChooser) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "whole"), [("auto", False), ("auto", True), ("flowmoe", True)])
-def test_a_model_learns_the_same_and_all_ranks_choose_the_same(
+def test_tuning_preserves_results_and_ranks_choose_equal_plan(
     cluster: Cluster, tmp_path: Path, policy: str, whole: bool
 ) -> None:
     if policy == "flowmoe":
         pytest.importorskip("sklearn")
-    one, other = cluster.run(2, tune, str(tmp_path), policy, whole)
+    one, other = cluster.run(2, tune_on_rank, str(tmp_path), policy, whole)
     assert one == other
     others = r"; .+ s \([+-]\d+%\).*" if policy == "auto" else ".*"
-    line = rf"schedule: (off|\w+, [\d–]+\+[\d–]+ chunks.*): \S+ s a step{others}; \d+ steps tried, \S+ s spent"
+    line = rf"schedule: (off|\w+, [\d–]+\+[\d–]+ chunks.*): \S+ s per step{others}; \d+ steps tried, \S+ s spent"
     assert re.fullmatch(line, one[2]), one[2]
 
 
-def alone(
+def tuning_on_one_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     policy: str = "auto",
@@ -175,30 +175,30 @@ def alone(
     samples: int | None = None,
     **more: Any,
 ) -> PlanChooser:
-    """Of a world of one, where everything is planned as if rows travelled."""
+    """A world of one, where everything is planned as if rows were sent."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     topology = Topology()
     step = PlannedStep(Model(topology, True), topology, costs, workload(topology, 2), limit=4, samples=samples)
     return tune_step(step, policy, **more)
 
 
-def settle(tuning: PlanChooser, factor: float = 1.0) -> None:
+def run_until_settled(tuning: PlanChooser, factor: float = 1.0) -> None:
     while not tuning.settled:
         tuning.note(factor * tuning.now.predicted_s)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "not of these layers"])
-def test_a_damaged_choice_is_a_warning_and_measured_again(
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "other layers"])
+def test_corrupt_cached_choice_warns_and_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     lines: list[str] = []
-    tuning = alone(tmp_path, monkeypatch, tell=lines.append)
-    settle(tuning)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append)
+    run_until_settled(tuning)
     assert len(lines) == 1
     (path,) = tmp_path.glob("choice-*.json")
     text = path.read_text()
-    if damage == "not of these layers":
-        strange = json.loads(_kept(tuning))
+    if damage == "other layers":
+        strange = json.loads(_cached_choice_text(tuning))
         plan = Plan.parse("inter: f9.D0 f9.C0\ncompute: f9.E0")
         strange["plans"][0] |= {"plan": str(plan).splitlines(), "fingerprint": plan.fingerprint}
         text = json.dumps(strange)
@@ -206,44 +206,44 @@ def test_a_damaged_choice_is_a_warning_and_measured_again(
         {"cut": text[: len(text) // 2], "flipped": text.replace("seconds", "secands"), "other": "{}"}.get(damage, text)
     )
     with pytest.warns(UserWarning, match="ignored"):
-        again = alone(tmp_path, monkeypatch, tell=lines.append)
-    settle(again)
+        again = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append)
+    run_until_settled(again)
     assert again.plan == tuning.plan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        settle(alone(tmp_path, monkeypatch, tell=lines.append))
+        run_until_settled(tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append))
     assert len(lines) == 3
 
 
-def test_steps_that_change_are_told_and_kept_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_is_reported_and_cached_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    tuning = alone(tmp_path, monkeypatch, tell=lines.append)
-    settle(tuning)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append)
+    run_until_settled(tuning)
     before = tuning.now
     for _ in range(WINDOW):
         tuning.note(1.2 * before.predicted_s)
     assert not tuning.settled
-    settle(tuning, 1.2)
+    run_until_settled(tuning, 1.2)
     assert len(lines) == 2 and tuning.now == before
     (path,) = tmp_path.glob("choice-*.json")
     assert json.loads(path.read_text())["seconds"] == pytest.approx(1.2 * before.predicted_s)
 
 
-# Of a machine on which it takes long to send anything at all: there is no gain in chunks.
+# A machine with long start-up costs for sending: chunks gain nothing.
 STARTS = replace(
     COSTS, lines={name: line if name == "gemm" else Line(1e-3, line.beta_s) for name, line in COSTS.lines.items()}
 )
 
 
-def drifted(tuning: PlanChooser, factor: float) -> None:
-    """Steps that take longer, until that is seen."""
+def run_until_drift_detected(tuning: PlanChooser, factor: float) -> None:
+    """Run slower steps until the drift is detected."""
     before_s = tuning.now.predicted_s
     for _ in range(WINDOW):
         tuning.note(factor * before_s)
 
 
 @pytest.mark.parametrize("why", ["costs were given", "steps are short"])
-def test_costs_that_nobody_measured_and_steps_too_short_to_pay_for_it_keep_theirs(
+def test_given_costs_and_short_steps_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     def measure(seconds: float) -> CostModel:
@@ -251,19 +251,21 @@ def test_costs_that_nobody_measured_and_steps_too_short_to_pay_for_it_keep_their
 
     monkeypatch.setattr(PlannedStep, "measured", measure)
     more = {} if why == "costs were given" else {"measure": measure}
-    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, **more)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, **more)
     costs, factor = step_of(tuning).costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s
-    settle(tuning, factor)
-    drifted(tuning, 2 * factor)
+    run_until_settled(tuning, factor)
+    run_until_drift_detected(tuning, 2 * factor)
     assert not tuning.settled
-    settle(tuning, 2 * factor)
+    run_until_settled(tuning, 2 * factor)
     assert step_of(tuning).costs is costs
 
 
-def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list[str], list[float | None], list[bool]]:
-    """Steps take what their plans do by costs that change, about a second: names of plans, and what was measured.
+def measure_after_drift(
+    rank: int, world: int, cache: str, given: bool
+) -> tuple[list[str], list[float | None], list[bool]]:
+    """Step times follow plans under changing costs of about a second: names of plans, and the measured costs.
 
-    `given`: by a function that a job gives; else the model's first layer.
+    `given`: by a function that a job passes; else the model's first layer.
     """
     asked: list[float | None] = []
 
@@ -297,10 +299,8 @@ def measured_again(rank: int, world: int, cache: str, given: bool) -> tuple[list
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_costs_are_measured_again_and_plans_chosen_by_them_when_steps_drift(
-    cluster: Cluster, tmp_path: Path, given: bool
-) -> None:
-    one, other = cluster.run(2, measured_again, str(tmp_path), given)
+def test_drift_measures_costs_and_chooses_new_plans(cluster: Cluster, tmp_path: Path, given: bool) -> None:
+    one, other = cluster.run(2, measure_after_drift, str(tmp_path), given)
     assert one == other
     names, asked, best = one
     assert all(best) and "1+1 chunks" in names[0] and "1+1 chunks" not in names[1]
@@ -308,17 +308,15 @@ def test_costs_are_measured_again_and_plans_chosen_by_them_when_steps_drift(
     assert first == [None] * (not given) and len(again) == 1 and again[0] is not None and 1 <= again[0] <= 30
 
 
-def test_costs_that_the_next_step_measures_are_read_when_that_step_takes_all_of_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_measured_by_budget_exhausting_step_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
     def measure(budget_s: float) -> CostModel | None:
         asked.append(budget_s)
         return STARTS if len(asked) % 2 == 0 else None
 
-    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, measure=measure)
-    settle(tuning, 1.0 / tuning.now.predicted_s)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, measure=measure)
+    run_until_settled(tuning, 1.0 / tuning.now.predicted_s)
     usual_s = tuning.best.median_s
     for _ in range(WINDOW):
         tuning.note(1.2 * usual_s)
@@ -329,12 +327,10 @@ def test_costs_that_the_next_step_measures_are_read_when_that_step_takes_all_of_
     assert step.costs == model_costs(step.blocks, step.topology, STARTS, step.workload, step.buckets)
 
 
-def test_costs_that_no_step_measures_are_waited_for_two_steps_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmeasured_costs_are_awaited_for_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None, measure=asked.append)
-    settle(tuning, 1.0 / tuning.now.predicted_s)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, measure=asked.append)
+    run_until_settled(tuning, 1.0 / tuning.now.predicted_s)
     costs, usual_s = step_of(tuning).costs, tuning.best.median_s
     for _ in range(WINDOW):
         tuning.note(1.2 * usual_s)
@@ -342,11 +338,11 @@ def test_costs_that_no_step_measures_are_waited_for_two_steps_only(
         assert len(asked) == 1 + number and tuning.phase is Phase.MEASURE
         tuning.note(1.2 * usual_s)
     assert len(asked) == 3 and tuning.phase is Phase.TRY and step_of(tuning).costs is costs
-    settle(tuning, 1.2 / tuning.now.predicted_s)
+    run_until_settled(tuning, 1.2 / tuning.now.predicted_s)
 
 
-def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
-    """Before and after a drift: R and S_p, and all that were tried; the fastest ones are made up."""
+def tune_flowmoe_with_drift(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
+    """Before and after a drift: R and S_p, and all tried values; the fastest ones are synthetic."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, cache)
         topology = Topology.from_sizes(ep=world, timeout_s=30)
@@ -367,12 +363,10 @@ def flowmoe_drifts(rank: int, world: int, cache: str) -> list[tuple[int, int, se
         return found
 
 
-def test_flowmoe_by_name_tunes_micro_batches_again_after_a_drift(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On one rank, where no gradient travels, and by prediction all numbers are as good."""
+def test_flowmoe_tunes_micro_batches_after_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, where no gradient is sent, all numbers are equally good by prediction."""
     free = CostModel({name: Line(0.0, line.beta_s) for name, line in COSTS.lines.items()})
-    tuning = alone(tmp_path, monkeypatch, "flowmoe", free, samples=4, tell=lambda line: None)
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, "flowmoe", free, samples=4, tell=lambda line: None)
     for best, rest_s in ((4, 1.0), (1, 2.0)):
         tried = set()
         for number in range(300):
@@ -384,11 +378,9 @@ def test_flowmoe_by_name_tunes_micro_batches_again_after_a_drift(
 
 
 @pytest.mark.slow
-def test_flowmoe_by_name_tunes_micro_batches_and_buckets_and_both_again_after_a_drift(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_flowmoe_tunes_micro_batches_and_buckets_after_drift(cluster: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    one, other = cluster.run(2, flowmoe_drifts, str(tmp_path))
+    one, other = cluster.run(2, tune_flowmoe_with_drift, str(tmp_path))
     assert one == other
     for (degree, size, tried), (best_degree, best_bytes) in zip(one, ((1, 4000), (4, 300)), strict=True):
         sizes = [of for r, of in tried if r == best_degree]
@@ -396,8 +388,8 @@ def test_flowmoe_by_name_tunes_micro_batches_and_buckets_and_both_again_after_a_
         assert size == min(sizes, key=lambda of: abs(math.log2(of / best_bytes)))
 
 
-def test_a_step_after_something_else_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None)
+def test_skipped_steps_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None)
     slow = 0
     while not tuning.settled:
         tuning.skip()
@@ -407,26 +399,26 @@ def test_a_step_after_something_else_does_not_count(tmp_path: Path, monkeypatch:
     assert all((row.measured_s or 0.0) < 1e3 for row in tuning.table()) and tuning.trials.spent_s < 1.0 < slow
 
 
-def test_nothing_of_it_is_in_the_models_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_adds_nothing_to_state_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     topology = Topology()
     model = Model(topology, True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     step = PlannedStep(model, topology, COSTS, workload(topology, 2), limit=4)
     tuning = tune_step(step, "auto", tell=lambda line: None)
-    settle(tuning)
+    run_until_settled(tuning)
     assert model.state_dict().keys() == state.keys()
     copy.deepcopy(model)  # as averaging does
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_step_rejects_invalid_policy_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     step = PlannedStep(Model(Topology(), True), Topology(), COSTS, workload(Topology(), 2), limit=2)
     with pytest.raises(ConfigError, match="auto and flowmoe"):
         tune_step(step, "fsmoe")
     tuning = tune_step(step)
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="more than 0"):
+        with pytest.raises(ConfigError, match="must be positive and finite"):
             tuning.note(wrong)
 
 
@@ -448,7 +440,7 @@ def random_costs(whole: bool) -> StepCosts:
 
 
 @pytest.mark.parametrize(("whole", "steps"), [(False, 2), (True, 1), *slowly((True, 10))])
-def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: bool, steps: int) -> None:
+def test_candidates_are_distinct_and_include_no_plan(whole: bool, steps: int) -> None:
     for _ in range(steps):
         costs = random_costs(whole)
         found = family_candidates(costs, 8, 4, lambda done, total: None)
@@ -458,7 +450,7 @@ def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: b
         assert [one.plan for one in found if one.family == OFF] == [Plan()]
         assert any(one.whole for one in found) == whole
         for one in found:
-            beside = candidates_beside(one, costs, 8, 4)
+            beside = neighbour_candidates(one, costs, 8, 4)
             plans = [one.plan, *(other.plan for other in beside)]
             assert len({plan.fingerprint for plan in plans}) == len(plans)
             for other in beside:
@@ -468,15 +460,15 @@ def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: b
                 assert sent == sum(costs.gradient_bytes), other.name
 
 
-def forms(rank: int, world: int) -> None:
-    """Chunks that cost little where they end with their layer, and much where micro-batches go through it."""
+def check_prediction_per_form(rank: int, world: int) -> None:
+    """Chunks that cost little if they end with their layer, and much if micro-batches run through it."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     shape = workload(topology, 2)
     slow, fast = (
         Observed({Sample("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
         for s_4 in (0.4, 0.1)
     )
-    costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + IN_LAYERS: fast})
+    costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + PER_LAYER_SUFFIX: fast})
     step = PlannedStep(Model(topology, whole=True), topology, costs, shape, limit=4, samples=4)
     found = step.candidates()
     assert {one.whole for one in found} == {True, False}
@@ -488,11 +480,11 @@ def forms(rank: int, world: int) -> None:
     assert of["flowmoe"].predicted_s > min(one.predicted_s for one in found if not one.whole and one.family != OFF)
 
 
-def test_each_form_is_predicted_by_what_was_seen_of_it(cluster: Cluster) -> None:
-    cluster.run(2, forms)
+def test_each_plan_form_uses_its_own_observations(cluster: Cluster) -> None:
+    cluster.run(2, check_prediction_per_form)
 
 
-def test_names_tell_chunks() -> None:
+def test_candidate_names_include_chunks() -> None:
     plan = Plan.parse("compute: f0.E0 b0.E0 b0.E1\ninter: f0.D0 f0.C0 b0.D0 b0.D1 b0.C0 b0.C1")
     assert PlanCandidate("fsmoe", plan, False, 1.0).name == "fsmoe, 1+2 chunks"
     assert PlanCandidate(OFF, Plan(), False, 1.0).name == "off"

@@ -1,4 +1,4 @@
-"""Copies of experts and their gradients in the plan that is executed: as expert parallelism, and one at a time."""
+"""Replicas of experts and their gradients in executed plans: results of expert parallelism, one task at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.task import GATHER, LATE, REDUCE
+from fusedmoe.schedule.task import GATHER, REDUCE
 from fusedmoe.schedule.timeline import Span
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, plan_step, sync_gradients
@@ -27,10 +27,21 @@ from fusedmoe.training.gradient_buckets import GradientBuckets
 from tests.cluster import Cluster
 from tests.layers.test_pipeline_plans import halves
 from tests.marks import slowly
-from tests.training.placed import DIM, EXACT, EXPERTS, HECATE, Model, experts_of, optimizer_of, owners_of, tokens
+from tests.training.placed import (
+    DIM,
+    EXACT,
+    EXPERTS,
+    HECATE,
+    Model,
+    experts_of,
+    optimizer_of,
+    owners_of,
+    tokens,
+    train_step,
+)
 
 STEPS = 8
-# Links that make chunks and gradient buckets worth their while.
+# Links that make chunks and gradient buckets profitable.
 LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
 COSTS = CostModel({name: Line(0.0, 1e-6) for name in LINES})
 
@@ -41,8 +52,8 @@ def blocks_of(model: Model) -> PipelinedBlocks:
     return blocks
 
 
-def follow(model: Model, topology: Topology, mode: str) -> tuple[Plan | None, GradientBuckets | None]:
-    """The plan that a mode has, and what it reduces of gradients."""
+def set_plan_of_mode(model: Model, topology: Topology, mode: str) -> tuple[Plan | None, GradientBuckets | None]:
+    """The plan of a mode, and the gradients that it reduces."""
     work = Workload(4, 4, DIM, 6, EXPERTS, k=2, ep=topology.ep.size, esp=topology.esp.size, itemsize=8)
     if mode == "ep":
         return None, None
@@ -53,7 +64,7 @@ def follow(model: Model, topology: Topology, mode: str) -> tuple[Plan | None, Gr
         return plan_step(model, topology, "flowmoe", COSTS, work, limit=2, blocks=blocks)
     costs = work.step_costs(COSTS, [0, 0], blocks.experts[0].parts, whole=True)
     plan = micro_schedule(costs, StepSplit(3, 2, weights=True)).plan()
-    plan = blocks.with_copies(plan) if mode == "weights apart" else plan
+    plan = blocks.with_copies(plan) if mode == "separate weight gradients" else plan
     blocks.set_plan(halves(plan))
     return plan, None
 
@@ -72,7 +83,7 @@ class Lora(nn.Module):
         return w + self.B @ self.A
 
 
-def parametrised(model: Model) -> None:
+def add_lora_to_experts(model: Model) -> None:
     for layer in model.layers:
         experts = layer.experts
         experts.w2.requires_grad_(False)
@@ -81,17 +92,17 @@ def parametrised(model: Model) -> None:
         experts.shardings |= {f"parametrizations.w2.0.{factor}": {"ep": 0} for factor in "AB"}
 
 
-def trained(rank: int, world: int, mode: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    """Steps through changing copies and owners, and what came of them on this rank."""
+def train_on_rank(rank: int, world: int, mode: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """Train through changing replicas and owners; return the results of this rank."""
     topology = Topology.from_sizes(**sizes, ranks_per_node=1, timeout_s=30.0)
     split = {} if mode in ("ep", "layers") else {"degrees": (1, 1)}
     parts, recomputes = options.pop("parts", 1), options.pop("recomputes", False)
     model = Model(topology, "ep" if mode == "ep" else "fssdp", recomputes=recomputes, **split)
     if options.pop("lora", False):
-        parametrised(model)
+        add_lora_to_experts(model)
     optimizer = optimizer_of(model)
     sharded = None if mode == "ep" else ShardedExperts(model, optimizer, topology, **HECATE, **options)
-    plan, buckets = follow(model, topology, mode)
+    plan, buckets = set_plan_of_mode(model, topology, mode)
     losses, owners, copied, spans = [], [], 0, []
     for step in range(STEPS):
         recorder = Recorder(rank)
@@ -120,7 +131,7 @@ def trained(rank: int, world: int, mode: str, sizes: dict[str, int], options: di
     }  # fmt: skip
 
 
-def of_experts(ranks: list[dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
+def experts_by_layer_and_number(ranks: list[dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
     """Parameters before the last step, and its gradients, by layer, name and number."""
     return {
         (layer, name, number): pair
@@ -131,7 +142,7 @@ def of_experts(ranks: list[dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
     }
 
 
-def one_at_a_time(spans: list[Span]) -> None:
+def assert_no_overlap(spans: list[Span]) -> None:
     for one, other in zip(spans, spans[1:], strict=False):
         assert one.end_s <= other.start_s, f"{one.kind} of layer {one.layer} beside {other.kind} of layer {other.layer}"
 
@@ -142,7 +153,7 @@ def plain(cluster: Cluster) -> Callable[[int, int, bool], list[dict[str, Any]]]:
 
     @cache
     def of(world: int, parts: int, lora: bool) -> list[dict[str, Any]]:
-        return cluster.run(world, trained, "ep", {"ep": world}, {"parts": parts, "lora": lora})
+        return cluster.run(world, train_on_rank, "ep", {"ep": world}, {"parts": parts, "lora": lora})
 
     return of
 
@@ -151,12 +162,12 @@ def plain(cluster: Cluster) -> Callable[[int, int, bool], list[dict[str, Any]]]:
     ("world", "mode", "options"),
     [
         (2, "layers", {"rematerialises": True, "parts": 2}),
-        *slowly((4, "weights apart", {}), (2, "blocks", {"lora": True})),
+        *slowly((4, "separate weight gradients", {}), (2, "blocks", {"lora": True})),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (2, "blocks", {}),
-                (2, "beside", {}),
+                (2, "overlapped", {}),
                 (4, "layers", {}),
                 (4, "layers", EXACT),
                 (2, "layers", {"lora": True}),
@@ -168,37 +179,38 @@ def plain(cluster: Cluster) -> Callable[[int, int, bool], list[dict[str, Any]]]:
     ],
     ids=str,
 )
-def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, mode: str, options: dict[str, Any]) -> None:
+def test_planned_replicas_equal_expert_parallelism(
+    cluster: Cluster, plain: Any, world: int, mode: str, options: dict[str, Any]
+) -> None:
     wanted = plain(world, options.get("parts", 1), options.get("lora", False))
-    found = cluster.run(world, trained, mode, {"ep": world}, options)
+    found = cluster.run(world, train_on_rank, mode, {"ep": world}, options)
     close = {"rtol": 1e-10, "atol": 1e-12}
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours["losses"], theirs["losses"], **close)
         torch.testing.assert_close(ours["dense"], theirs["dense"], **close)
-    experts, experts_there = of_experts(found), of_experts(wanted)
+    experts, experts_there = experts_by_layer_and_number(found), experts_by_layer_and_number(wanted)
     assert len(experts) == len(experts_there)
     torch.testing.assert_close(experts, experts_there, **close)
     assert found[0]["copies"] > STEPS and found[0]["owners"][0] != found[0]["owners"][-1]
     plan = Plan.parse(found[0]["plan"])
     sparse = [task for task in plan.inter if task.kind in (GATHER, REDUCE)]
     again = 1 if options.get("rematerialises") else 0
-    assert len(sparse) == (0 if mode == "beside" else 4 + again)
+    assert len(sparse) == (0 if mode == "overlapped" else 4 + again)
     for rank in found:
         for spans in rank["spans"]:
             kinds = {span.kind for span in spans}
-            if mode != "beside":
-                one_at_a_time(spans)
-            if mode in ("blocks", "weights apart"):  # here the executor runs every task, also where nothing travels
+            if mode != "overlapped":
+                assert_no_overlap(spans)
+            # In blocks the executor also runs tasks that send nothing.
+            if mode in ("blocks", "separate weight gradients"):
                 order = [(span.kind, span.chunk, span.layer, span.phase) for span in spans]
                 tasks = [task[:4] for phase in ("forward", "backward") for task in plan.inter if task.phase == phase]
                 assert order == [task for task in tasks if task[0] != "gradient-all-reduce" or task in order]
                 assert {GATHER, REDUCE} <= kinds
-        late = [span for spans in rank["spans"] for span in spans if span.kind == GATHER and span.chunk == LATE]
-        assert bool(late) == (options is EXACT), "copies that the gate adds have the link behind rows"
         assert {GATHER, REDUCE} <= {span.kind for spans in rank["spans"] for span in spans}
 
 
-def refused(rank: int, world: int) -> list[str]:
+def errors_without_placement(rank: int, world: int) -> list[str]:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
     placed, fixed = (Model(topology, placement, degrees=(1, 1)) for placement in ("fssdp", "ep"))
@@ -212,21 +224,21 @@ def refused(rank: int, world: int) -> list[str]:
     return told
 
 
-def test_plans_with_copies_where_none_can_be(cluster: Cluster) -> None:
-    for first, second in cluster.run(2, refused):
+def test_sparse_tasks_without_placement_are_rejected(cluster: Cluster) -> None:
+    for first, second in cluster.run(2, errors_without_placement):
         assert "f0.SAG (sparse-all-gather), which cannot run here" in first
         assert "the backward plan has b0.SAG" in second
 
 
-def frozen(rank: int, world: int, mode: str) -> bool:
-    """Experts that do not learn send no gradients, and what is reduced beside them is all the same."""
+def train_frozen_experts(rank: int, world: int, mode: str) -> bool:
+    """Frozen experts send no gradients, and all other gradients are reduced as before."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     model = Model(topology, "fssdp", **({"degrees": (2, 2)} if mode == "blocks" else {}))
     for layer in model.layers:
         layer.experts.requires_grad_(False)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
-    _, buckets = follow(model, topology, mode)
+    _, buckets = set_plan_of_mode(model, topology, mode)
     for step in range(3):
         optimizer.zero_grad()
         y_SM = model(tokens(rank, step))
@@ -241,5 +253,26 @@ def frozen(rank: int, world: int, mode: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["blocks", *slowly("layers")])
-def test_experts_that_do_not_learn(cluster: Cluster, mode: str) -> None:
-    assert all(cluster.run(2, frozen, mode))
+def test_frozen_experts_send_no_gradients(cluster: Cluster, mode: str) -> None:
+    assert all(cluster.run(2, train_frozen_experts, mode))
+
+
+def call_layer_directly(rank: int, world: int, placement: str) -> torch.Tensor:
+    """A layer of blocks whose plan sends replicas, called directly after some steps."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    model = Model(topology, placement, degrees=(1, 1))
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE) if placement == "fssdp" else None
+    for step in range(3):
+        train_step(model, optimizer, topology, step)
+    assert sharded is None or all("+" in str(one) for one in sharded.placements)
+    with torch.no_grad():
+        y_SM = model.layers[0](tokens(rank, 9))
+    if sharded is not None:
+        sharded.close()
+    return y_SM
+
+
+def test_layer_of_blocks_called_directly_fetches_replicas(cluster: Cluster) -> None:
+    found, wanted = (cluster.run(2, call_layer_directly, placement) for placement in ("fssdp", "ep"))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,7 @@
-"""Any balance of rows over copies, on drawn loads, skews and layouts: losses, gradients and evaluation are those of
-expert parallelism."""
+"""Balances of rows over replicas have the results of expert parallelism, on drawn loads, skews and layouts.
+
+Results are losses, gradients and evaluation.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.placed import DIM, Model, experts_of, optimizer_of
 
-#: Rows are dear; dearer than looking for a balance; and copies are longer on their way than rows, and still pay.
+#: Rows are costly; costlier than the search for a balance; and replicas take longer to send than rows, and still pay.
 COSTS = {
     "rows": PlacementCosts(1e-3, 8, 100, 200, 1e9, 1e9),
     "looking": PlacementCosts(10.0, 8, 100, 200, 1e9, 1e9),
-    "late copies": PlacementCosts(10.0, 8, 10**6, 200, 1e6, 1e6),
+    "slow replicas": PlacementCosts(10.0, 8, 10**6, 200, 1e6, 1e6),
     "links": PlacementCosts(1e-3, 10**6, 100, 200, 1e6, 1e9),
 }
 
 
 class Case:
-    """A drawn model, layout and way to train; the same on all ranks."""
+    """A drawn model, layout and training mode; the same on all ranks."""
 
     def __init__(self, world: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -52,7 +54,7 @@ class Case:
         self.options |= {"rematerialises": rng.random() < 0.3}
 
     def tokens(self, rank: int, time: int) -> torch.Tensor:
-        """Of a rank, in a forward; what is liked drifts."""
+        """Tokens of a rank in a forward; the preferred experts drift."""
         drawn = torch.Generator().manual_seed(1000 * self.seed + 10 * time + rank)
         x_SM = torch.randn(int(self.rows_TW[time % 4, rank]), DIM, generator=drawn, dtype=torch.float64)
         return x_SM + torch.sin(torch.arange(DIM) + time / 2)
@@ -61,8 +63,8 @@ class Case:
         return f"seed {self.seed} on {self.world} ranks, {self.per_node} in a node: {self.shape}, {self.options}"
 
 
-def trained(topology: Topology, placement: str, case: Case) -> tuple[list[torch.Tensor], list[Any]]:
-    """Losses and evaluations of three steps, and what experts have in the end."""
+def train_case(topology: Topology, placement: str, case: Case) -> tuple[list[torch.Tensor], list[Any]]:
+    """Losses and evaluations of three steps, and the experts at the end."""
     rank, found, time = topology.rank, list[torch.Tensor](), 0
     model = Model(topology, placement, **case.shape)
     with torch.no_grad():
@@ -89,26 +91,26 @@ def trained(topology: Topology, placement: str, case: Case) -> tuple[list[torch.
     return found, owned
 
 
-def both(rank: int, world: int, seeds: Sequence[int]) -> list[tuple[str, Any, Any]]:
+def train_with_and_without_placement(rank: int, world: int, seeds: Sequence[int]) -> list[tuple[str, Any, Any]]:
     """Each case under a placement, and with expert parallelism."""
     results = []
     for seed in seeds:
         case = Case(world, seed)
         with Topology.from_sizes(ep=world, ranks_per_node=case.per_node, timeout_s=30.0) as topology:
-            results.append((str(case), trained(topology, "fssdp", case), trained(topology, "ep", case)))
+            results.append((str(case), train_case(topology, "fssdp", case), train_case(topology, "ep", case)))
     return results
 
 
 def by_number(ranks: list[list[dict[str, Any]]]) -> list[dict[Any, Any]]:
-    """Of each layer, what all ranks own."""
+    """For each layer, the experts of all ranks."""
     return [
         {(name, number): pair for rank in ranks for name, of in rank[layer].items() for number, pair in of.items()}
         for layer in range(len(ranks[0]))
     ]
 
 
-#: Of the seeds 3 to 102 so few that each pair of choices which comes in any of them comes in these: found by taking the
-#: seed with the most pairs that were missing, again and again. In parts that end within a test's time.
+#: A small subset of the seeds 3 to 102 that covers each pair of choices occurring in any of them: chosen greedily, by
+#: the seed with the most missing pairs. Split into parts that end within a test's time.
 PARTS = [
     (2, (3, 58, 86, 30, 32, 37, 80, 79, 34)),
     (2, (84, 60, 47, 4, 19, 11, 72, 25, 17)),
@@ -120,8 +122,8 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, range(3)), *slowly(*PARTS)], ids=str)
-def test_as_expert_parallelism(cluster: Cluster, world: int, seeds: Sequence[int]):
-    ranks = cluster.run(world, both, seeds)
+def test_random_balances_equal_expert_parallelism(cluster: Cluster, world: int, seeds: Sequence[int]):
+    ranks = cluster.run(world, train_with_and_without_placement, seeds)
     for of_ranks in zip(*ranks, strict=True):
         case = of_ranks[0][0]
         for _, (ours, _), (theirs, _) in of_ranks:

@@ -1,4 +1,4 @@
-"""Gradients that are synchronised after each micro-batch: those of one process, whatever happens to them in between."""
+"""Gradients synchronised after each micro-batch equal those of one process, whatever changes them between syncs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _norm(gradients: dict[str, Tensor]) -> Tensor:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
 
 
-def _repeated(rank: int, world: int, sizes: dict[str, int]) -> None:
+def _check_repeated_sync(rank: int, world: int, sizes: dict[str, int]) -> None:
     topology = Topology.from_sizes(**sizes)
     batches = [_whole(world, topology.dp.size, batch) for batch in range(BATCHES)]
     for between in ("nothing", "sync", "halve", "clip", "clip, sync", "zero", "none", "one rank's none"):
@@ -80,28 +80,28 @@ def _repeated(rank: int, world: int, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"esp": 2}, {"mp": 2}])
-def test_gradients_synchronised_after_each_micro_batch(cluster: Cluster, sizes: dict[str, int]) -> None:
-    cluster.run(2, _repeated, sizes)
+def test_sync_after_each_micro_batch_equals_one_process(cluster: Cluster, sizes: dict[str, int]) -> None:
+    cluster.run(2, _check_repeated_sync, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 2}, {"ep": 2, "esp": 2}, {"ep": 2, "mp": 2}])
-def test_gradients_synchronised_after_each_micro_batch_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
-    cluster.run(4, _repeated, sizes)
+def test_sync_after_each_micro_batch_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
+    cluster.run(4, _check_repeated_sync, sizes)
 
 
-def _unused(rank: int, world: int) -> None:
+def _check_unused_and_in_place(rank: int, world: int) -> None:
     """Parameters without a second gradient on some rank, and gradients written in place."""
     topology = Topology.from_sizes(ep=world)
     model = _model(topology)
     expected = [_whole(world, world, batch) for batch in (0, 1)]
     _loss(model, rank, 0).backward()
     sync_gradients(model, topology)
-    # The last layer is not used again; its gradient stays.
+    # The last layer is not used again; its gradient is kept.
     _loss(model[:2], rank, 1).backward()
     sync_gradients(model, topology)
     torch.testing.assert_close(model[2].weight.grad, expected[0]["2.weight"], rtol=1e-9, atol=1e-12)
-    # A gradient that is assigned is this rank's own, and zeros are zeros; another value may be either.
+    # An assigned gradient is rank-local, and zeros are zeros; any other value is ambiguous.
     weight = model[1].experts.w1  # type: ignore[union-attr]
     own = torch.full_like(weight, 3.0 * world)
     weight.grad = own.clone()
@@ -116,5 +116,5 @@ def _unused(rank: int, world: int) -> None:
         sync_gradients(model, topology)
 
 
-def test_gradients_that_were_written_in_place(cluster: Cluster) -> None:
-    cluster.run(2, _unused)
+def test_sync_of_in_place_and_missing_gradients(cluster: Cluster) -> None:
+    cluster.run(2, _check_unused_and_in_place)

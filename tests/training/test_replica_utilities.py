@@ -1,4 +1,4 @@
-"""PyTorch's utilities that treat parameters of ranks as replicas: refused for experts that differ, else right."""
+"""PyTorch's utilities that treat parameters of ranks as replicas: refused for sharded experts, else right."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _tutel() -> nn.Module:
 
 
 @contextmanager
-def _refused(model: nn.Module, says: str) -> Iterator[None]:
+def _assert_rejected(model: nn.Module, says: str) -> Iterator[None]:
     """Check that the body raises `ConfigError` and changes no parameter."""
     before = copy.deepcopy(list(model.parameters()))
     with pytest.raises(
@@ -95,7 +95,7 @@ def _utilities(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _split(rank: int, world: int, kind: str) -> None:
+def _check_utilities_rejected(rank: int, world: int, kind: str) -> None:
     if kind == "tutel":
         model = nn.Sequential(nn.Linear(4, 4), _tutel())
     else:
@@ -107,9 +107,9 @@ def _split(rank: int, world: int, kind: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for says, utility in _utilities(model, optimizer).items():
-        with _refused(model, says):
+        with _assert_rejected(model, says):
             utility()
-    # What each rank has of its own is allowed, and so is everything for the dense part.
+    # Rank-local parameters are allowed, and so is everything for the dense part.
     set_model_state_dict(model, get_model_state_dict(model))
     dense = list(model[0].parameters())
     PeriodicModelAverager(1, 0).average_parameters(dense)
@@ -122,12 +122,12 @@ def _split(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ep", "esp", "fssdp", "tutel"])
-def test_utilities_of_replicas_are_refused_where_experts_differ(cluster: Cluster, kind: str) -> None:
-    cluster.run(2, _split, kind)
+def test_replica_utilities_reject_sharded_experts(cluster: Cluster, kind: str) -> None:
+    cluster.run(2, _check_utilities_rejected, kind)
 
 
 def _nested_fsdp1(rank: int, world: int) -> None:
-    """An outer FSDP1 leaves alone the parameters that nested ones ignore or flatten."""
+    """An outer FSDP1 ignores the parameters that nested ones ignore or flatten."""
     topology, device = Topology.from_sizes(ep=world), torch.device("cpu")
     own = [dist.new_group([member]) for member in range(world)][rank]
 
@@ -154,22 +154,22 @@ def _nested_fsdp1(rank: int, world: int) -> None:
         assert list(routing.routers(model)) == ["1.1"]
     model = block()
     model[0] = FullyShardedDataParallel(model[0], device_id=device)
-    with _refused(model[1], "FullyShardedDataParallel"):
+    with _assert_rejected(model[1], "FullyShardedDataParallel"):
         FullyShardedDataParallel(model, device_id=device)
 
 
-def test_nested_fsdp1(cluster: Cluster) -> None:
+def test_nested_fsdp1_with_sharded_experts(cluster: Cluster) -> None:
     cluster.run(2, _nested_fsdp1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ep", "fssdp"])
-def test_utilities_of_replicas_are_refused_on_four_ranks(cluster: Cluster, kind: str) -> None:
-    cluster.run(4, _split, kind)
+def test_replica_utilities_reject_sharded_experts_on_four_ranks(cluster: Cluster, kind: str) -> None:
+    cluster.run(4, _check_utilities_rejected, kind)
 
 
-def _copies(rank: int, world: int) -> None:
-    """On two of four ranks each expert has a copy: utilities serve these groups, and not the whole world."""
+def _check_groups_of_copies(rank: int, world: int) -> None:
+    """On two of four ranks each expert has a copy: utilities accept these groups, but not the whole world."""
     topology = Topology.from_sizes(ep=2)
     model = _layer(topology)
     for parameter in model.parameters():
@@ -178,7 +178,7 @@ def _copies(rank: int, world: int) -> None:
     average_parameters(iter(list(model.parameters())), topology.edp.handle)
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=topology.edp.handle, lr=0.0).step()
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=1e-12)
-    with _refused(model, "average_parameters"):
+    with _assert_rejected(model, "average_parameters"):
         average_parameters(iter(list(model.parameters())), None)
     sharded = fully_shard(_layer(topology), topology, experts=True)
     with pytest.raises(ConfigError, match="different experts"):
@@ -186,12 +186,12 @@ def _copies(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_utilities_of_replicas_serve_groups_of_copies(cluster: Cluster) -> None:
-    cluster.run(4, _copies)
+def test_replica_utilities_accept_groups_with_equal_experts(cluster: Cluster) -> None:
+    cluster.run(4, _check_groups_of_copies)
 
 
-def _replicated(rank: int, world: int) -> None:
-    """Experts that every rank has are replicas like any others. (PyTorch offloads no state with keys of its own.)"""
+def _check_replicated_experts(rank: int, world: int) -> None:
+    """Experts that every rank has are ordinary replicas. (PyTorch cannot offload a state with custom keys.)"""
     model = nn.Sequential(nn.Linear(4, 4), _layer(Topology()))
     topology = Topology.from_sizes()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -203,11 +203,11 @@ def _replicated(rank: int, world: int) -> None:
             utility()
 
 
-def test_replicated_experts_are_allowed(cluster: Cluster) -> None:
-    cluster.run(2, _replicated)
+def test_replica_utilities_accept_replicated_experts(cluster: Cluster) -> None:
+    cluster.run(2, _check_replicated_experts)
 
 
-def _transformers(rank: int, world: int, folder: str) -> None:
+def _check_transformers_model(rank: int, world: int, folder: str) -> None:
     from tests.integrations.test_hf_parallel import load
 
     model = load(rank, world, folder, {"fsdp_size": 2, "ep_size": 2, "tp_size": 1})
@@ -224,8 +224,8 @@ def _transformers(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_utilities_of_replicas_and_hugging_face(cluster: Cluster, tmp_path: Path) -> None:
+def test_replica_utilities_with_hugging_face_experts(cluster: Cluster, tmp_path: Path) -> None:
     from tests.integrations.models import make
 
     make("mixtral", "eager").save_pretrained(tmp_path)
-    cluster.run(2, _transformers, str(tmp_path))
+    cluster.run(2, _check_transformers_model, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Saves that are killed, find no room, or meet another; checkpoints that somebody has tampered with."""
+"""Saves that are killed, run out of space, or race with another save; checkpoints that were tampered with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import checkpoint_folder, checkpoint_reader, convert_checkpoint, load_checkpoint, save_checkpoint
+from fusedmoe.training import checkpoint_folder, checkpoint_reader, load_checkpoint, save_checkpoint
+from fusedmoe.training.earlier_formats import convert_checkpoint
 from tests.cluster import Cluster
 from tests.training.planted import changes, doubled, in_index, item, rewrite, rewritten, tamper
 from tests.training.test_checkpoint_folder import FORMAT_2, load, save
@@ -42,12 +43,12 @@ LONGEST = "more parts than bytes"
         for sealed in (False, True)
     ],
 )
-def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what: str, sealed: bool) -> None:
+def test_tampered_pickles_are_rejected_without_executing_code(tmp_path: Path, what: str, sealed: bool) -> None:
     """Pickles of format 2, which are converted."""
     path, canary = tmp_path / "checkpoint", tmp_path / "canary"
     shutil.copytree(FORMAT_2, path)
     tamper(path, changes(canary)[what], sealed)
-    canary.unlink(missing_ok=True)  # who seals, reads
+    canary.unlink(missing_ok=True)  # reading the files to seal them may have created it
     with warnings.catch_warnings(), pytest.raises((ConfigError, RankError)) as caught:
         warnings.simplefilter("ignore")
         convert_checkpoint(path, tmp_path / "new")
@@ -56,7 +57,7 @@ def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what
     assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_the_planners_data_is_not_looked_at(tmp_path: Path) -> None:
+def test_planner_data_is_ignored(tmp_path: Path) -> None:
     path, new = tmp_path / "checkpoint", tmp_path / "new"
     shutil.copytree(FORMAT_2, path)
     convert_checkpoint(path, new)
@@ -67,7 +68,7 @@ def test_the_planners_data_is_not_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", rewritten(Path()))
-def test_what_was_rewritten_is_refused_and_nothing_loaded(tmp_path: Path, what: str) -> None:
+def test_tampered_index_is_rejected_without_changes(tmp_path: Path, what: str) -> None:
     """An index and values in JSON, with right digests."""
     path = tmp_path / "checkpoint"
     save(0, 1, ONE, path)
@@ -78,11 +79,11 @@ def test_what_was_rewritten_is_refused_and_nothing_loaded(tmp_path: Path, what: 
 
 
 class Own:
-    """A class of the user's."""
+    """A user-defined class."""
 
 
-def test_objects_are_refused_when_they_are_saved_and_converted(tmp_path: Path) -> None:
-    """Classes that are named to PyTorch as safe, too."""
+def test_custom_objects_are_rejected_by_save_and_conversion(tmp_path: Path) -> None:
+    """Also classes that PyTorch has been told are safe."""
     path = tmp_path / "checkpoint"
     with torch.serialization.safe_globals([Own]):
         with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store"):
@@ -97,7 +98,7 @@ def test_objects_are_refused_when_they_are_saved_and_converted(tmp_path: Path) -
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def numbered(number: int) -> Toy:
+def model_of_number(number: int) -> Toy:
     model = Toy()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -105,16 +106,16 @@ def numbered(number: int) -> Toy:
     return model
 
 
-def whole(path: Path) -> int:
-    """The number of the checkpoint, which loads, and of which every tensor is."""
+def number_of_checkpoint(path: Path) -> int:
+    """Return the number of the checkpoint, after loading and checking every tensor."""
     model = Toy()
     number = load_checkpoint(path, model, None, ALONE)["number"]
     assert all(bool((parameter == number).all()) for parameter in model.parameters())
     return number
 
 
-def forked(run: Callable[[int], None]) -> tuple[int, int]:
-    """A process that calls `run` with where to write a byte for each save; its id, and where to read them."""
+def fork_with_pipe(run: Callable[[int], None]) -> tuple[int, int]:
+    """Fork a process that calls `run` with a pipe to write a byte for each save; return its id and the reading end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,21 +128,21 @@ def forked(run: Callable[[int], None]) -> tuple[int, int]:
     return pid, read
 
 
-def saves(path: Path, first: int, count: int, acknowledge: int) -> None:
+def save_repeatedly(path: Path, first: int, count: int, acknowledge: int) -> None:
     for number in range(first, first + count):
-        save_checkpoint(path, numbered(number), None, ALONE, {"number": number})
+        save_checkpoint(path, model_of_number(number), None, ALONE, {"number": number})
         os.write(acknowledge, b".")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=slow)])
-def test_a_save_killed_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_path: Path, kills: int) -> None:
+def test_killed_save_leaves_old_or_new_checkpoint(tmp_path: Path, kills: int) -> None:
     path, least = tmp_path / "checkpoint", 0
-    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    save_checkpoint(path, model_of_number(0), None, ALONE, {"number": 0})
     began = time.monotonic()
-    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    save_checkpoint(path, model_of_number(0), None, ALONE, {"number": 0})
     one_s = time.monotonic() - began
     for _ in range(kills):
-        pid, read = forked(lambda write, least=least: saves(path, least + 1, 10_000, write))
+        pid, read = fork_with_pipe(lambda write, least=least: save_repeatedly(path, least + 1, 10_000, write))
         os.read(read, 1)
         time.sleep(2 * one_s * random.random())
         os.kill(pid, signal.SIGKILL)
@@ -150,18 +151,18 @@ def test_a_save_killed_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_pa
         while got := os.read(read, 1000):
             done += len(got)
         os.close(read)
-        found = whole(path)
+        found = number_of_checkpoint(path)
         assert found in (least + done, least + done + 1)
         least = found
-    save_checkpoint(path, numbered(7), None, ALONE, {"number": 7})
-    assert whole(path) == 7 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+    save_checkpoint(path, model_of_number(7), None, ALONE, {"number": 7})
+    assert number_of_checkpoint(path) == 7 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "fcntl.flock"}
 
 
-def at_event(number: int, folder: str, action: Callable[[], None]) -> None:
-    """Has `action` happen before the number-th time that this process touches the folder's files. For good."""
+def run_at_file_access(number: int, folder: str, action: Callable[[], None]) -> None:
+    """Run `action` before this process's number-th access to the folder's files. Permanent."""
     left = [number]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -173,80 +174,84 @@ def at_event(number: int, folder: str, action: Callable[[], None]) -> None:
     sys.addaudithook(hook)
 
 
-def full() -> None:
+def raise_disk_full() -> None:
     raise OSError(28, "No space left on device")
 
 
 @slow
 @pytest.mark.parametrize("how", ["killed", "full"])
-def test_a_save_that_ends_before_any_of_its_steps(tmp_path: Path, how: str) -> None:
+def test_interruption_before_each_save_step_leaves_checkpoint(tmp_path: Path, how: str) -> None:
     """Killed, or refused by the disk, before each step in turn."""
     path, number = tmp_path / "checkpoint", 0
-    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    save_checkpoint(path, model_of_number(0), None, ALONE, {"number": 0})
     while True:
         number += 1
 
         def run(write: int, number: int = number) -> None:
-            at_event(number, str(tmp_path), full if how == "full" else lambda: os.kill(os.getpid(), signal.SIGKILL))
+            run_at_file_access(
+                number,
+                str(tmp_path),
+                raise_disk_full if how == "full" else lambda: os.kill(os.getpid(), signal.SIGKILL),
+            )
             try:
-                saves(path, number, 1, write)
+                save_repeatedly(path, number, 1, write)
             except RankError as error:
                 left = [one.name for one in tmp_path.iterdir()]
                 told = "No space left on device" in str(error) and str(path) in str(error)
                 os.write(write, b"e" if told and left == ["checkpoint"] else b"x")
 
-        pid, read = forked(run)
+        pid, read = fork_with_pipe(run)
         said = os.read(read, 2)
         _, status = os.waitpid(pid, 0)
         os.close(read)
-        found = whole(path)
+        found = number_of_checkpoint(path)
         assert found in (number - 1, number)
         if how == "full":
             assert said in (b".", b"e") and found == number - (said == b"e")
-        save_checkpoint(path, numbered(number), None, ALONE, {"number": number})
-        assert whole(path) == number and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+        save_checkpoint(path, model_of_number(number), None, ALONE, {"number": number})
+        assert number_of_checkpoint(path) == number and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
         if said == b"." and not status and number > 20:
             break
     assert number > 15
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path, share: float) -> None:
+def test_full_disk_keeps_last_checkpoint(tmp_path: Path, share: float) -> None:
     path = tmp_path / "checkpoint"
-    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
+    save_checkpoint(path, model_of_number(1), None, ALONE, {"number": 1})
     size = (path / "rank-00000.safetensors").stat().st_size
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
     try:
         with pytest.raises(RankError, match=f"saving checkpoint {re.escape(str(path))} failed on rank 0"):
-            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+            save_checkpoint(path, model_of_number(2), None, ALONE, {"number": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert whole(path) == 1 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+    assert number_of_checkpoint(path) == 1 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @slow
-def test_two_jobs_do_not_save_to_one_place_at_once(tmp_path: Path) -> None:
-    """What they leave is one of theirs, whole; who is not let in says so."""
+def test_concurrent_saves_leave_one_whole_checkpoint(tmp_path: Path) -> None:
+    """The remaining checkpoint is one job's, whole; a rejected job raises."""
     path = tmp_path / "checkpoint"
-    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    save_checkpoint(path, model_of_number(0), None, ALONE, {"number": 0})
 
     def run(first: int) -> Callable[[int], None]:
         def save_many(write: int) -> None:
             for number in range(first, first + 15):
                 try:
-                    saves(path, number, 1, write)
+                    save_repeatedly(path, number, 1, write)
                 except ConfigError as error:
                     os.write(write, b"r" if "another job is saving to" in str(error) else b"x")
 
         return save_many
 
-    jobs = [forked(run(first)) for first in (1000, 2000, 3000)]
+    jobs = [fork_with_pipe(run(first)) for first in (1000, 2000, 3000)]
     loads = 0
     while any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid, _ in jobs):
         try:
-            assert whole(path) in {0, *range(1000, 1015), *range(2000, 2015), *range(3000, 3015)}
+            assert number_of_checkpoint(path) in {0, *range(1000, 1015), *range(2000, 2015), *range(3000, 3015)}
             loads += 1
         except (ConfigError, RankError) as error:
             assert re.search("was replaced while it was loaded|no checkpoint at|is damaged|No such file", str(error))
@@ -256,17 +261,15 @@ def test_two_jobs_do_not_save_to_one_place_at_once(tmp_path: Path) -> None:
         said += os.read(read, 100)
         os.close(read)
     assert len(said) == 45 and set(said) <= set(b".r"), said
-    whole(path)
+    number_of_checkpoint(path)
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("call", ["rmdir", "unlink", "fsync"])
-def test_a_checkpoint_in_place_is_a_save_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """A system call that fails after the rename: the save returns, and names the folder that is left."""
+def test_cleanup_failure_after_rename_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A system call that fails after the rename: the save returns, and names the remaining folder."""
     path, renames = tmp_path / "checkpoint", []
-    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
+    save_checkpoint(path, model_of_number(1), None, ALONE, {"number": 1})
     true_call, true_rename = getattr(os, call), Path.rename
 
     def rename(self: Path, target: Path) -> Path:
@@ -282,23 +285,23 @@ def test_a_checkpoint_in_place_is_a_save_with_a_warning(
         patch.setattr(Path, "rename", rename)
         patch.setattr(os, call, failing)
         with pytest.warns(UserWarning, match=f"checkpoint {path} is in place.*Permission denied") as caught:
-            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+            save_checkpoint(path, model_of_number(2), None, ALONE, {"number": 2})
     left = sorted(one.name for one in tmp_path.iterdir() if one != path)
     assert all(any(f"from {tmp_path / name}: " in str(one.message) for one in caught) for name in left)
     assert bool(left) == (call != "fsync")
-    assert whole(path) == 2
-    save_checkpoint(path, numbered(3), None, ALONE, {"number": 3})
-    assert whole(path) == 3 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+    assert number_of_checkpoint(path) == 2
+    save_checkpoint(path, model_of_number(3), None, ALONE, {"number": 3})
+    assert number_of_checkpoint(path) == 3 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("when", ["before the index", "after the index", "after a check", "between the renames"])
-def test_a_checkpoint_replaced_before_it_is_read_is_loaded(
+def test_checkpoint_replaced_before_load_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Another job saves while a load opens and checks the folder: the load returns the old or the new one, whole."""
     path, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
-    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
-    name = {"after the index": "read_index", "after a check": "check_part"}.get(when, "saved_at")
+    save_checkpoint(path, model_of_number(1), None, ALONE, {"number": 1})
+    name = {"after the index": "read_index", "after a check": "require_intact"}.get(when, "saved_at")
     true_call, calls = getattr(checkpoint_reader, name), []
 
     def replaced(*args: Any) -> Any:
@@ -309,26 +312,28 @@ def test_a_checkpoint_replaced_before_it_is_read_is_loaded(
             moved.rename(path)
             return found
         if len(calls) == 1:
-            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+            save_checkpoint(path, model_of_number(2), None, ALONE, {"number": 2})
         return true_call(*args)
 
     monkeypatch.setattr(checkpoint_reader, name, replaced)
-    assert whole(path) == (1 if when == "between the renames" else 2)
+    assert number_of_checkpoint(path) == (1 if when == "between the renames" else 2)
 
 
-def test_what_a_link_stands_for_is_replaced(tmp_path: Path) -> None:
+def test_save_to_symlink_replaces_its_target(tmp_path: Path) -> None:
     (tmp_path / "last").symlink_to("runs/7")
     for number in (1, 2, 3):
-        save_checkpoint(tmp_path / "last", numbered(number), None, ALONE, {"number": number})
-        assert whole(tmp_path / "last") == whole(tmp_path / "runs" / "7") == number
+        save_checkpoint(tmp_path / "last", model_of_number(number), None, ALONE, {"number": number})
+        assert number_of_checkpoint(tmp_path / "last") == number_of_checkpoint(tmp_path / "runs" / "7") == number
     assert (tmp_path / "last").is_symlink() and [one.name for one in (tmp_path / "runs").iterdir()] == ["7"]
 
 
-SAVED = "first"  # of the checkpoint that stands before
+SAVED = "first"  # of the previous checkpoint
 
 
-def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str, list[str]]:
-    """A save whose ranks do not write into one folder: what it says, and what the checkpoint before then loads."""
+def _save_to_different_folders(rank: int, world: int, folder: Path, how: str) -> tuple[str, str, list[str]]:
+    """A save whose ranks write into different folders: return its error, and the result of loading the previous
+    checkpoint.
+    """
     sizes, path = Sizes(world, ep=2), folder / "here" / "checkpoint"
     topology, model = sizes.topology(), Toy(sizes, rank)
     save_checkpoint(path, model, None, topology, {"saved": SAVED})
@@ -343,9 +348,9 @@ def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str
         elif how in ("disk", "disk, seen late") and last:
             there = own / "here" / "checkpoint"
             there.parent.mkdir(parents=True, exist_ok=True)
-            patch.setattr(checkpoint_folder, "real", lambda _: there)
+            patch.setattr(checkpoint_folder, "resolved", lambda _: there)
         if how == "disk, seen late":
-            patch.setattr(checkpoint_folder, "check_same", lambda *_: None)
+            patch.setattr(checkpoint_folder, "require_shared", lambda *_: None)
         with pytest.raises(RankError) as caught:
             save_checkpoint(path, model, None, topology, {"saved": "second"})
     found = load_checkpoint(folder / "here" / "checkpoint", model, None, topology)
@@ -355,21 +360,21 @@ def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("path", r"rank 0 gives \S+/checkpoint and rank 1 \S+/checkpoint at 1\. Give all ranks one path"),
-        ("relative path", r"rank 0 gives \S+/own/0/checkpoint and rank 1 \S+/own/1/checkpoint\."),
-        ("disk", r"failed on rank 1: \S+ is another folder here than on rank 0.* before stands"),
-        ("disk, seen late", r"failed on rank 0: rank-00001\.safetensors, which rank 1 has written, has 0 bytes of \d+"),
+        ("path", r"rank 0 passes \S+/checkpoint and rank 1 \S+/checkpoint at 1\. Pass the same path on all ranks"),
+        ("relative path", r"rank 0 passes \S+/own/0/checkpoint and rank 1 \S+/own/1/checkpoint\."),
+        ("disk", r"failed on rank 1: \S+ is a different folder than on rank 0.* checkpoint is unchanged"),
+        ("disk, seen late", r"failed on rank 0: rank-00001\.safetensors, written by rank 1, has 0 bytes of \d+"),
     ],
 )
-def test_ranks_that_do_not_see_one_folder_lose_nothing(
+def test_save_to_different_folders_keeps_last_checkpoint(
     cluster: Cluster, tmp_path: Path, how: str, message: str
 ) -> None:
-    for said, stands, left in cluster.run(2, _save_apart, tmp_path, how):
+    for said, stands, left in cluster.run(2, _save_to_different_folders, tmp_path, how):
         assert re.search(message, said), said
         assert stands == SAVED and left == ["checkpoint"]
 
 
-def _load_apart(rank: int, world: int, folder: Path) -> str:
+def _load_different_checkpoints(rank: int, world: int, folder: Path) -> str:
     sizes = Sizes(world)
     model = Toy(sizes, rank)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -379,17 +384,17 @@ def _load_apart(rank: int, world: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_load_different_checkpoints_load_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_loading_different_checkpoints_are_rejected(cluster: Cluster, tmp_path: Path) -> None:
     for number in (0, 1):
-        save_checkpoint(tmp_path / str(number), numbered(number), None, ALONE, {"number": number})
-    for said in cluster.run(2, _load_apart, tmp_path):
-        assert "there is another checkpoint on rank 1 than on rank 0" in said
+        save_checkpoint(tmp_path / str(number), model_of_number(number), None, ALONE, {"number": number})
+    for said in cluster.run(2, _load_different_checkpoints, tmp_path):
+        assert "rank 1 and rank 0 read different checkpoints" in said
 
 
 @pytest.mark.parametrize("to", ["missing/../checkpoint", "./a/b/../../checkpoint", "link/../checkpoint", "checkpoint/"])
-def test_a_path_means_the_same_to_saves_and_loads(tmp_path: Path, to: str) -> None:
+def test_save_and_load_resolve_paths_equally(tmp_path: Path, to: str) -> None:
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("elsewhere/deep")
     for number in (1, 2):
-        save_checkpoint(f"{tmp_path}/{to}", numbered(number), None, ALONE, {"number": number})
-        assert whole(Path(f"{tmp_path}/{to}")) == number
+        save_checkpoint(f"{tmp_path}/{to}", model_of_number(number), None, ALONE, {"number": number})
+        assert number_of_checkpoint(Path(f"{tmp_path}/{to}")) == number

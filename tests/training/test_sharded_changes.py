@@ -1,4 +1,4 @@
-"""Parameters that somebody changes, in whatever way and at whatever time: copies of experts follow."""
+"""Parameters that a user changes, in any way and at any time: the replicas of experts are updated."""
 
 from __future__ import annotations
 
@@ -40,68 +40,72 @@ from tests.training.placed import (
 )
 
 
-def change(model: torch.nn.Module) -> None:
-    """Every parameter, without a trace that autograd sees."""
+def change_all_parameters(model: torch.nn.Module) -> None:
+    """Change every parameter without a trace visible to autograd."""
     for number, parameter in enumerate(model.parameters()):
         parameter.data.mul_(0.7 + 0.05 * (number % 5)).add_(0.01)
 
 
-def look(model: Model, topology: Topology, step: int) -> Tensor:
+def evaluate(model: Model, topology: Topology, step: int) -> Tensor:
     with torch.no_grad():
         return model(tokens(topology.rank, step))
 
 
-def learn(model: Model, topology: Topology, step: int) -> Tensor:
+def forward_and_backward(model: Model, topology: Topology, step: int) -> Tensor:
     loss = square(model(tokens(topology.rank, step)))
     loss.backward()
     return loss.detach()
 
 
-def after_a_look(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    seen = look(model, topology, 4)
-    change(model)
-    return seen, look(model, topology, 4), train_step(model, optimizer, topology, 5)
+def change_after_evaluation(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    seen = evaluate(model, topology, 4)
+    change_all_parameters(model)
+    return seen, evaluate(model, topology, 4), train_step(model, optimizer, topology, 5)
 
 
-def after_inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def change_after_inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     with torch.inference_mode():
         model(tokens(topology.rank, 4))
-    change(model)
+    change_all_parameters(model)
     return train_step(model, optimizer, topology, 5)
 
 
-def after_a_forward(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    """With gradients, whose backward never comes."""
+def change_after_forward(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """A forward with gradients but without a backward."""
     model(tokens(topology.rank, 4))
-    change(model)
+    change_all_parameters(model)
     return train_step(model, optimizer, topology, 5)
 
 
-def between_parts(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
-    """Gradients are there, and none is touched."""
-    first = learn(model, topology, 4)
-    change(model)
-    return first, learn(model, topology, 5)
+def change_between_micro_batches(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Gradients exist, and none is changed."""
+    first = forward_and_backward(model, topology, 4)
+    change_all_parameters(model)
+    return first, forward_and_backward(model, topology, 5)
 
 
-def looks_between_parts(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    found = [learn(model, topology, 4), look(model, topology, 5), learn(model, topology, 6)]
+def evaluate_between_micro_batches(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    found = [
+        forward_and_backward(model, topology, 4),
+        evaluate(model, topology, 5),
+        forward_and_backward(model, topology, 6),
+    ]
     optimizer.step()
-    return [*found, look(model, topology, 7), train_step(model, optimizer, topology, 8)]
+    return [*found, evaluate(model, topology, 7), train_step(model, optimizer, topology, 8)]
 
 
-def looks_amid_a_part(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    """Two forwards wait for their backward while others look."""
+def evaluate_before_backward(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Two forwards wait for their backward while inference forwards run."""
     ys = []
     for step in (4, 5):
         ys.append(model(tokens(topology.rank, step)))
-        ys.append(look(model, topology, step + 5))
+        ys.append(evaluate(model, topology, step + 5))
     (square(ys[0]) + square(ys[2])).backward()
     optimizer.step()
-    return [*ys[1::2], learn(model, topology, 6)]
+    return [*ys[1::2], forward_and_backward(model, topology, 6)]
 
 
-def by_hand(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def update_without_optimizer(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     """Steps without an optimizer; gradients are zeroed after the forward, in place."""
     losses = []
     for step in range(4, 7):
@@ -117,7 +121,7 @@ def by_hand(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
 
 
 class ThroughData(torch.optim.Optimizer):
-    """As optimizers of old, and some of today."""
+    """Changes through `.data`, as old optimizers do, and some of today."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -128,17 +132,17 @@ class ThroughData(torch.optim.Optimizer):
                 parameter.data = parameter.data - 0.1 * parameter.grad.data
 
 
-def by_an_optimizer_that_is_not_known(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def update_through_data(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     other = ThroughData(model.parameters())
     losses = []
     for step in range(4, 7):
-        losses.append(learn(model, topology, step))
+        losses.append(forward_and_backward(model, topology, step))
         other.step()
     return losses
 
 
-def swaps_averages(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    """Other weights for an evaluation, and back again: by new memory, and in the same."""
+def swap_averaged_weights(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Other weights for an evaluation, and back again: by new memory, and in place."""
     found = []
     for in_place in (False, True):
         kept = [parameter.data.clone() for parameter in model.parameters()]
@@ -149,13 +153,13 @@ def swaps_averages(model: Model, optimizer: torch.optim.Optimizer, topology: Top
                     parameter.data.copy_(value)
                 else:
                     parameter.data = value.clone()
-            found.append(look(model, topology, 4))
+            found.append(evaluate(model, topology, 4))
         found.append(train_step(model, optimizer, topology, 5))
     return found
 
 
-def in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    """As autograd sees it."""
+def change_in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """In-place changes visible to autograd."""
     model(tokens(topology.rank, 4))
     with torch.no_grad():
         for layer in model.layers:
@@ -163,16 +167,16 @@ def in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology)
     return train_step(model, optimizer, topology, 5)
 
 
-def loads_a_state(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def load_state_dict(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     state = deepcopy(model.state_dict())
-    change(model)
-    seen = look(model, topology, 4)
+    change_all_parameters(model)
+    seen = evaluate(model, topology, 4)
     model.load_state_dict(state)
-    return seen, look(model, topology, 4), train_step(model, optimizer, topology, 5)
+    return seen, evaluate(model, topology, 4), train_step(model, optimizer, topology, 5)
 
 
-def layers_alone(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
-    """The model is never run whole."""
+def call_layers_directly(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """The layers are called separately, never the whole model."""
 
     def whole(step: int) -> Tensor:
         y = tokens(topology.rank, step)
@@ -183,36 +187,36 @@ def layers_alone(model: Model, _: torch.optim.Optimizer, topology: Topology) -> 
     with torch.no_grad():
         found = [whole(4)]
     for step in (5, 6):
-        change(model)
+        change_all_parameters(model)
         found.append(whole(step))
         square(found[-1]).backward()
     return found
 
 
-def one_layer_twice(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
-    """Shared weights: a layer has two turns in a forward."""
+def call_one_layer_twice(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Shared weights: a layer runs twice in a forward."""
     kept = model.layers[1]
     model.layers[1] = model.layers[0]
-    found = [learn(model, topology, 4)]
-    change(model)
-    found.append(learn(model, topology, 5))
+    found = [forward_and_backward(model, topology, 4)]
+    change_all_parameters(model)
+    found.append(forward_and_backward(model, topology, 5))
     model.layers[1] = kept
     return found
 
 
-def recomputed_whole(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def checkpoint_whole_model(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     found = []
     for step in (4, 5):
         x_SM = tokens(topology.rank, step).requires_grad_()
         y_SM = checkpoint(model, x_SM, use_reentrant=False)
         square(y_SM).backward()
         found.append(x_SM.grad)
-        change(model)
+        change_all_parameters(model)
     return found
 
 
-def recomputed_in_turn(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
-    """Layers run without gradients first, and with them in backward."""
+def checkpoint_each_layer(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Layers run without gradients first, and with gradients in backward."""
     found = []
     for step in (4, 5):
         y = tokens(topology.rank, step).requires_grad_()
@@ -220,29 +224,29 @@ def recomputed_in_turn(model: Model, _: torch.optim.Optimizer, topology: Topolog
         for linear, layer in zip(model.between, model.layers, strict=True):
             y = y + checkpoint(layer, torch.tanh(linear(y)) + 0.5, use_reentrant=True)
         square(y).backward()
-        change(model)
+        change_all_parameters(model)
     return [x.grad for x in found]
 
 
 USES: tuple[Use, ...] = (
-    after_a_look,
-    after_inference,
-    after_a_forward,
-    between_parts,
-    looks_between_parts,
-    looks_amid_a_part,
-    by_hand,
-    by_an_optimizer_that_is_not_known,
-    swaps_averages,
-    in_place,
-    loads_a_state,
-    layers_alone,
-    one_layer_twice,
-    recomputed_whole,
-    recomputed_in_turn,
+    change_after_evaluation,
+    change_after_inference,
+    change_after_forward,
+    change_between_micro_batches,
+    evaluate_between_micro_batches,
+    evaluate_before_backward,
+    update_without_optimizer,
+    update_through_data,
+    swap_averaged_weights,
+    change_in_place,
+    load_state_dict,
+    call_layers_directly,
+    call_one_layer_twice,
+    checkpoint_whole_model,
+    checkpoint_each_layer,
 )
 
-# Of a machine on which copying pays.
+# Costs of a machine on which replicas pay.
 CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)}
 
 
@@ -269,13 +273,13 @@ def plain(cluster: Cluster) -> Plain:
         f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value) if isinstance(value, dict) else str(value)
     ),
 )
-def test_copies_follow(
+def test_replicas_follow_parameter_changes(
     cluster: Cluster, plain: Plain, uses: tuple[Use, ...], options: dict[str, Any], recomputes: bool
 ) -> None:
     compare_results(results_of(cluster, "fssdp", uses, HECATE | options, recomputes), plain.results(uses))
 
 
-def amid_a_forward(rank: int, world: int) -> str:
+def change_during_forward(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
@@ -295,13 +299,15 @@ def amid_a_forward(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_change_amid_a_forward_is_refused(cluster: Cluster) -> None:
-    for message in cluster.run(2, amid_a_forward):
+def test_parameter_change_during_forward_is_rejected(cluster: Cluster) -> None:
+    for message in cluster.run(2, change_during_forward):
         assert "experts have changed since their replicas started" in message and "not within one" in message
 
 
-def fetched(rank: int, world: int) -> tuple[list[int], list[int]]:
-    """Bytes that a rank sends in each of two parts and in a look, and those that copies and gradients have."""
+def sent_and_expected_bytes(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """Bytes that a rank sends in each of two parts and in an inference forward, and the bytes of replicas and
+    gradients.
+    """
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp", recomputes=True)
     optimizer = optimizer_of(model)
@@ -310,14 +316,14 @@ def fetched(rank: int, world: int) -> tuple[list[int], list[int]]:
         train_step(model, optimizer, topology, step)
     sent = [sharded.sent_bytes]
     for step in (4, 5):
-        learn(model, topology, step)
+        forward_and_backward(model, topology, step)
         sent.append(sharded.sent_bytes)
-    look(model, topology, 6)
+    evaluate(model, topology, 6)
     sent.append(sharded.sent_bytes)
     here = sharded.placements
     sharded.close()
     copies = [
-        (one.owners[expert], layer.placed.expert_bytes, ranks)
+        (one.owners[expert], layer.placed.table.expert_bytes, ranks)
         for one, layer in zip(here, model.layers, strict=True)
         for expert, ranks in enumerate(one.replicas)
     ]
@@ -327,13 +333,13 @@ def fetched(rank: int, world: int) -> tuple[list[int], list[int]]:
     return found, [there + back, there + back, there]
 
 
-def test_each_forward_fetches_once(cluster: Cluster) -> None:
-    """Parameters go there once for a forward, its backward and what that recomputes; gradients come back once."""
-    for sent, wanted in cluster.run(2, fetched):
+def test_each_forward_fetches_replicas_once(cluster: Cluster) -> None:
+    """Parameters are sent once for a forward, its backward and its recomputation; gradients return once."""
+    for sent, wanted in cluster.run(2, sent_and_expected_bytes):
         assert sent == wanted and wanted[0] > 0
 
 
-def other_state(rank: int, world: int) -> None:
+def check_state_of_other_layers(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
@@ -350,8 +356,8 @@ def other_state(rank: int, world: int) -> None:
     sharded.close()
 
 
-def test_a_state_of_other_layers_is_refused_whole(cluster: Cluster) -> None:
-    cluster.run(2, other_state)
+def test_state_of_other_layers_is_rejected_without_changes(cluster: Cluster) -> None:
+    cluster.run(2, check_state_of_other_layers)
 
 
 def small_transformer() -> torch.nn.Module:
@@ -361,9 +367,9 @@ def small_transformer() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "make", [lambda: MoELayer(4, TopK(4), FeedForward(4)), small_transformer], ids=["layer", "model"]
 )
-def test_a_state_of_other_experts_is_refused_whole(make: Any) -> None:
+def test_state_of_other_experts_is_rejected_without_changes(make: Any) -> None:
     model, other = make(), make()
-    change(other)
+    change_all_parameters(other)
     state = other.state_dict()
     of = [f"{name}." if name else "" for name, one in model.named_modules() if isinstance(one, Experts)]
     state[of[-1] + "numbers"] = torch.tensor([1, 0, 2, 3])
@@ -376,10 +382,13 @@ def test_a_state_of_other_experts_is_refused_whole(make: Any) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[tuple[int, int, str, int], Tensor]]:
-    """What models of averaged weights compute after eight steps, and their experts by model, layer, name, number.
+def train_with_averages(
+    rank: int, world: int, placement: str
+) -> tuple[list[Tensor], dict[tuple[int, int, str, int], Tensor]]:
+    """Outputs of averaged models after eight steps, and their experts by model, layer, name, number.
 
-    One is named, others are not: an average of the model, and of an average. A copy that is garbage does not count.
+    One average is passed as `averaged`; the rest, of the model and of an average, are not. A copy that is garbage does
+    not count.
     """
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
     model = Model(topology, placement)
@@ -415,10 +424,10 @@ def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[
 
 
 @pytest.mark.slow
-def test_averaged_weights_are_of_the_same_experts(cluster: Cluster) -> None:
-    ours, wanted = (cluster.run(2, averages, placement) for placement in ("fssdp", "ep"))
+def test_averaged_weights_follow_expert_owners(cluster: Cluster) -> None:
+    ours, wanted = (cluster.run(2, train_with_averages, placement) for placement in ("fssdp", "ep"))
     for of in (ours, wanted):
-        of[0][1].update(of[1][1])  # rank 1's experts to rank 0's: whose they are may differ
+        of[0][1].update(of[1][1])  # rank 1's experts to rank 0's: their owners may differ
     for (outputs, experts), (outputs_there, experts_there) in zip(ours, wanted, strict=True):
         torch.testing.assert_close(outputs, outputs_there, rtol=1e-10, atol=1e-12)
         for key in experts.keys() & experts_there.keys():
@@ -426,8 +435,8 @@ def test_averaged_weights_are_of_the_same_experts(cluster: Cluster) -> None:
     assert ours[0][1].keys() == wanted[0][1].keys() and len(ours[0][1]) == 4 * 8 * 6
 
 
-def other_copies(rank: int, world: int, kind: str) -> str:
-    """A copy that is trained, or that one rank alone has, does not see its experts leave."""
+def error_of_independent_copy(rank: int, world: int, kind: str) -> str:
+    """A copy that is trained, or that one rank alone has, is unaffected by its experts' moves."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
     model = Model(topology, "fssdp")
     optimizer, sharded = (made := optimizer_of(model)), ShardedExperts(model, made, topology, **HECATE)
@@ -447,6 +456,6 @@ def other_copies(rank: int, world: int, kind: str) -> str:
     ("kind", "text"),
     [("on one rank", "on all ranks"), *slowly(("trained", "trained by itself.*ShardedExperts of its own"))],
 )
-def test_copies_that_cannot_follow(cluster: Cluster, kind: str, text: str) -> None:
-    for message in cluster.run(2, other_copies, kind):
+def test_independent_model_copies_are_rejected(cluster: Cluster, kind: str, text: str) -> None:
+    for message in cluster.run(2, error_of_independent_copy, kind):
         assert re.search(text, message), message

@@ -18,13 +18,13 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import Custom, FeedForward
 from fusedmoe.gates import SoftMoE, TopK
-from fusedmoe.layers import measure
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.orders import Einsum
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.traffic import PlacementCosts
+from fusedmoe.runtime import cache
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
@@ -42,15 +42,15 @@ from tests.training.placed import (
     train_step,
 )
 
-# Of a machine on which copying pays.
+# Costs of a machine on which replicas pay.
 COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
 
 STEPS = 10
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def compare(plain: list[dict[str, Any]], placed: list[dict[str, Any]]) -> None:
-    """Losses and dense parameters of each rank, and every expert's parameters and gradients, to 1e-10."""
+def assert_equal_training(plain: list[dict[str, Any]], placed: list[dict[str, Any]]) -> None:
+    """Compare losses and dense parameters of each rank, and every expert's parameters and gradients, to 1e-10."""
     close = {"rtol": 1e-10, "atol": 1e-12}
     for ours, theirs in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours["losses"], theirs["losses"], **close)
@@ -66,7 +66,7 @@ def compare(plain: list[dict[str, Any]], placed: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(found, wanted, **close)
 
 
-def copies(placed: list[dict[str, Any]]) -> int:
+def count_replicas(placed: list[dict[str, Any]]) -> int:
     """Replicas of all steps and layers."""
     return sum(text.count("+") for step in placed[0]["placements"] for text in step)
 
@@ -101,16 +101,16 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
 )
-def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, options: dict[str, Any]):
-    """Steps with AdamW and clipping, through changing placements and owners: a rank without tokens now and then."""
+def test_sharded_experts_equal_expert_parallelism(cluster: Cluster, plain: Any, world: int, options: dict[str, Any]):
+    """Steps with AdamW and clipping, through changing placements and owners; a rank has no tokens in some steps."""
     placed = cluster.run(world, run, "fssdp", STEPS, options)
-    compare(plain[world], placed)
+    assert_equal_training(plain[world], placed)
     for step in range(STEPS):
         for layer in range(2):
             numbers = [number for rank in placed for number in rank["owners"][step][layer]]
             assert sorted(numbers) == list(range(EXPERTS)), "one owner of every expert"
     if "policy" not in options:
-        assert copies(placed) > STEPS
+        assert count_replicas(placed) > STEPS
         changed = any(rank["owners"][0] != rank["owners"][-1] for rank in placed)
         assert changed == (options["overlap"] < EXPERTS), "where all are copied to all, nobody has to own others"
     assert all(rank["sent"] > 0 for rank in placed)
@@ -120,22 +120,24 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, options
 def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
     cheap = PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)
     placed = cluster.run(4, run, "fssdp", STEPS, {"policy": swap, "costs": cheap})
-    compare(plain[4], placed)
-    assert copies(placed) == 0 and any(rank["owners"][0] != rank["owners"][-1] for rank in placed)
+    assert_equal_training(plain[4], placed)
+    assert count_replicas(placed) == 0 and any(rank["owners"][0] != rank["owners"][-1] for rank in placed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [HECATE, slow({"policy": "ep", "calibrates": shadow, "costs": COSTS}), slow(EXACT | {"policy": "ep"}), slow(AUTO)],
-    ids=["before", "after the gate", "exact", "auto"],
+    ids=["predicted", "calibrated", "exact", "auto"],
 )
-@pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
-def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
+@pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["esp shards", "expert replicas"])
+def test_sharded_experts_with_esp_and_replicated_groups(
+    cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]
+):
     """Experts split over ESP, and over two groups of ranks with the same experts."""
     plain = cluster.run(4, run, "ep", 5, {"sizes": sizes})
     placed = cluster.run(4, run, "fssdp", 5, options | {"sizes": sizes, "ranks_per_node": 1})
-    assert copies(placed) > 4 or options is not HECATE
+    assert count_replicas(placed) > 4 or options is not HECATE
     assert all(rank["sent"] > 0 for rank in placed)
     for ours, theirs in zip(placed, plain, strict=True):
         torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-10, atol=1e-12)
@@ -155,22 +157,22 @@ def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], opt
     ],
     ids=lambda options: "-".join(options),
 )
-def test_in_other_loops(cluster: Cluster, options: dict[str, Any]):
+def test_sharded_experts_in_other_training_loops(cluster: Cluster, options: dict[str, Any]):
     """Activations computed again, gradients accumulated, DistributedDataParallel."""
     plain = cluster.run(2, run, "ep", 8, {key: options[key] for key in ("parts", "wraps") if key in options})
-    compare(plain, cluster.run(2, run, "fssdp", 8, HECATE | options))
+    assert_equal_training(plain, cluster.run(2, run, "fssdp", 8, HECATE | options))
 
 
 @pytest.mark.slow
-def test_capacity_drops_the_same(cluster: Cluster):
+def test_capacity_drops_equal_expert_parallelism(cluster: Cluster):
     options = {"capacity_factor": 0.75}
-    compare(cluster.run(2, run, "ep", 8, options), cluster.run(2, run, "fssdp", 8, HECATE | options))
+    assert_equal_training(cluster.run(2, run, "ep", 8, options), cluster.run(2, run, "fssdp", 8, HECATE | options))
 
 
-def resumed(
+def resume_and_save(
     rank: int, world: int, path: str, first: int, last: int, wanted: int | None, options: dict[str, Any] = HECATE
 ) -> dict[str, Any]:
-    """Steps `first` to `last`: of new owners if `wanted` steps were saved before; saves where it ends."""
+    """Steps `first` to `last`, with new owners if `wanted` steps were saved before; saves at the end."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0) if world > 1 else Topology()
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
@@ -179,7 +181,7 @@ def resumed(
         extra = load_checkpoint(path, model, optimizer, topology)
         sharded.load_state_dict(extra)
         assert sharded.iteration == wanted
-    # All worlds see the tokens of two ranks.
+    # All worlds train on the tokens of two ranks.
     for step in range(first, last):
         optimizer.zero_grad()
         own = [r for r in range(2) if r % world == rank] if world <= 2 else ([rank] if rank < 2 else [])
@@ -204,11 +206,11 @@ def resumed(
 
 
 @pytest.mark.slow
-def test_resumed_on_other_worlds(cluster: Cluster):
-    """A checkpoint of 2 ranks goes on with 2, 4 and 1, in the middle of changed owners, to the same parameters."""
+def test_checkpoint_resumes_on_other_world_sizes(cluster: Cluster):
+    """A checkpoint of 2 ranks resumes on 2, 4 and 1, after owners have partly changed, with equal final parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = cluster.run(2, resumed, str(Path(folder) / "whole"), 0, 12, None)
-        first = cluster.run(2, resumed, str(Path(folder) / "part"), 0, 8, None)
+        whole = cluster.run(2, resume_and_save, str(Path(folder) / "whole"), 0, 12, None)
+        first = cluster.run(2, resume_and_save, str(Path(folder) / "part"), 0, 8, None)
         assert first[0]["owners"] != [one.owners for one in [Placement.even(2, EXPERTS)] * 2], "they had changed"
         wanted: dict[Any, Any] = {}
         for rank in whole:
@@ -218,7 +220,7 @@ def test_resumed_on_other_worlds(cluster: Cluster):
         for world in (2, 4, 1):
             path = Path(folder) / f"on {world}"
             (Path(folder) / "part").rename(path)
-            again = cluster.run(world, resumed, str(path), 8, 12, 8)
+            again = cluster.run(world, resume_and_save, str(path), 8, 12, 8)
             found: dict[Any, Any] = {}
             for rank in again:
                 for layer, of in enumerate(rank["parameters"]):
@@ -226,7 +228,7 @@ def test_resumed_on_other_worlds(cluster: Cluster):
                         assert not found.keys() & {(layer, name, number) for number in by_number}
                         found |= {(layer, name, number): pair[0] for number, pair in by_number.items()}
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-            cluster.run(2, resumed, str(Path(folder) / "part"), 0, 8, None)
+            cluster.run(2, resume_and_save, str(Path(folder) / "part"), 0, 8, None)
 
 
 @pytest.mark.parametrize(
@@ -241,15 +243,15 @@ def test_resumed_on_other_worlds(cluster: Cluster):
         slow(EXACT | {"policy": "ep", "memory": EXPERTS}, (2, 4)),
     ],
 )
-def test_balanced_resumed_on_other_worlds(
+def test_balanced_training_resumes_on_other_world_sizes(
     cluster: Cluster, tmp_path: Path, options: dict[str, Any], worlds: tuple[int, ...]
 ) -> None:
-    """Rows are shared over copies as the gates choose, before a checkpoint and after it: as on one rank throughout."""
+    """Gates split rows over replicas before and after a checkpoint: results equal one rank throughout."""
     path, steps = str(tmp_path / "checkpoint"), 6
-    plain = cluster.run(1, resumed, str(tmp_path / "plain"), 0, steps * len(worlds), None)
+    plain = cluster.run(1, resume_and_save, str(tmp_path / "plain"), 0, steps * len(worlds), None)
     for turn, world in enumerate(worlds):
         before = steps * turn if turn else None
-        ranks = cluster.run(world, resumed, path, steps * turn, steps * (turn + 1), before, options)
+        ranks = cluster.run(world, resume_and_save, path, steps * turn, steps * (turn + 1), before, options)
         assert world == 1 or all(rank["sent"] > 0 for rank in ranks), "copies have been used"
     wanted, found = ({}, {})
     for of, each in ((wanted, plain), (found, ranks)):
@@ -277,7 +279,7 @@ def memory_of(rank: int, world: int, rematerialises: bool, m: int) -> tuple[Any,
         train_step(model, optimizer, topology, step)
     most = max(seen, default=0)
     found = sharded.memory()
-    one_layer = max(layer.placed.expert_bytes for layer in model.layers)
+    one_layer = max(layer.placed.table.expert_bytes for layer in model.layers)
     state_shapes = [
         value.shape == p.shape
         for layer in model.layers
@@ -291,9 +293,10 @@ def memory_of(rank: int, world: int, rematerialises: bool, m: int) -> tuple[Any,
 
 
 @pytest.mark.slow
-def test_memory(cluster: Cluster):
-    """Parameters, gradients and AdamW's two moments of what a rank owns, as with expert parallelism (4 parts); and m
-    copies of parameters a layer, which the re-materialising mode has of one layer at a time."""
+def test_memory_of_parameters_gradients_and_replicas(cluster: Cluster):
+    """Parameters, gradients and AdamW's two moments of a rank's owned experts, as with expert parallelism (4 parts);
+    plus m replicas of parameters a layer, which the re-materialising mode holds for one layer at a time.
+    """
     for m in (1, 2):
         for found, _, _ in cluster.run(2, memory_of, False, m):
             assert found.gradients == found.parameters and found.optimizer - 2 * found.parameters < 200
@@ -305,7 +308,7 @@ def test_memory(cluster: Cluster):
             assert found.gradients == found.parameters
 
 
-def refused(rank: int, world: int) -> list[str]:
+def errors_of_unsupported_layers(rank: int, world: int) -> list[str]:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
 
@@ -332,16 +335,16 @@ def refused(rank: int, world: int) -> list[str]:
     return told
 
 
-def test_what_is_refused(cluster: Cluster):
+def test_unsupported_layers_and_options_are_rejected(cluster: Cluster):
     words = ("Custom", "product", "SoftMoE", "best", "memory", "overlap", "placement='fssdp'", "different numbers")
-    for told in cluster.run(2, refused):
+    for told in cluster.run(2, errors_of_unsupported_layers):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)
     with pytest.raises(ConfigError, match="placement"):
         MoELayer(4, TopK(4), FeedForward(4), placement="moving")
 
 
-def refused_in_micro_batches(rank: int, world: int) -> list[str]:
+def errors_in_micro_batches(rank: int, world: int) -> list[str]:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     told = []
     for options in (
@@ -359,15 +362,15 @@ def refused_in_micro_batches(rank: int, world: int) -> list[str]:
     return told
 
 
-def test_what_happens_between_layers_is_refused_in_micro_batches(cluster: Cluster):
+def test_micro_batches_reject_work_between_layers(cluster: Cluster):
     words = ("rematerialises=False", "without calibrates", "without calibrates", r"give ShardedExperts(overlap=")
-    for told in cluster.run(2, refused_in_micro_batches):
+    for told in cluster.run(2, errors_in_micro_batches):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)
 
 
-def corrected_to_less(rank: int, world: int, other: bool) -> str:
-    """Without the copies that are there, or with another one in their place."""
+def error_of_incomplete_correction(rank: int, world: int, other: bool) -> str:
+    """Without the existing replicas, or with another replica in their place."""
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
 
     def copied(placement: Placement, expert: int) -> Placement:
@@ -392,12 +395,12 @@ def corrected_to_less(rank: int, world: int, other: bool) -> str:
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_a_correction_that_lacks_copies_is_refused(cluster: Cluster, other: bool):
-    for message in cluster.run(2, corrected_to_less, other):
+def test_calibration_without_existing_replicas_is_rejected(cluster: Cluster, other: bool):
+    for message in cluster.run(2, error_of_incomplete_correction, other):
         assert "calibrates made a placement that lacks" in message
 
 
-def test_one_rank_has_nothing_to_move():
+def test_one_rank_moves_no_experts():
     model = Model(Topology(), "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, Topology())
@@ -407,13 +410,13 @@ def test_one_rank_has_nothing_to_move():
     sharded.close()
 
 
-def measured_again(rank: int, world: int, balance: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Links on which no expert could travel are measured again, as ones that carry all: losses, and those without."""
+def train_with_new_costs(rank: int, world: int, balance: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses with links that could send no expert and are measured again as fast ones; losses of a plain run."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     lines = [{"gemm": Line(0.0, 1e-12), "all-to-all/ep": Line(0.0, 1.0 / per_s)} for per_s in (1e-3, 1e12)]
     profiles = iter([SimpleNamespace(costs=CostModel(of)) for of in lines])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "cached_profile", lambda *_, **__: (next(profiles), None))
+        patch.setattr(cache, "cached_profile", lambda *_, **__: (next(profiles), None))
         models = [Model(topology, placement) for placement in ("fssdp", "ep")]
         optimizers = [optimizer_of(model) for model in models]
         sharded = ShardedExperts(models[0], optimizers[0], topology, balance=balance)
@@ -427,28 +430,26 @@ def measured_again(rank: int, world: int, balance: str) -> tuple[list[Tensor], l
 
         steps(0, WINDOW)
         assert sharded.overlap == 0 and sharded.state_dict()["overlap"] == 0
-        slow_bytes_s = sharded._costs.inter_bytes_s
+        slow_bytes_s = sharded._planner.costs.inter_bytes_s
         # As `tune_step` does it once steps have drifted; links are the same for products of any dtype.
-        measure.measured_costs(topology, torch.device("cpu"), torch.bfloat16, 1.0)
-        assert sharded._costs.inter_bytes_s == slow_bytes_s < 1
+        cache.measured_costs(topology, torch.device("cpu"), torch.bfloat16, 1.0)
+        assert sharded._planner.costs.inter_bytes_s == slow_bytes_s < 1
         steps(WINDOW, WINDOW + 1)
-        assert sharded._costs.inter_bytes_s == pytest.approx(1e12) and sharded.state_dict()["overlap"] is None
+        assert sharded._planner.costs.inter_bytes_s == pytest.approx(1e12) and sharded.state_dict()["overlap"] is None
         steps(WINDOW + 1, 2 * WINDOW)
         assert sharded.overlap > EXPERTS
-        if balance != "predicted":
-            assert all(layer.placed.outlasts.args == (sharded._costs,) for layer in models[0].layers)
         steps(2 * WINDOW, 2 * WINDOW + 2)
         sharded.close()
     return losses
 
 
 @pytest.mark.parametrize("balance", ["predicted", "auto"])
-def test_costs_that_are_measured_again_count_from_the_next_step_on(cluster: Cluster, balance: str):
-    for ours, theirs in cluster.run(2, measured_again, balance):
+def test_new_costs_take_effect_in_next_step(cluster: Cluster, balance: str):
+    for ours, theirs in cluster.run(2, train_with_new_costs, balance):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def asked_differently(rank: int, world: int) -> str:
+def error_of_different_options(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     with pytest.raises(RankError) as caught:
@@ -456,24 +457,24 @@ def asked_differently(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_ask_for_different_things_are_told(cluster: Cluster):
-    for message in cluster.run(2, asked_differently):
+def test_different_options_across_ranks_are_rejected(cluster: Cluster):
+    for message in cluster.run(2, error_of_different_options):
         assert "memory is 1 on ranks [0] and 2 on ranks [1]" in message
 
 
-def decided_differently(rank: int, world: int) -> str:
+def error_of_different_decisions(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
     with pytest.raises(RankError) as caught:
         for step in range(6):
-            sharded.overlap = 1 + rank  # as if arithmetic were another here
+            sharded._planner.overlap = 1 + rank  # as if the ranks' arithmetic differed
             train_step(model, optimizer, topology, step)
     sharded.close()
     return str(caught.value)
 
 
-def test_ranks_that_decide_differently_are_told(cluster: Cluster):
-    for message in cluster.run(2, decided_differently):
+def test_different_policy_decisions_across_ranks_raise(cluster: Cluster):
+    for message in cluster.run(2, error_of_different_decisions):
         assert "different owners" in message or "ended because" in message

@@ -1,4 +1,4 @@
-"""What training loops do besides one forward, one backward and a step: with experts under a placement as without."""
+"""Features of training loops besides forward, backward and step: equal with experts under a placement and without."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ CHEAP = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
 REMATERIALISES: dict[str, Any] = {"rematerialises": True}
 
 
-def two_forwards(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def two_forwards_one_backward(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     ys = [model(tokens(topology.rank, step)) for step in (4, 5)]
     (square(ys[0]) + square(ys[1])).backward()
 
 
-def looks_between(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def evaluate_before_backward(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     y = model(tokens(topology.rank, 4))
     with torch.no_grad():
         found = model(tokens(topology.rank, 5))
@@ -62,8 +62,8 @@ def backward_twice(model: Model, _: torch.optim.Optimizer, topology: Topology) -
     loss.backward()
 
 
-def gradients_after_a_look(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
-    """The model is entered without gradients, and wants some inside."""
+def call_layers_after_evaluation(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """The model runs without gradients; then its layers are called directly, with gradients."""
     with torch.no_grad():
         model(tokens(topology.rank, 4))
     y = tokens(topology.rank, 5)
@@ -72,21 +72,21 @@ def gradients_after_a_look(model: Model, _: torch.optim.Optimizer, topology: Top
     square(y).backward()
 
 
-def changes_in_place(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+def modify_outputs_in_place(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
     handles = [layer.register_forward_hook(lambda _, __, y: y.mul_(2)) for layer in model.layers]
     square(model(tokens(topology.rank, 4))).backward()
     for handle in handles:
         handle.remove()
 
 
-def inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def run_inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     with torch.inference_mode():
         found = model(tokens(topology.rank, 4)).clone()
     train_step(model, optimizer, topology, 5)
     return found
 
 
-def a_copy(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def copy_model(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     square(model(tokens(topology.rank, 3))).backward()
     other = deepcopy(model)
     mean = optimizer_of(other)
@@ -100,7 +100,7 @@ def a_copy(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -
     return found
 
 
-def frozen(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def freeze_experts(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     first, second = model.layers
     first.experts.requires_grad_(False)
     second.experts.w1.requires_grad_(False)
@@ -111,14 +111,14 @@ def frozen(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -
     train_step(model, optimizer, topology, 6)
 
 
-def zeroes_in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def zero_gradients_in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     for step in (4, 5):
         optimizer.zero_grad(set_to_none=False)
         square(model(tokens(topology.rank, step))).backward()
         optimizer.step()
 
 
-def scaled(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+def scale_loss(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     for step in (4, 5):
         optimizer.zero_grad()
@@ -129,16 +129,16 @@ def scaled(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -
 
 
 USES: tuple[Use, ...] = (
-    two_forwards,
-    looks_between,
+    two_forwards_one_backward,
+    evaluate_before_backward,
     backward_twice,
-    gradients_after_a_look,
-    changes_in_place,
-    inference,
-    a_copy,
-    frozen,
-    zeroes_in_place,
-    scaled,
+    call_layers_after_evaluation,
+    modify_outputs_in_place,
+    run_inference,
+    copy_model,
+    freeze_experts,
+    zero_gradients_in_place,
+    scale_loss,
 )
 
 
@@ -155,12 +155,14 @@ def plain(cluster: Cluster) -> Plain:
     ],
     ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value),
 )
-def test_as_without_a_placement(cluster: Cluster, plain: Plain, uses: tuple[Use, ...], options: dict[str, Any]):
+def test_training_loop_features_equal_no_placement(
+    cluster: Cluster, plain: Plain, uses: tuple[Use, ...], options: dict[str, Any]
+):
     compare_results(results_of(cluster, "fssdp", uses, HECATE | options), plain.results(uses))
 
 
-def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
-    """A model under Hecate's placements after so many steps."""
+def train_steps(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
+    """A model under Hecate's placements after the given number of steps."""
     model = Model(topology, "fssdp", **shape)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
@@ -169,9 +171,9 @@ def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.
     return model, optimizer, sharded
 
 
-def told(rank: int, world: int) -> str:
+def error_of_late_backward(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
-    model, optimizer, sharded = trained(topology, 3)
+    model, optimizer, sharded = train_steps(topology, 3)
     optimizer.zero_grad()
     square(model(tokens(rank, 3))).backward()
     loss = square(model(tokens(rank, 3)))
@@ -182,15 +184,15 @@ def told(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_backward_after_the_step_is_told(cluster: Cluster):
-    for message in cluster.run(2, told):
+def test_backward_after_optimizer_step_raises(cluster: Cluster):
+    for message in cluster.run(2, error_of_late_backward):
         assert "optimizer.step()" in message
 
 
-def uneven(rank: int, world: int, experts: int, schedule: Schedule | str) -> dict[str, Any]:
+def train_uneven_experts(rank: int, world: int, experts: int, schedule: Schedule | str) -> dict[str, Any]:
     """After placements and owners have changed."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
-    model, optimizer, sharded = trained(topology, 7, experts=experts, schedule=schedule)
+    model, optimizer, sharded = train_steps(topology, 7, experts=experts, schedule=schedule)
     optimizer.zero_grad()
     square(model(tokens(rank, 7))).backward()
     sharded.close()
@@ -206,9 +208,11 @@ BY_COST = Schedule("fsmoe", costs=TESTBEDS["B"].costs)
     [(3, 8, "off"), *slowly((4, 2, "off"), (4, 2, BY_COST))],
     ids=["3-8", "4-2", "4-2-by-cost"],
 )
-def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, schedule: Schedule | str):
-    """Gradients of experts are those of one rank that has all of them and all tokens; some ranks may own none."""
-    found = cluster.run(world, uneven, experts, schedule)
+def test_experts_not_divisible_by_ranks_equal_one_rank(
+    cluster: Cluster, world: int, experts: int, schedule: Schedule | str
+):
+    """Gradients of experts equal those of one rank with all experts and tokens; some ranks may own none."""
+    found = cluster.run(world, train_uneven_experts, experts, schedule)
     assert sum(one["moved"] for one in found) > 0 or experts < world
     whole = Model(Topology(), "ep", experts=experts)
     whole.load_state_dict(found[0]["dense"], strict=False)
@@ -229,10 +233,10 @@ def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, 
         torch.testing.assert_close(grad, parameters[number][name].grad[expert], rtol=1e-10, atol=1e-12)
 
 
-def states(rank: int, world: int) -> tuple[bool, str]:
-    """Whether this rank owns other experts than at first, and what loading the first state then says."""
+def load_first_state(rank: int, world: int) -> tuple[bool, str]:
+    """Whether this rank owns other experts than at first, and the error of loading the first state then."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
-    model, optimizer, sharded = trained(topology, 0)
+    model, optimizer, sharded = train_steps(topology, 0)
     first, owners = deepcopy(model.state_dict()), owners_of(model)
     assert [tuple(first[f"layers.{layer}.experts.numbers"].tolist()) for layer in range(2)] == owners
     for step in range(7):
@@ -259,15 +263,15 @@ def states(rank: int, world: int) -> tuple[bool, str]:
     return changed, said
 
 
-def test_a_state_is_of_its_experts(cluster: Cluster):
-    found = cluster.run(2, states)
+def test_state_dict_of_other_owners_is_rejected(cluster: Cluster):
+    found = cluster.run(2, load_first_state)
     assert any(changed for changed, _ in found)
     for changed, said in found:
-        assert said.count("owners have changed") == said.count("load_checkpoint know") == 2 * changed
+        assert said.count("owners have changed") == said.count("load_checkpoint identify") == 2 * changed
 
 
 class Rows(torch.optim.SGD):
-    """Keeps a number for each row of a matrix, as Adafactor does."""
+    """Stores a number for each row of a matrix, as Adafactor does."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -277,14 +281,14 @@ class Rows(torch.optim.SGD):
 
 
 class Late(Rows):
-    """One that cannot be tried: it keeps nothing before its second step."""
+    """An optimizer that a trial step cannot classify: it stores nothing before its second step."""
 
     def step(self, closure: Any = None) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
         return super().step(closure) if self.steps > 1 else None
 
 
-def unmovable(rank: int, world: int) -> list[str]:
+def errors_of_unmovable_states(rank: int, world: int) -> list[str]:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = Rows(model.parameters(), lr=0.01)
@@ -325,15 +329,15 @@ def unmovable(rank: int, world: int) -> list[str]:
 
 
 class Put(torch.nn.Module):
-    """As peft puts experts into a module of its own (`target_parameters`)."""
+    """A module of its own around the experts, as peft creates for `target_parameters`."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.base_layer = experts
 
 
-def parametrised_elsewhere(rank: int, world: int) -> None:
-    """After ShardedExperts was made, by what has no part for each expert, and around the experts."""
+def check_unsupported_parametrizations(rank: int, world: int) -> None:
+    """After ShardedExperts was made, by a module without a part for each expert, and around the experts."""
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer, experts = optimizer_of(model), model.layers[0].experts
@@ -354,19 +358,19 @@ def parametrised_elsewhere(rank: int, world: int) -> None:
         ShardedExperts(model, optimizer, topology, **HECATE)
 
 
-def test_parametrised_where_it_cannot_be(cluster: Cluster) -> None:
-    cluster.run(2, parametrised_elsewhere)
+def test_unsupported_parametrizations_are_rejected(cluster: Cluster) -> None:
+    cluster.run(2, check_unsupported_parametrizations)
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_told_at_once(cluster: Cluster):
-    for states in cluster.run(2, unmovable):
+def test_row_wise_optimizer_state_is_rejected(cluster: Cluster):
+    for states in cluster.run(2, errors_of_unmovable_states):
         assert len(states) == 3 and all("keeps rows of" in state for state in states)
         assert all(" of shape " in state and "reshard=False" in state for state in states)
 
 
-def alone(rank: int, world: int) -> list[Tensor]:
-    """Before there are `ShardedExperts`, and after."""
+def losses_without_sharded_experts(rank: int, world: int) -> list[Tensor]:
+    """Before `ShardedExperts` is made, and after it is closed."""
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     losses = []
     for placement in ("ep", "fssdp"):
@@ -382,12 +386,12 @@ def alone(rank: int, world: int) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_layers_without_sharded_experts(cluster: Cluster):
-    for losses in cluster.run(2, alone):
+def test_layers_run_before_and_after_sharded_experts(cluster: Cluster):
+    for losses in cluster.run(2, losses_without_sharded_experts):
         torch.testing.assert_close(losses[6:], losses[:6], rtol=1e-10, atol=1e-12)
 
 
-def reentrant(rank: int, world: int) -> int:
+def train_with_reentrant_checkpoint(rank: int, world: int) -> int:
     topology = Topology.from_sizes(ep=world, timeout_s=60.0)
     model = Model(topology, "fssdp")
     optimizer = optimizer_of(model)
@@ -405,5 +409,5 @@ def reentrant(rank: int, world: int) -> int:
     return copies
 
 
-def test_loads_under_reentrant_checkpointing(cluster: Cluster):
-    assert min(cluster.run(2, reentrant)) > 0
+def test_loads_are_counted_under_reentrant_checkpointing(cluster: Cluster):
+    assert min(cluster.run(2, train_with_reentrant_checkpoint)) > 0

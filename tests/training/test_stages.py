@@ -1,4 +1,4 @@
-"""Pipeline stages: each is trained, clipped and saved as if its ranks were all that there are."""
+"""Pipeline stages: each is trained, clipped and saved independently of other stages' ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.cluster import Cluster
 CONFIG = ModelConfig(layers=2, model_dim=8, heads=4, hidden=6, experts=4, k=2, seq_len=5)
 
 
-def train(topology: Topology, stage: int, folder: Path) -> dict[str, Tensor]:
-    """A step of a model of the stage, saved; its norm and parameters on this rank."""
+def train_and_save_stage(topology: Topology, stage: int, folder: Path) -> dict[str, Tensor]:
+    """Train a step of a model of the stage and save it; return its norm and parameters on this rank."""
     torch.manual_seed(stage)
     model = Transformer(CONFIG, topology, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -36,7 +36,7 @@ def train(topology: Topology, stage: int, folder: Path) -> dict[str, Tensor]:
     return {"norm": torch.as_tensor(norm), **{name: p.detach() for name, p in model.named_parameters()}}
 
 
-def of_stages(rank: int, world: int, folder: str, order: list[list[int]]) -> dict[str, Tensor]:
+def train_stages(rank: int, world: int, folder: str, order: list[list[int]]) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep") if order[0][1] == 1 else ("ep", "pp"))
     with Topology.from_mesh(mesh, ep="ep", pp="pp", timeout_s=30) as topology:
         stage = next(number for number, ranks in enumerate(order) if rank in ranks)
@@ -50,13 +50,13 @@ def of_stages(rank: int, world: int, folder: str, order: list[list[int]]) -> dic
 
         with pytest.raises(RankError, match=f"failed on rank {order[stage][1]}: ValueError"):
             on_all_ranks(topology.world, "a test", refuse)
-        return train(topology, stage, Path(folder) / str(stage))
+        return train_and_save_stage(topology, stage, Path(folder) / str(stage))
 
 
-def of_two_ranks(rank: int, world: int, stage: int, folder: str) -> dict[str, Tensor]:
-    """The same with no other ranks; what was saved there loads here."""
+def train_stage_alone(rank: int, world: int, stage: int, folder: str) -> dict[str, Tensor]:
+    """The same without other ranks; the stage's checkpoint loads here."""
     with Topology.from_sizes(ep=2, timeout_s=30) as topology:
-        found = train(topology, stage, Path(folder) / f"alone {stage}")
+        found = train_and_save_stage(topology, stage, Path(folder) / f"alone {stage}")
         model = Transformer(CONFIG, topology, dtype=torch.float64)
         extra = load_checkpoint(Path(folder) / str(stage), model, None, topology)
         assert extra == {"stage": stage}
@@ -66,17 +66,17 @@ def of_two_ranks(rank: int, world: int, stage: int, folder: str) -> dict[str, Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [[[0, 1], [2, 3]], pytest.param([[0, 2], [1, 3]], marks=pytest.mark.slow)])
-def test_a_stage_is_a_world_of_its_own(cluster: Cluster, tmp_path: Path, order: list[list[int]]) -> None:
-    found = cluster.run(4, of_stages, str(tmp_path), order)
+def test_pipeline_stage_equals_separate_job(cluster: Cluster, tmp_path: Path, order: list[list[int]]) -> None:
+    found = cluster.run(4, train_stages, str(tmp_path), order)
     for stage, ranks in enumerate(order):
-        alone = cluster.run(2, of_two_ranks, stage, str(tmp_path))
+        alone = cluster.run(2, train_stage_alone, stage, str(tmp_path))
         for rank, wanted in zip(ranks, alone, strict=True):
             assert found[rank].keys() == wanted.keys()
             for name in wanted:
                 torch.testing.assert_close(found[rank][name], wanted[name], rtol=0, atol=0, msg=name)
 
 
-def alone_in_a_stage(rank: int, world: int) -> None:
+def check_stage_of_one_rank(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     with Topology.from_mesh(mesh, pp="pp", timeout_s=30) as topology:
         assert topology.size == 1 and topology.is_first and topology.expert_mesh is None
@@ -87,5 +87,5 @@ def alone_in_a_stage(rank: int, world: int) -> None:
         Topology.from_mesh(mesh, pp="stage", timeout_s=30)
 
 
-def test_stages_of_one_rank(cluster: Cluster) -> None:
-    cluster.run(2, alone_in_a_stage)
+def test_pipeline_stages_of_one_rank(cluster: Cluster) -> None:
+    cluster.run(2, check_stage_of_one_rank)

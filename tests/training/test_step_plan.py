@@ -1,4 +1,4 @@
-"""A step whose gradients are reduced during the backward pass has those of one that reduces them afterwards."""
+"""Gradients reduced during the backward pass equal gradients reduced after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.cluster import Cluster
 
 CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2, batch=2, seq_len=9)
 WORK = Workload(2, 9, 16, 24, 4, k=2, ep=2, esp=2)
-# Links that make chunks and gradient buckets worth their while.
+# Links that make chunks and gradient buckets profitable.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
 COSTS = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, Contention.between_links(0.9))
 
@@ -53,8 +53,8 @@ def backward(model: Transformer, topology: Topology, buckets: GradientBuckets | 
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, int]:
-    """Gradient buckets on the way, and parameters that they reduced."""
+def compare_planned_gradients(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, int]:
+    """Gradient buckets in the plan, and the parameters that they reduced."""
     topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
     plain, model = build(topology), build(topology, recompute)
     plan, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
@@ -73,13 +73,13 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
     "policy",
     ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), pytest.param("tutel_improved", marks=pytest.mark.slow)],
 )
-def test_buckets_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
-    for buckets, done in cluster.run(4, planned, policy, recompute):
+def test_gradients_reduced_during_backward_equal_plain(cluster: Cluster, policy: str, recompute: bool) -> None:
+    for buckets, done in cluster.run(4, compare_planned_gradients, policy, recompute):
         assert buckets > 1 and done > 5
 
 
-def hooked(rank: int, world: int, policy: str) -> None:
-    """Layers with hooks follow no plan, and reduce the gradient buckets of theirs, for which others wait."""
+def compare_hooked_gradients(rank: int, world: int, policy: str) -> None:
+    """Layers with hooks follow no plan, and reduce their gradient buckets, for which other ranks wait."""
     topology = Topology.from_sizes(2, ranks_per_node=2, timeout_s=60)
     plain, model = build(topology), build(topology)
     _, buckets = plan_step(model, topology, policy, COSTS, replace(WORK, esp=1), limit=4)
@@ -94,17 +94,17 @@ def hooked(rank: int, world: int, policy: str) -> None:
             hook.remove()
 
 
-def test_hooks_on_experts(cluster: Cluster) -> None:
-    cluster.run(4, hooked, "fsmoe")
+def test_layers_with_hooks_reduce_gradient_buckets(cluster: Cluster) -> None:
+    cluster.run(4, compare_hooked_gradients, "fsmoe")
 
 
 @pytest.mark.slow
-def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
-    for _, done in cluster.run(4, planned, "sequential", False):
+def test_sequential_policy_reduces_after_backward(cluster: Cluster) -> None:
+    for _, done in cluster.run(4, compare_planned_gradients, "sequential", False):
         assert done == 0
 
 
-def forgotten(rank: int, world: int) -> list[bool]:
+def objects_are_freed(rank: int, world: int) -> list[bool]:
     topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
     model = build(topology)
     buckets = plan_step(model, topology, "fsmoe", COSTS, WORK, limit=4)[1]
@@ -116,11 +116,11 @@ def forgotten(rank: int, world: int) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_model_with_buckets(cluster: Cluster) -> None:
-    assert cluster.run(4, forgotten) == [[True] * 3] * 4
+def test_model_with_buckets_is_freed(cluster: Cluster) -> None:
+    assert cluster.run(4, objects_are_freed) == [[True] * 3] * 4
 
 
-def ragged_stream(rank: int, world: int) -> None:
+def check_ragged_buckets(rank: int, world: int) -> None:
     """Buckets that end inside parameters, gradients that some ranks lack, passes that add up."""
     topology = Topology.from_sizes(1)
     torch.manual_seed(0)
@@ -161,8 +161,8 @@ def ragged_stream(rank: int, world: int) -> None:
                 torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
-def test_a_stream_cut_anywhere(cluster: Cluster) -> None:
-    cluster.run(3, ragged_stream)
+def test_buckets_may_split_parameters_anywhere(cluster: Cluster) -> None:
+    cluster.run(3, check_ragged_buckets)
 
 
 class Dense(nn.Module):
@@ -174,19 +174,21 @@ class Dense(nn.Module):
         return x, self.linear(x)
 
 
-def test_blocks_are_copied_after_their_buckets_were_reduced() -> None:
+def test_deepcopy_of_blocks_during_and_after_reduction() -> None:
     blocks = fusedmoe.pipeline([(Dense(), fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(4)))])
     buckets = GradientBuckets(blocks, Topology(), dense=blocks.dense_parameters)
     blocks.set_plan(blocks.plans, buckets)
     buckets.open()
     buckets.begin([Task("gradient-all-reduce", 0, 0, "backward", 64)])
+    during = copy.deepcopy(blocks)
     buckets.wait()
     x = torch.randn(4, 8)
+    assert torch.equal(during(x), blocks(x))
     assert torch.equal(copy.deepcopy(blocks)(x), blocks(x))
     assert torch.equal(pickle.loads(pickle.dumps(blocks))(x), blocks(x))
 
 
-def test_refusals() -> None:
+def test_plan_step_rejects_unknown_schedule_and_plain_model() -> None:
     model = build(Topology())
     with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose sequential"):
         plan_step(model, Topology(), "fast", COSTS, WORK)
@@ -194,7 +196,7 @@ def test_refusals() -> None:
         plan_step(nn.Linear(2, 2), Topology(), "fsmoe", COSTS, WORK)
 
 
-def test_a_plan_that_experts_cannot_follow_is_refused_before_the_step() -> None:
+def test_unsupported_plan_is_rejected_before_step() -> None:
     network = fusedmoe.experts.Custom(lambda model_dim: nn.Linear(model_dim, model_dim))
     layer = fusedmoe.MoELayer(16, fusedmoe.gates.TopK(4), network)
     work = replace(WORK, ep=1, esp=1)

@@ -1,4 +1,4 @@
-"""State in the memory of nodes: kept on two, found whole or not at all, and handed to any other ranks."""
+"""State in node memory: stored on two nodes, restored whole or not at all, and redistributed to any other ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import ShardedExperts, sync_gradients
-from fusedmoe.training.survival import NodeMemory, Survival, snapshot
+from fusedmoe.training.survival import snapshot
+from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.snapshot import JobNodes
+from fusedmoe.training.survival.survival import Survival
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 from tests.training.toy import snapshot as held_by
@@ -30,7 +32,7 @@ ALONE = Topology()
 GRID = Sizes(4, ep=2, esp=2, mp=2)  # an expert's parts are on one node each
 
 
-def test_every_part_is_kept_once_on_each_node_and_buddies_are_elsewhere() -> None:
+def test_parts_are_stored_on_two_nodes() -> None:
     rng = random.Random()
     for _ in range(200):
         shape = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
@@ -41,28 +43,28 @@ def test_every_part_is_kept_once_on_each_node_and_buddies_are_elsewhere() -> Non
         ]
         holders = rng.sample(ranks, rng.randint(1, len(ranks)))
         for key in ("a", "b", "experts.w1"):
-            keepers = [rank for rank in holders if nodes.keeps(key, holders, rank)]
+            keepers = [rank for rank in holders if nodes.is_keeper(key, holders, rank)]
             assert sorted(nodes.of_rank[rank] for rank in keepers) == sorted({nodes.of_rank[r] for r in holders})
-        assert nodes.on_one(holders) == (len({nodes.of_rank[rank] for rank in holders}) == 1)
+        assert nodes.is_on_one_node(holders) == (len({nodes.of_rank[rank] for rank in holders}) == 1)
         for rank in ranks:
             buddy = nodes.buddy(rank)
             assert (buddy is None) == (len(shape) == 1)
             if buddy is not None:
                 assert nodes.of_rank[buddy] != nodes.of_rank[rank] and rank in nodes.sources(buddy)
-        assert sum(nodes.speaks(rank) for rank in ranks) == len(shape)
+        assert sum(nodes.is_node_leader(rank) for rank in ranks) == len(shape)
 
 
-def test_a_slot_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_slot_is_invisible_until_committed(tmp_path: Path) -> None:
     memory = NodeMemory(os.getpid(), tmp_path)
     slot = memory.slot("1-0-0")
     for size in (300, 5000, 0, 64):
         data = torch.randint(256, (size,), dtype=torch.uint8)
         slot.begin(size).copy_(data)
         assert memory.headers() == {} and memory.slots() == ["1-0-0"]
-        slot.commit({"bytes": size})
+        slot.complete({"bytes": size})
         assert memory.headers() == {"1-0-0": {"bytes": size}}
         assert torch.equal(memory.slot("1-0-0").read(size), data)
-        memory.slot("1-0-0").read(size).fill_(7)  # a reader's own
+        memory.slot("1-0-0").read(size).fill_(7)  # each read returns a private copy
         assert torch.equal(memory.slot("1-0-0").read(size), data)
     with pytest.raises(ConfigError, match="64 bytes of 65"):
         memory.slot("1-0-0").read(65)
@@ -74,17 +76,17 @@ def test_a_slot_is_whole_or_not_there(tmp_path: Path) -> None:
     assert NodeMemory(os.getppid(), tmp_path).note() is None
 
 
-def test_a_damaged_header_or_note_is_named(tmp_path: Path) -> None:
+def test_damaged_header_or_note_is_reported(tmp_path: Path) -> None:
     memory = NodeMemory(os.getpid(), tmp_path)
     memory.slot("1-0-0").begin(1)
-    memory.slot("1-0-0").commit({"bytes": 1})
+    memory.slot("1-0-0").complete({"bytes": 1})
     memory.write_note({"run": 1})
     (header,), (note,) = tmp_path.glob("*.json"), tmp_path.glob("*note")
     header.write_text("{")
     with pytest.warns(UserWarning, match=f"{header} is damaged"):
         assert memory.headers() == {"1-0-0": None}
     note.write_text(note.read_text().replace("1", "2", 1))
-    with pytest.raises(ConfigError, match=f"{note} is not as it was written. Remove it"):
+    with pytest.raises(ConfigError, match=rf"{note} is damaged \(digest mismatch\). Remove it"):
         memory.note()
 
 
@@ -96,8 +98,8 @@ def _flip(chance: random.Random, path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:survival")
-def test_no_flipped_bit_restores_other_numbers(tmp_path: Path) -> None:
-    """One bit anywhere: the state before is taken, and where there is none, it is an error."""
+def test_flipped_bit_never_restores_wrong_values(tmp_path: Path) -> None:
+    """One flipped bit anywhere: the previous state is restored, and without one the restore raises."""
     states, memory = [], NodeMemory(os.getpid(), tmp_path)
     model, survival = Toy(), Survival(ALONE, memory)
     optimizer = make_optimizer("adamw", model)
@@ -119,7 +121,7 @@ def test_no_flipped_bit_restores_other_numbers(tmp_path: Path) -> None:
         for number in range(40):
             _flip(chance, newest[number % 2])
             if step == 1:
-                with pytest.raises(ConfigError, match=r"state of the job is damaged.*Go on from a checkpoint"):
+                with pytest.raises(ConfigError, match=r"state of the job is damaged.*Resume from a checkpoint"):
                     restored()
             else:
                 extra, found = restored()
@@ -129,22 +131,22 @@ def test_no_flipped_bit_restores_other_numbers(tmp_path: Path) -> None:
         _flip(chance, path)
     again = Survival(ALONE, memory)
     assert again.step is None and len(again.damaged) == 2
-    again.refresh(3, model, optimizer, {"step": 3})  # after a checkpoint, say
+    again.refresh(3, model, optimizer, {"step": 3})  # for example after a checkpoint
     assert restored()[0] == {"step": 3} and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_flipped_bit_on_one_node_is_read_from_the_other(cluster: Cluster, tmp_path: Path) -> None:
+def test_damaged_node_is_restored_from_other_node(cluster: Cluster, tmp_path: Path) -> None:
     sizes, chance = Sizes(2, ep=2), random.Random()
-    _job(cluster, sizes, [0, 1], tmp_path, range(2))
+    _run_job(cluster, sizes, [0, 1], tmp_path, range(2))
     for path in Path(tmp_path, "node 1").iterdir():
         _flip(chance, path)
-    for rank, (before, _, start, lost, _, _) in enumerate(_job(cluster, sizes, [0, 1], tmp_path, range(2))):
+    for rank, (before, _, start, lost, _, _) in enumerate(_run_job(cluster, sizes, [0, 1], tmp_path, range(2))):
         assert start == 2 and not lost
         _check(before, 2, sizes, rank)
 
 
-def _extra_of_each(rank: int, world: int, folder: str) -> str:
-    """Equal values may be made of other objects, in another order."""
+def _refresh_with_rank_specific_extra(rank: int, world: int, folder: str) -> str:
+    """Equal values may consist of other objects, in another order."""
     model, topology = torch.nn.Linear(2, 2), Sizes(2).topology()
     survival, word = Survival(topology, _memory(folder, 0)), "word" if rank else "".join(["wo", "rd"])
     same = {"a": word, "b": [word, 1.5, None], "c": torch.arange(3), "d": {1: True}}
@@ -154,57 +156,59 @@ def _extra_of_each(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_extra_that_differs_by_rank_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    for said in cluster.run(2, _extra_of_each, str(tmp_path)):
-        assert "differs between rank 0 and rank 1" in said and "gather into it" in said
+def test_different_extra_across_ranks_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _refresh_with_rank_specific_extra, str(tmp_path)):
+        assert "differs between rank 0 and rank 1" in said and "gather values that differ" in said
 
 
-def _plant(path: Path, how: str) -> None:
-    """Puts into the place of a file what is not this job's."""
+def _replace_file(path: Path, how: str) -> None:
+    """Replace a file by a link, a pipe, a folder, or a file with other permissions, owner or names."""
     text, elsewhere = path.read_bytes(), path.with_name(f"elsewhere {path.name}")
     path.unlink()
-    if how == "a link":
+    if how == "symlink":
         path.symlink_to(elsewhere)
         elsewhere.write_bytes(text)
-    elif how == "a pipe":
+    elif how == "named pipe":
         os.mkfifo(path)
-    elif how == "a folder":
+    elif how == "folder":
         path.mkdir()
     else:
         path.write_bytes(text)
-        path.chmod(0o644 if how == "open to others" else 0o600)
-        if how == "another user's":
+        path.chmod(0o644 if how == "world-readable file" else 0o600)
+        if how == "file of other user":
             os.chown(path, 65534, 65534)
-        elif how == "a second name":
+        elif how == "hard link":
             elsewhere.hardlink_to(path)
 
 
-@pytest.mark.parametrize("how", ["a link", "a pipe", "a folder", "open to others", "a second name", "another user's"])
-def test_what_is_not_this_jobs_is_not_read(tmp_path: Path, how: str) -> None:
-    """Notes, headers and bytes that somebody has planted, each with the right content."""
-    if how == "another user's" and os.geteuid() != 0:
+@pytest.mark.parametrize(
+    "how", ["symlink", "named pipe", "folder", "world-readable file", "hard link", "file of other user"]
+)
+def test_planted_files_are_ignored(tmp_path: Path, how: str) -> None:
+    """Planted notes, headers and bytes, each with the right content."""
+    if how == "file of other user" and os.geteuid() != 0:
         pytest.skip("needs root to make another user's file")
     memory, model = NodeMemory(os.getpid(), tmp_path), Toy()
     Survival(ALONE, memory).refresh(1, model, None, {"step": 1})
     memory.write_note({"run": 1})
     (header,), (note,) = tmp_path.glob("*.json"), tmp_path.glob("*note")
-    _plant(note, how)
+    _replace_file(note, how)
     with pytest.warns(UserWarning, match=f"{note} is not this job's and is ignored"):
         assert memory.note() is None
     data = header.with_suffix("")
-    _plant(data, how)
+    _replace_file(data, how)
     with pytest.warns(UserWarning, match=f"{data} cannot be read"):
         survival = Survival(ALONE, memory)
     with pytest.raises(ConfigError, match="state of the job is damaged"):
         survival.restore(model, None)
-    _plant(header, how)
+    _replace_file(header, how)
     with pytest.warns(UserWarning, match=f"{header} is not this job's and is ignored"):
         assert memory.headers() == {} and memory.slots() == []
-    with pytest.raises(ConfigError, match=r"is not this job's: .*Somebody has taken the name"):
+    with pytest.raises(ConfigError, match=r"is not this job's: .*Another user owns this name"):
         memory.slot("1-0-0").begin(4)
 
 
-def test_names_that_somebody_else_made_up_stop_nothing(tmp_path: Path) -> None:
+def test_foreign_file_names_are_ignored(tmp_path: Path) -> None:
     memory = NodeMemory(os.getpid(), tmp_path)
     prefix = tmp_path / memory.name.rpartition("/")[2]
     for name in ("9-x-0", "99999999999999999999-0-0", "--", "9-0-0.json.json", "\udcff-0-0", "keeper", "9-9"):
@@ -215,12 +219,12 @@ def test_names_that_somebody_else_made_up_stop_nothing(tmp_path: Path) -> None:
     assert memory.slots() == []
 
 
-def test_memory_goes_with_its_agent(tmp_path: Path) -> None:
+def test_memory_is_removed_when_agent_dies(tmp_path: Path) -> None:
     agent = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
     try:
         memory = NodeMemory(agent.pid, tmp_path)
         memory.keep()
-        memory.keep()  # the second ends by itself
+        memory.keep()  # the second ends without a request
         memory.write_note({})
         memory.slot("1-0-0").begin(100)
         memory.check()
@@ -235,7 +239,7 @@ def test_memory_goes_with_its_agent(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_what_is_left_of_others_is_swept(tmp_path: Path) -> None:
+def test_memory_of_dead_agents_is_removed(tmp_path: Path) -> None:
     agent = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
     try:
         left, own = NodeMemory(agent.pid, tmp_path), NodeMemory(os.getpid(), tmp_path)
@@ -256,11 +260,12 @@ def _memory(folder: str, node: int) -> NodeMemory:
     return NodeMemory(os.getppid(), place)
 
 
-def _go_on(
+def _resume_and_train(
     rank: int, world: int, sizes: Sizes, nodes: list[int], folder: str, steps: range, every: int, custom: bool
 ) -> Any:
-    """A job on these nodes (the number of each rank's): goes on from memory if there is a state, with parameters of
-    nonsense before, and refreshes. Returns what it began with, what it holds, where it began and what was lost."""
+    """A job on these nodes (one number for each rank): resumes from memory if there is a state, over nonsense
+    parameters, and refreshes. Return the values at the start and at the end, the start step and the lost ranks.
+    """
     topology, model = sizes.topology(), Toy(sizes, rank, custom)
     optimizer = make_optimizer("adamw", model)
     survival = Survival(topology, _memory(folder, nodes[rank]))
@@ -283,9 +288,9 @@ def _go_on(
     return before, held_by(model, optimizer), start, survival.lost, slots, survival.price
 
 
-def _job(cluster: Cluster, sizes: Sizes, nodes: list[int], folder: Path, steps: range, every: int = 1) -> list[Any]:
+def _run_job(cluster: Cluster, sizes: Sizes, nodes: list[int], folder: Path, steps: range, every: int = 1) -> list[Any]:
     given = (sizes, nodes, str(folder), steps, every, False)
-    return cluster.run(sizes.world, _go_on, *given)  # all of one agent, which is their parent
+    return cluster.run(sizes.world, _resume_and_train, *given)  # all ranks of one agent, which is their parent
 
 
 def _reference(steps: int) -> dict[str, Any]:
@@ -309,32 +314,32 @@ def _check(held: dict[str, Any], steps: int, sizes: Sizes, rank: int) -> None:
     [
         pytest.param(Sizes(2, esp=2, mp=2), [1, 1], marks=pytest.mark.slow),  # node 0 is lost
         pytest.param(Sizes(2, ep=2), [0, 0], marks=pytest.mark.slow),  # node 1 is
-        (Sizes(4, ep=4), [2, 2, 1, 1]),  # one comes back empty, and the order of nodes is another
+        (Sizes(4, ep=4), [2, 2, 1, 1]),  # one returns empty, and the order of nodes is another
         pytest.param(GRID, [0, 0, 1, 1], marks=pytest.mark.slow),  # a rank was killed
         pytest.param(Sizes(3), [3, 0, 4], marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_other_ranks_go_on_from_what_is_left(cluster: Cluster, tmp_path: Path, sizes: Sizes, nodes: list[int]) -> None:
-    for rank, (_, held, _, _, slots, price) in enumerate(_job(cluster, GRID, [0, 0, 1, 1], tmp_path, range(3))):
+def test_training_resumes_on_remaining_nodes(cluster: Cluster, tmp_path: Path, sizes: Sizes, nodes: list[int]) -> None:
+    for rank, (_, held, _, _, slots, price) in enumerate(_run_job(cluster, GRID, [0, 0, 1, 1], tmp_path, range(3))):
         _check(held, 3, GRID, rank)
         assert slots == 4 and price.memory_bytes > 2 * price.sent_bytes > 0
-    for rank, (before, after, start, lost, slots, _) in enumerate(_job(cluster, sizes, nodes, tmp_path, range(5))):
+    for rank, (before, after, start, lost, slots, _) in enumerate(_run_job(cluster, sizes, nodes, tmp_path, range(5))):
         assert start == 3 and not lost
         _check(before, 3, sizes, rank)
         _check(after, 5, sizes, rank)
-        assert slots == 2 * nodes.count(nodes[rank])  # nothing is left of the first ranks'
+        assert slots == 2 * nodes.count(nodes[rank])  # no state of the first ranks remains
 
 
-def test_a_world_of_one_goes_on_from_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    _job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(2))
-    ((before, after, start, _, _, _),) = _job(cluster, ONE, [1], tmp_path, range(3))
+def test_one_rank_resumes_from_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    _run_job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(2))
+    ((before, after, start, _, _, _),) = _run_job(cluster, ONE, [1], tmp_path, range(3))
     assert start == 2
     _check(before, 2, ONE, 0)
     _check(after, 3, ONE, 0)
 
 
-def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
+def _interrupted_refresh(rank: int, world: int, folder: str, when: str) -> list[int]:
     """Two states; in the second refresh rank 3's process is lost, at some moment."""
     model, topology = Toy(GRID, rank), GRID.topology()
     optimizer = make_optimizer("adamw", model)
@@ -343,7 +348,7 @@ def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
     for step in (1, 2):
         train(model, optimizer, GRID, rank, range(step - 1, step))
         survival.refresh(step, model, optimizer, {"step": step})
-    # The third: as far as it comes.
+    # The third refresh is interrupted.
     train(model, optimizer, GRID, rank, range(2, 3))
 
     def lose(*_: Any) -> Any:
@@ -353,7 +358,7 @@ def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
         if rank == 3 and when == "sending":
             patch.setattr(snapshot, "all_to_all_rows", lose)
         elif rank == 3:
-            patch.setattr(snapshot.Slot, "commit", lose)
+            patch.setattr(snapshot.Slot, "complete", lose)
         with topology.guard():
             survival.refresh(3, model, optimizer, {"step": 3})
             if rank != 3:
@@ -363,26 +368,26 @@ def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["sending", pytest.param("the end", marks=pytest.mark.slow)])
-def test_a_refresh_that_is_cut_short_leaves_the_one_before(cluster: Cluster, tmp_path: Path, when: str) -> None:
-    steps = cluster.run(4, _torn, str(tmp_path), when)
+def test_interrupted_refresh_keeps_previous_state(cluster: Cluster, tmp_path: Path, when: str) -> None:
+    steps = cluster.run(4, _interrupted_refresh, str(tmp_path), when)
     assert steps[2] == ([2, 2] if when == "sending" else [2, 2, 3])
     small = Sizes(2, ep=2)
-    for rank, (before, after, start, lost, _, _) in enumerate(_job(cluster, small, [1, 1], tmp_path, range(4))):
+    for rank, (before, after, start, lost, _, _) in enumerate(_run_job(cluster, small, [1, 1], tmp_path, range(4))):
         assert start == 2 and set(lost) == (set() if when == "sending" else {3})
         _check(before, 2, small, rank)
         _check(after, 4, small, rank)
 
 
-def test_where_no_copy_is_left_it_says_so(cluster: Cluster, tmp_path: Path) -> None:
+def test_lost_state_is_reported(cluster: Cluster, tmp_path: Path) -> None:
     three = Sizes(3, ep=3)
-    _job(cluster, three, [0, 1, 2], tmp_path, range(2))
-    ((_, _, start, lost, _, _),) = _job(cluster, ONE, [2], tmp_path, range(1))
+    _run_job(cluster, three, [0, 1, 2], tmp_path, range(2))
+    ((_, _, start, lost, _, _),) = _run_job(cluster, ONE, [2], tmp_path, range(1))
     assert start == 0
     assert set(lost) == {1, 2} and any("experts.w1" in key for key in lost[2])
     assert not any("dense" in key for key in lost[2])
 
 
-def _full(rank: int, world: int, folder: str) -> str:
+def _refresh_without_space(rank: int, world: int, folder: str) -> str:
     model, topology = Toy(Sizes(2, ep=2), rank), Sizes(2, ep=2).topology()
     survival = Survival(topology, _memory(folder, rank))
     for step in (1, 2):
@@ -403,8 +408,8 @@ def _full(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_no_room_is_an_error_of_all_and_the_state_before_stands(cluster: Cluster, tmp_path: Path) -> None:
-    for said in cluster.run(2, _full, str(tmp_path)):
+def test_full_memory_raises_on_all_ranks_and_keeps_state(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _refresh_without_space, str(tmp_path)):
         assert "failed on rank 1" in said and "no room" in said and "--shm-size" in said
 
 
@@ -416,21 +421,21 @@ def _other_model(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_another_model_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    _job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(1))
+def test_state_of_other_model_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    _run_job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(1))
     for said in cluster.run(2, _other_model, str(tmp_path)):
         assert "of another model" in said and "weight is not in the checkpoint" in said
 
 
-def test_names_of_their_own_and_pieces_of_what_travels(cluster: Cluster, tmp_path: Path) -> None:
-    for rank, held in enumerate(cluster.run(2, _in_pieces, str(tmp_path), [0, 1], 0)):
+def test_rank_specific_names_and_small_messages(cluster: Cluster, tmp_path: Path) -> None:
+    for rank, held in enumerate(cluster.run(2, _resume_with_small_messages, str(tmp_path), [0, 1], 0)):
         assert held == rank
-    held = cluster.run(2, _in_pieces, str(tmp_path), [5, 1], 1)  # the first rank's node is a new one
+    held = cluster.run(2, _resume_with_small_messages, str(tmp_path), [5, 1], 1)  # the first rank's node is a new one
     assert held == [0, 1]
 
 
-def _in_pieces(rank: int, world: int, folder: str, nodes: list[int], run: int) -> int:
-    """Experts with names of their own on each rank, and few bytes at once."""
+def _resume_with_small_messages(rank: int, world: int, folder: str, nodes: list[int], run: int) -> int:
+    """Experts with rank-specific names, and few bytes at once."""
     sizes = Sizes(2, ep=2)
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
     optimizer = make_optimizer("adamw", model)
@@ -452,8 +457,8 @@ def _in_pieces(rank: int, world: int, folder: str, nodes: list[int], run: int) -
     return rank
 
 
-def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) -> Any:
-    """A layer whose experts move: three steps and a refresh, or what was kept then; outputs of the whole batch."""
+def _train_with_moving_experts(rank: int, world: int, folder: str, nodes: list[int], first: bool) -> Any:
+    """A layer whose experts move: three steps and a refresh, or the restored state; outputs of the whole batch."""
     sizes = Sizes(world, ep=world)
     topology = sizes.topology()
     torch.manual_seed(1)
@@ -485,7 +490,7 @@ def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) ->
 
 
 @pytest.mark.slow
-def test_experts_that_move_are_kept_where_they_are(cluster: Cluster, tmp_path: Path) -> None:
-    expected = cluster.run(4, _moved, str(tmp_path), [0, 0, 1, 1], True)
-    for found in cluster.run(2, _moved, str(tmp_path), [1, 1], False):
+def test_moved_experts_are_restored(cluster: Cluster, tmp_path: Path) -> None:
+    expected = cluster.run(4, _train_with_moving_experts, str(tmp_path), [0, 0, 1, 1], True)
+    for found in cluster.run(2, _train_with_moving_experts, str(tmp_path), [1, 1], False):
         torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)

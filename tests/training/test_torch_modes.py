@@ -41,7 +41,7 @@ def _fill(model: nn.Module, whole: dict[str, Tensor], topology: Topology) -> Non
         parameter.grad = part.clone()
 
 
-def _norms(rank: int, world: int, options: dict[str, Any]) -> None:
+def _check_norms(rank: int, world: int, options: dict[str, Any]) -> None:
     topology = Topology.from_sizes(ep=world)
     model = _model(topology, **options)
     plain = _model()
@@ -80,34 +80,34 @@ def _norms(rank: int, world: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_norms_of_other_orders_are_those_of_one_process(cluster: Cluster, world: int) -> None:
-    cluster.run(world, _norms, {})
+def test_norms_of_any_order_equal_one_process(cluster: Cluster, world: int) -> None:
+    cluster.run(world, _check_norms, {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "options"), [(4, {}), (2, {"placement": "fssdp"})])
-def test_norms_of_other_orders_over_more_ranks(cluster: Cluster, world: int, options: dict[str, Any]) -> None:
-    cluster.run(world, _norms, options)
+def test_norms_of_any_order_over_more_ranks(cluster: Cluster, world: int, options: dict[str, Any]) -> None:
+    cluster.run(world, _check_norms, options)
 
 
-def _joined(rank: int, world: int) -> None:
+def _check_join_rejected(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world)
     model = distributed_data_parallel(_model(topology, mp_input="split"), topology)
     for enter in (lambda: model.join(), lambda: Join([model])):
         with pytest.raises(ConfigError, match=rf"rank {rank}: join\(\) .* batches of no tokens"), enter():
             raise AssertionError("entered")
-    # Instead of it: as many batches on all ranks, some of no tokens.
+    # The alternative: equal numbers of batches on all ranks, some without tokens.
     for tokens in (3, 0) if rank else (3, 2):
         model(torch.randn(tokens, 4, dtype=torch.float64)).square().sum().backward()
 
 
-def test_join_is_refused(cluster: Cluster) -> None:
-    cluster.run(2, _joined)
+def test_join_is_rejected(cluster: Cluster) -> None:
+    cluster.run(2, _check_join_rejected)
     with distributed_data_parallel(_model(), Topology()).join():
         pass
 
 
-def test_jit_is_refused() -> None:
+def test_torch_jit_is_rejected() -> None:
     ffn = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": 6}
     tutel = moe_layer(gate_type={"type": "top", "k": 2}, model_dim=4, experts=ffn)
     x = torch.randn(3, 4)
@@ -119,7 +119,7 @@ def test_jit_is_refused() -> None:
         layer(x)
 
 
-def _swapped(rank: int, world: int) -> None:
+def _check_swapped_parameters(rank: int, world: int) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         topology = Topology.from_sizes(ep=world)
@@ -137,5 +137,5 @@ def _swapped(rank: int, world: int) -> None:
     model.float()(x).sum().backward()
 
 
-def test_parameters_that_are_swapped(cluster: Cluster) -> None:
-    cluster.run(2, _swapped)
+def test_swapped_module_parameters(cluster: Cluster) -> None:
+    cluster.run(2, _check_swapped_parameters)

@@ -1,4 +1,4 @@
-"""Plans that are measured in other people's loops: losses stay, and what was found is kept. Seconds are made up."""
+"""Plans measured in user-written loops: losses are unchanged, and results are cached. Seconds are synthetic."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.integrations.plans_run import plans_run
 from tests.marks import slowly
 
 E, K, M, H, TOKENS = 4, 2, 8, 6, 24
-# Links so slow that chunks are worth while, and measured as such.
+# Links slow enough to make chunks profitable, and measured as slow.
 COSTS = CostModel({"all-to-all/ep": Line(1e-5, 1e-6), "gemm": Line(0.0, 1e-7), "all-reduce/dp": Line(0.0, 0.0)})
 
 
 class TheirExperts(nn.Module):
-    """Another library's layer: its router, its parameters, and its way through ours."""
+    """Another library's layer: its router and its parameters, and the library's dispatch."""
 
     def __init__(self, topology: Topology, grouped: bool, schedule: str = "off") -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def model_of(topology: Topology, grouped: bool) -> nn.Sequential:
 
 
 class Clock:
-    """Seconds of steps: those without a plan take longest, those in chunks of four the shortest."""
+    """Step times: the longest without a plan, the shortest in chunks of four."""
 
     def __init__(self) -> None:
         self.now_s, self.ran = 0.0, [(1, 1)]
@@ -87,15 +87,15 @@ class Clock:
         return self.now_s
 
 
-def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str], list[str]]:
-    """What was chosen and told, by a job and by the next one."""
+def tune_in_loop(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str], list[str]]:
+    """The chosen plans and the reported lines, of a job and of the next one."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     told: list[str] = []
     chosen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         for _ in range(2):
             model, plain = (model_of(topology, grouped) for _ in range(2))
             clock = Clock()
@@ -132,17 +132,17 @@ def trained(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str
 
 
 @pytest.mark.parametrize("grouped", [True, *slowly(False)])
-def test_a_loop_follows_plans_and_keeps_the_fastest(cluster: Cluster, tmp_path: Path, grouped: bool) -> None:
-    (chosen, told), (others, silent) = cluster.run(2, trained, str(tmp_path), grouped)
+def test_tuned_loop_keeps_and_caches_fastest_plan(cluster: Cluster, tmp_path: Path, grouped: bool) -> None:
+    (chosen, told), (others, silent) = cluster.run(2, tune_in_loop, str(tmp_path), grouped)
     assert chosen == others and not silent and len(told) == 2
     (first, steps, plans), (again, fewer, _) = chosen
     assert "4" in first and first == again and plans > 2, chosen
-    # The next job begins with it, and tries less.
+    # The next job begins with it, and tries fewer plans.
     assert fewer < steps and all(line.startswith(f"schedule: {first}: ") for line in told), told
 
 
 class Slower(Clock):
-    """Steps that take so many times as long; plans differ by little, so that much is left to spend."""
+    """Steps slowed by a factor; plans differ by little, which leaves most of the budget."""
 
     times = 1.0
 
@@ -152,8 +152,8 @@ class Slower(Clock):
         return self.now_s
 
 
-def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list[int]]:
-    """For how long it was measured again, whether plans are made by that, and the steps after which it was asked to."""
+def measure_after_drift(rank: int, world: int, folder: str) -> tuple[list[float], bool, list[int]]:
+    """The duration of repeated measurements, whether plans use the result, and the steps after which it was due."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     asked: list[float] = []
     faster = CostModel({name: Line(line.alpha_s, line.beta_s / 2) for name, line in COSTS.lines.items()})
@@ -167,7 +167,7 @@ def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", measured)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         clock = Slower()
         patch.setattr(plan_chooser, "time", clock)
         model = model_of(topology, True)
@@ -190,9 +190,9 @@ def drifted(rank: int, world: int, folder: str) -> tuple[list[float], bool, list
         return asked, made == plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s, again
 
 
-def test_the_step_after_a_drift_measures_again(cluster: Cluster, tmp_path: Path) -> None:
-    (asked, new, again), other = cluster.run(2, drifted, str(tmp_path))
-    # Half of what is left goes to the machine's lines, the other half to the layer's parts.
+def test_step_after_drift_measures_costs_again(cluster: Cluster, tmp_path: Path) -> None:
+    (asked, new, again), other = cluster.run(2, measure_after_drift, str(tmp_path))
+    # Half of the remaining budget is for the machine's cost lines, the other half for the layer's parts.
     assert (asked, new, again) == other and new and len(asked) == 1 and 0.5 <= asked[0] <= 15
     assert again == [WINDOW + 1]
 
@@ -204,7 +204,7 @@ def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Ph
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, folder)
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *given: asked.append(given[3]) or COSTS)
-        patch.setattr("fusedmoe.layers.measure.observe_layer", lambda *_: Observed({}))
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         clock = Slower()
         patch.setattr(plan_chooser, "time", clock)
         model: Any = model_of(topology, True)
@@ -220,18 +220,18 @@ def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Ph
             with tuning:
                 pass
             phases.append(tuning.phase)
-        trial = getattr(model[0], EXCHANGE).plans.trial
+        trial = getattr(model[0], EXCHANGE).plans.cost_trial
         return phases[WINDOW - 1 :], trial.state, source.step.costs is costs, asked
 
 
-def test_a_drift_without_a_forward_keeps_the_previous_costs(cluster: Cluster, tmp_path: Path) -> None:
+def test_drift_without_forward_keeps_costs(cluster: Cluster, tmp_path: Path) -> None:
     for phases, state, is_same, asked in cluster.run(2, drifted_without_forward, str(tmp_path)):
         assert phases == [Phase.MEASURE, Phase.MEASURE, Phase.TRY]
-        # A forward that reaches the layer later must not measure in the midst of trials.
+        # A forward that reaches the layer later must not measure during trials.
         assert state is Measurement.TAKEN and is_same and not any(asked)
 
 
-def test_a_workload_that_is_given_serves_costs_that_the_job_measures() -> None:
+def test_given_workload_is_used_with_measured_costs() -> None:
     model, workload = model_of(Topology(), True), Workload.of_rows(TOKENS * K, M, H, E, True, 8, 1, 1)
     step = PlannedStep(model, Topology(), None, workload, limit=4)
     assert not step.has_costs and step.workload is workload
@@ -242,7 +242,7 @@ def test_a_workload_that_is_given_serves_costs_that_the_job_measures() -> None:
         tune_step(without, measure=lambda seconds: COSTS, tell=lambda line: None)
 
 
-def a_step_that_failed(rank: int, world: int) -> None:
+def check_failed_step(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
@@ -251,7 +251,7 @@ def a_step_that_failed(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match="theirs"), tuning:
             raise ValueError("theirs")
         assert tuning.phase is Phase.MEASURE
-        # A context without a step, as of a loop that skips a batch: nothing is known yet.
+        # A context without a step, as of a loop that skips a batch: no time is recorded yet.
         for _ in range(2):
             with tuning:
                 pass
@@ -259,11 +259,11 @@ def a_step_that_failed(rank: int, world: int) -> None:
         assert len(told) == (rank == 0) and all("nothing to measure" in line for line in told)
 
 
-def test_a_step_that_failed_is_none(cluster: Cluster) -> None:
-    cluster.run(2, a_step_that_failed)
+def test_failed_step_is_not_counted(cluster: Cluster) -> None:
+    cluster.run(2, check_failed_step)
 
 
-def test_models_with_nothing_to_tune() -> None:
+def test_model_without_plans_is_unchanged_or_rejected() -> None:
     with pytest.raises(ConfigError, match="no experts whose tokens .* sends.*tune_step"):
         tune_model(nn.Linear(2, 2))
     model = model_of(Topology(), True)

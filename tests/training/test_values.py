@@ -1,4 +1,4 @@
-"""Values in checkpoints and nodes' memory: a load returns what a save accepts, and a save rejects anything else."""
+"""Values in checkpoints and node memory: a load returns each value that a save accepts; a save rejects any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.plain_values import DTYPES, decode_value, encode_value, tensor_bytes
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.survival import Survival
 from tests.cluster import Cluster
 from tests.training.toy import Sizes, Toy
 
@@ -81,7 +82,7 @@ EXTRA_STATES = [torch.arange(3), torch.zeros(0), torch.tensor(2.5), None, {"a": 
 
 
 @pytest.mark.parametrize("before", range(len(EXTRA_STATES)))
-def test_extra_state_of_another_shape_is_loaded(tmp_path: Path, before: int) -> None:
+def test_extra_state_of_other_shape_is_loaded(tmp_path: Path, before: int) -> None:
     """A new module has none yet, or a tensor of another shape or dtype."""
     model, loaded = WithState(), WithState()
     for state in EXTRA_STATES:
@@ -97,7 +98,7 @@ def test_extra_state_of_another_shape_is_loaded(tmp_path: Path, before: int) -> 
             assert_same(loaded.average, state)
 
 
-def _refresh(rank: int, world: int, folder: Path) -> str:
+def _refresh_with_unsupported_value(rank: int, world: int, folder: Path) -> str:
     topology, model = Topology.from_sizes(ep=1), nn.Linear(2, 2)
     memory = NodeMemory(os.getppid(), folder)
     Survival(topology, memory).refresh(1, model, None, {"step": 1})
@@ -109,12 +110,12 @@ def _refresh(rank: int, world: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_refresh_rejects_on_every_rank_what_a_restore_cannot_read(cluster: Cluster, tmp_path: Path) -> None:
-    texts = cluster.run(2, _refresh, tmp_path)
+def test_refresh_rejects_unreadable_values_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    texts = cluster.run(2, _refresh_with_unsupported_value, tmp_path)
     assert len(set(texts)) == 1 and "failed on rank 1" in texts[0] and "is of class fusedmoe" in texts[0]
 
 
-def test_a_rejected_value_leaves_the_checkpoint(tmp_path: Path) -> None:
+def test_rejected_value_keeps_checkpoint(tmp_path: Path) -> None:
     path, model = tmp_path / "checkpoint", nn.Linear(2, 2)
     save_checkpoint(path, model, None, ALONE, {"step": 1})
     with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class .*\.Topology"):
@@ -123,23 +124,23 @@ def test_a_rejected_value_leaves_the_checkpoint(tmp_path: Path) -> None:
 
 
 class Plain(NamedTuple):
-    """A named tuple, which is no plain one."""
+    """A named tuple, which is no plain tuple."""
 
     number: int = 1
 
 
 class Colour(enum.IntEnum):
-    """An int that is none."""
+    """An int subclass."""
 
     RED = 1
 
 
 class Rows(list[int]):
-    """A list of a class of its own."""
+    """A list subclass."""
 
 
 class Tagged(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A tensor subclass."""
 
 
 def kept_values() -> dict[str, Any]:
@@ -230,46 +231,46 @@ def rejected_values() -> dict[str, Any]:
     with_attribute = OrderedDict(a=1)
     with_attribute.mine = 2  # type: ignore[attr-defined]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantised and nested tensors are prototypes, or going
+        warnings.simplefilter("ignore")  # quantised and nested tensors are prototypes, or deprecated
         quantised = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
         nested = torch.nested.nested_tensor([torch.ones(2)])
     return {
-        "a named tuple": Plain(),
-        "an enum": Colour.RED,
-        "a list of its own class": Rows(),
-        "a defaultdict": defaultdict(list),
-        "a tensor's class": torch.ones(2).as_subclass(Tagged),
-        "a generator": torch.Generator(),
-        "a generator of numpy": np.random.default_rng(1),
-        "a masked array": np.ma.masked_array([1]),
-        "an array of objects": np.array([object()]),
-        "an array of records": np.zeros(2, "i4,f4"),
-        "a sparse tensor": torch.ones(2).to_sparse(),
-        "a quantised tensor": quantised,
-        "a nested tensor": nested,
-        "a tensor on the meta device": torch.ones(2, device="meta"),
-        "a tensor without memory": nn.UninitializedParameter(),
-        "a structure of torch": torch.ones(2).max(0),
-        "a tensor as a key": {torch.ones(1): 1},
-        "a function": len,
-        "a class": dict,
-        "a module": nn.Linear(1, 1),
-        "a zone": datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),
-        "a zone with a name": datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=2), "Home")),
-        "a time of day": time(1, 2),
-        "a complex number": 1 + 2j,
-        "text of numpy": np.str_("x"),
-        "bytes of numpy": np.bytes_(b"a"),
-        "a path of another system": PureWindowsPath("c:\\d"),
-        "a memory format": torch.channels_last,
-        "a cycle": cycle,
+        "named tuple": Plain(),
+        "enum": Colour.RED,
+        "list subclass": Rows(),
+        "defaultdict": defaultdict(list),
+        "tensor subclass": torch.ones(2).as_subclass(Tagged),
+        "generator": torch.Generator(),
+        "NumPy generator": np.random.default_rng(1),
+        "masked array": np.ma.masked_array([1]),
+        "object array": np.array([object()]),
+        "structured array": np.zeros(2, "i4,f4"),
+        "sparse tensor": torch.ones(2).to_sparse(),
+        "quantized tensor": quantised,
+        "nested tensor": nested,
+        "meta tensor": torch.ones(2, device="meta"),
+        "uninitialized parameter": nn.UninitializedParameter(),
+        "torch named tuple": torch.ones(2).max(0),
+        "tensor as key": {torch.ones(1): 1},
+        "function": len,
+        "class": dict,
+        "module": nn.Linear(1, 1),
+        "ZoneInfo time zone": datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),
+        "named time zone": datetime(2026, 1, 1, tzinfo=timezone(timedelta(hours=2), "Home")),
+        "time of day": time(1, 2),
+        "complex number": 1 + 2j,
+        "NumPy text": np.str_("x"),
+        "NumPy bytes": np.bytes_(b"a"),
+        "Windows path": PureWindowsPath("c:\\d"),
+        "memory format": torch.channels_last,
+        "cycle": cycle,
         "depth": deep,
-        "an attribute": with_attribute,
+        "tensor with attribute": with_attribute,
     }
 
 
 def test_values_round_trip(tmp_path: Path) -> None:
-    """Through a checkpoint, and through the memory of a node."""
+    """Through a checkpoint, and through node memory."""
     path, model, values = tmp_path / "checkpoint", nn.Linear(2, 2), kept_values()
     save_checkpoint(path, model, None, ALONE, values)
     assert_same(load_checkpoint(path, model, None, ALONE), values)
@@ -277,7 +278,7 @@ def test_values_round_trip(tmp_path: Path) -> None:
     assert_same(Survival(ALONE, NodeMemory(os.getpid(), tmp_path)).restore(model, None), values)
 
 
-def test_a_tensor_at_two_places_is_one(tmp_path: Path) -> None:
+def test_shared_tensors_stay_shared(tmp_path: Path) -> None:
     tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(3))
     save_checkpoint(
         tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE, {"a": [tensor, tensor], "b": [parameter] * 2}
@@ -287,7 +288,7 @@ def test_a_tensor_at_two_places_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", rejected_values())
-def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what: str) -> None:
+def test_unsupported_values_are_rejected_and_checkpoint_kept(tmp_path: Path, what: str) -> None:
     path, model, mine = tmp_path / "checkpoint", WithState(), rejected_values()[what]
     save_checkpoint(path, model, None, ALONE, {"step": 1})
     survival = Survival(ALONE, NodeMemory(os.getpid(), tmp_path))
@@ -295,7 +296,7 @@ def test_other_values_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what
     for call in (partial(save_checkpoint, path, model, None, ALONE), partial(survival.refresh, 2, model, None)):
         with pytest.raises(ConfigError, match=r"extra\['mine'\].*(do not store|contains itself)"):
             call({"mine": mine})
-    if what in ("a tensor's class", "a tensor without memory"):  # the model has it itself
+    if what in ("tensor subclass", "uninitialized parameter"):  # the model holds the value itself
         return
     model.average = mine
     for call in (partial(save_checkpoint, path, model, None, ALONE), partial(survival.refresh, 2, model, None)):
@@ -320,23 +321,23 @@ class Record:
 
 
 ADVICE: dict[str, tuple[Any, str]] = {
-    "a complex number": (1 + 2j, r"[value.real, value.imag]"),
-    "an enum": (Setting.FAST, "its value"),
-    "an enum of numbers": (Colour.RED, "its value"),
-    "a dataclass": (Record(), "dataclasses.asdict()"),
-    "a bit generator": (np.random.PCG64(1), "Store its state."),
-    "a time of day": (time(1, 2), "isoformat()"),
-    "a dtype": (torch.qint8, "str(dtype)"),
-    "a dtype of bits": (torch.bits8, "str(dtype)"),
+    "complex number": (1 + 2j, r"[value.real, value.imag]"),
+    "enum": (Setting.FAST, "its value"),
+    "integer enum": (Colour.RED, "its value"),
+    "dataclass": (Record(), "dataclasses.asdict()"),
+    "bit generator": (np.random.PCG64(1), "Store its state."),
+    "time of day": (time(1, 2), "isoformat()"),
+    "dtype": (torch.qint8, "str(dtype)"),
+    "bits dtype": (torch.bits8, "str(dtype)"),
 }
 
 
 @pytest.mark.parametrize("what", ADVICE)
-def test_a_rejection_names_the_place_and_what_to_store(what: str) -> None:
+def test_rejection_names_position_and_replacement(what: str) -> None:
     value, advice = ADVICE[what]
     for held in (
         {"a": [0, {"b": value}]},
-        {"a": [0, {"b": {value: 1}}]} if what != "a dataclass" else {"a": [0, value]},
+        {"a": [0, {"b": {value: 1}}]} if what != "dataclass" else {"a": [0, value]},
     ):
         with pytest.raises(ConfigError, match=r"^extra\['a'\]\[1\].*checkpoints do not store") as caught:
             encode_value(held, "extra")
@@ -353,29 +354,29 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("tag", DAMAGED)
-def test_payloads_with_more_elements_are_rejected(tag: str) -> None:
+def test_payloads_with_extra_elements_are_rejected(tag: str) -> None:
     with pytest.raises(ValueError, match=rf"^it is no value of a checkpoint .*\{tag} has .*; expected") as caught:
         decode_value(json.dumps({tag: DAMAGED[tag]}), lambda *_: pytest.fail("no tensor"))
     assert "\n" not in str(caught.value)
 
 
 INEXACT = {
-    "two surrogates": "\ud83d\ude00",
-    "two surrogates in a key": {"\ud83d\ude00": 1},
-    "two surrogates in a path": Path("\ud83d\ude00"),
-    "a size below zero": torch.Size([-1]),
-    "a size of many dimensions": torch.Size([1] * 65),
+    "surrogate pair": "\ud83d\ude00",
+    "surrogate pair in key": {"\ud83d\ude00": 1},
+    "surrogate pair in path": Path("\ud83d\ude00"),
+    "negative size": torch.Size([-1]),
+    "size with 65 dimensions": torch.Size([1] * 65),
 }
 
 
 @pytest.mark.parametrize("what", INEXACT)
-def test_values_that_a_load_would_change_are_rejected(tmp_path: Path, what: str) -> None:
+def test_inexact_values_are_rejected(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError, match="extra cannot be stored exactly"):
         save_checkpoint(tmp_path / "checkpoint", nn.Linear(1, 1), None, ALONE, {"mine": INEXACT[what]})
     assert not any(tmp_path.iterdir())
 
 
-def test_an_extra_that_is_no_dictionary_is_rejected(tmp_path: Path) -> None:
+def test_extra_must_be_dictionary(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     for call in (
         partial(save_checkpoint, tmp_path / "checkpoint", model, None, ALONE),
@@ -386,7 +387,7 @@ def test_an_extra_that_is_no_dictionary_is_rejected(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_state_with_a_dot_in_its_name_is_rejected(tmp_path: Path) -> None:
+def test_optimizer_state_name_with_dot_is_rejected(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     optimizer = Counting(model.parameters(), lr=0.1)
     optimizer.step()
@@ -409,9 +410,9 @@ BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
         for name, dtype in DTYPES.items()
     },
     "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
-    "every second": lambda: torch.arange(6.0)[::2],
+    "strided": lambda: torch.arange(6.0)[::2],
     "empty": lambda: torch.empty(2, 0, 3),
-    "a number": lambda: torch.tensor(2.5),
+    "scalar": lambda: torch.tensor(2.5),
     "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
     "negative": lambda: torch.tensor([1 + 2j]).conj().imag,
     "windows": lambda: torch.arange(6.0).unfold(0, 3, 1),
@@ -436,13 +437,13 @@ REJECTED_BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
     "expanded": lambda: torch.ones(3).expand(2, 3),
     "sparse": lambda: torch.ones(2).to_sparse(),
     "int4": lambda: torch.ones(2, dtype=torch.uint8).view(torch.int4),
-    "of a class": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
 }
 
 
 @pytest.mark.parametrize("what", REJECTED_BUFFERS)
 @pytest.mark.filterwarnings("ignore")
-def test_other_buffers_are_rejected_and_the_checkpoint_stays(tmp_path: Path, what: str) -> None:
+def test_unsupported_buffers_are_rejected_and_checkpoint_kept(tmp_path: Path, what: str) -> None:
     path = tmp_path / "checkpoint"
     save_checkpoint(path, Buffers(torch.ones(2, 3)), None, ALONE, {"step": 1})
     model = Buffers(REJECTED_BUFFERS[what]())
@@ -456,7 +457,7 @@ def test_other_buffers_are_rejected_and_the_checkpoint_stays(tmp_path: Path, wha
     assert load_checkpoint(path, Buffers(torch.zeros(2, 3)), None, ALONE) == {"step": 1}
 
 
-def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> None:
+def test_unconvertible_dtypes_are_rejected(tmp_path: Path) -> None:
     four_bits = torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     save_checkpoint(tmp_path / "checkpoint", Buffers(four_bits), None, ALONE)
     model = Buffers(torch.zeros(2))
@@ -475,7 +476,7 @@ def test_dtypes_that_pytorch_does_not_convert_are_rejected(tmp_path: Path) -> No
         (torch.float8_e5m2, torch.float8_e5m2fnuz, math.inf),
     ],
 )
-def test_numbers_that_a_dtype_of_one_byte_lacks_are_rejected(
+def test_values_missing_in_float8_are_rejected(
     tmp_path: Path, have: torch.dtype, become: torch.dtype, number: float
 ) -> None:
     save_checkpoint(tmp_path / "checkpoint", Buffers(torch.tensor([number]).to(have)), None, ALONE)
@@ -500,7 +501,7 @@ def test_sparse_state_of_split_parameters_is_rejected(cluster: Cluster, tmp_path
         assert re.search(r"optimizer\.state\.experts\.w1\.x has layout sparse_coo.*to_dense", said), said
 
 
-def _reject(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str, Any]]:
+def _save_with_unsupported_value(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str, Any]]:
     topology, model = Topology.from_sizes(ep=1), nn.Linear(2, 2)
     save_checkpoint(path, model, None, topology, {"step": 1})
     optimizer, extra = None, {"step": 2}
@@ -527,7 +528,7 @@ def _reject(rank: int, world: int, path: Path, what: str) -> tuple[str, dict[str
         ("groups", r"the optimizer is AdamW with 1 parameter groups on rank 0 and AdamW with 2 .* on rank 1\."),
     ],
 )
-def test_all_ranks_reject_what_one_cannot_save(cluster: Cluster, tmp_path: Path, what: str, message: str) -> None:
-    for said, extra in cluster.run(2, _reject, tmp_path / "checkpoint", what):
+def test_rejection_on_one_rank_raises_on_all(cluster: Cluster, tmp_path: Path, what: str, message: str) -> None:
+    for said, extra in cluster.run(2, _save_with_unsupported_value, tmp_path / "checkpoint", what):
         assert re.search(message, said), said
         assert extra == {"step": 1}

@@ -1,4 +1,4 @@
-"""PyTorch's wrappers around a real model: the gradients of the loop without them, which equal those of one process."""
+"""PyTorch's wrappers around a real model: gradients equal those of the unwrapped loop, which equal one process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _plain(topology: Topology, batches: range) -> Transformer:
 
 
 def _compare(model: nn.Module, plain: nn.Module) -> None:
-    """Gradients of the two; those of FSDP put together."""
+    """Compare the gradients of both models; FSDP's shards are gathered first."""
     others = dict(plain.named_parameters())
     assert others.keys() == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -81,9 +81,9 @@ def _compare(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def _data_parallel(rank: int, world: int, sizes: Sizes) -> None:
+def _check_data_parallel(rank: int, world: int, sizes: Sizes) -> None:
     topology = sizes.topology()
-    # Ranks that hold copies must agree on the start, however they were seeded.
+    # Ranks that hold copies must agree on initial values, for any seeds.
     wrapped = distributed_data_parallel(_model(topology, seed=rank), topology)
     start = _model(topology)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def _data_parallel(rank: int, world: int, sizes: Sizes) -> None:
             ours.copy_(theirs)
     _backward(wrapped, topology, 0)
     _compare(wrapped.module, _plain(topology, range(1)))
-    sync_gradients(wrapped, topology)  # done already: nothing happens
+    sync_gradients(wrapped, topology)  # already wrapped: no effect
     _compare(wrapped.module, _plain(topology, range(1)))
     # Accumulation with a sync each time, then without one until the end.
     _backward(wrapped, topology, 1)
@@ -115,8 +115,8 @@ def _data_parallel(rank: int, world: int, sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
-def test_data_parallel_leaves_the_gradients_of_the_true_loss(cluster: Cluster, sizes: Sizes) -> None:
-    cluster.run(sizes.world, _data_parallel, sizes)
+def test_data_parallel_gradients_equal_plain_loop(cluster: Cluster, sizes: Sizes) -> None:
+    cluster.run(sizes.world, _check_data_parallel, sizes)
 
 
 def test_data_parallel_in_a_world_of_one() -> None:
@@ -130,7 +130,7 @@ def test_data_parallel_in_a_world_of_one() -> None:
 
 
 class _Root(nn.Module):
-    """Owns what it splits itself, and may leave it out of a forward."""
+    """Owns a sharded parameter, and may skip it in a forward."""
 
     shardings = {"own": {"ep": 0}}
 
@@ -144,18 +144,18 @@ class _Root(nn.Module):
         return y + (x * self.own).sum() if with_own else y
 
 
-def _edges(rank: int, world: int) -> None:
+def _check_sharded_root(rank: int, world: int) -> None:
     topology = Sizes(4, ep=2).topology()
     model = _Root(float(rank))
     assert expert_parameter_names(model) == {"own"}
     wrapped = distributed_data_parallel(model, topology)
     assert model.own.tolist() == [rank % 2] * 2, "the first holder's"
     assert model.dense.tolist() == [0.0, 0.0] and model.state.tolist() == [0.0, 0.0]
-    # No rank but the first uses its experts: its copy on rank 2 counts as zero, the other shard as no gradient but 0.
+    # Only rank 0 uses its experts: the copy on rank 2 counts as zero, and the gradient of the other shard is 0.
     wrapped(torch.ones(2), rank == 0).backward()
     assert model.dense.grad.tolist() == [1.0, 1.0]
     assert model.own.grad.tolist() == ([0.25] * 2 if rank % 2 == 0 else [0.0] * 2)
-    # A backward that fails leaves nothing behind that would keep the next one from its sync.
+    # A failed backward leaves no state that would prevent the next sync.
     model.zero_grad()
     y = wrapped(torch.ones(2), True)
     bad = y * 1.0
@@ -164,7 +164,7 @@ def _edges(rank: int, world: int) -> None:
         bad.backward()
     y.backward()
     assert model.own.grad.tolist() == [0.5, 0.5]
-    # The model without its wrapper is an ordinary one again.
+    # Without its wrapper the model behaves as before.
     del wrapped, y, bad
     gc.collect()
     model.zero_grad()
@@ -172,17 +172,17 @@ def _edges(rank: int, world: int) -> None:
     assert model.own.grad.tolist() == [3.0, 3.0]
 
 
-def test_edges_of_data_parallel(cluster: Cluster) -> None:
-    cluster.run(4, _edges)
+def test_data_parallel_with_sharded_root_parameter(cluster: Cluster) -> None:
+    cluster.run(4, _check_sharded_root)
 
 
-def _copied(rank: int, world: int) -> None:
+def _check_copy_and_pickle(rank: int, world: int) -> None:
     topology = Sizes(2, ep=2).topology()
     wrapped = distributed_data_parallel(_model(topology), topology, gradient_as_bucket_view=True)
     _backward(wrapped, topology, 0)
     twin = copy.deepcopy(wrapped)
     if rank == 0:
-        copy.deepcopy([wrapped])  # nobody else has a part in it
+        copy.deepcopy([wrapped])  # no other rank has a part in it
     assert twin.gradient_as_bucket_view
     for each, batches in ((wrapped, range(2)), (twin, range(1, 2))):  # copies of parameters are without gradients
         _backward(each, topology, 1)
@@ -191,15 +191,15 @@ def _copied(rank: int, world: int) -> None:
         assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     for each in (wrapped, wrapped.module, nn.Sequential(wrapped.module), topology, topology.ep):
         for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
-            with pytest.raises(ConfigError, match=f"rank {rank}: pickle.*state_dict.*save_checkpoint.*deepcopy"):
+            with pytest.raises(ConfigError, match=f"rank {rank}: cannot pickle.*state_dict.*save_checkpoint.*deepcopy"):
                 save(each)
 
 
-def test_wrapped_models_are_copied_and_not_pickled(cluster: Cluster) -> None:
-    cluster.run(2, _copied)
+def test_wrapped_models_can_be_copied_but_not_pickled(cluster: Cluster) -> None:
+    cluster.run(2, _check_copy_and_pickle)
 
 
-def _sharded(rank: int, world: int, sizes: Sizes, path: str, with_experts: bool) -> None:
+def _check_fully_sharded(rank: int, world: int, sizes: Sizes, path: str, with_experts: bool) -> None:
     topology = sizes.topology()
     if with_experts:  # as other libraries name the axes
         mesh = init_device_mesh("cpu", (1, world // sizes.ep, sizes.ep), mesh_dim_names=("dp_replicate", "efsdp", "ep"))
@@ -248,9 +248,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
-def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
+def test_fully_shard_gradients_equal_plain_loop(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
     path = str(tmp_path / "checkpoint")
-    cluster.run(sizes.world, _sharded, sizes, path, False)
+    cluster.run(sizes.world, _check_fully_sharded, sizes, path, False)
     _loads_on_one_rank(path)
 
 
@@ -263,14 +263,14 @@ def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
     ],
     ids=str,
 )
-def test_fully_sharded_with_experts(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
+def test_fully_shard_with_experts_equals_plain_loop(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
     path = str(tmp_path / "checkpoint")
-    cluster.run(sizes.world, _sharded, sizes, path, True)
+    cluster.run(sizes.world, _check_fully_sharded, sizes, path, True)
     _loads_on_one_rank(path)
 
 
-def _few_experts(rank: int, world: int) -> None:
-    """One expert on each rank, beside one that has the same: its second dimension is sharded, where it can be."""
+def _check_few_experts(rank: int, world: int) -> None:
+    """One expert on each rank and its replica on another: its second dimension is sharded where possible."""
     topology = Topology.from_sizes(ep=2)
 
     def layer(dtype: torch.dtype = torch.float64, **options: Any) -> fusedmoe.MoELayer:
@@ -309,12 +309,12 @@ def _few_experts(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_few_experts_fully_sharded(cluster: Cluster) -> None:
-    cluster.run(4, _few_experts)
+def test_fully_shard_of_one_expert_per_rank(cluster: Cluster) -> None:
+    cluster.run(4, _check_few_experts)
 
 
 def _loads_on_one_rank(path: str) -> None:
-    # What four sharded ranks saved is a checkpoint of the model on one rank, its optimizer's state included.
+    # The checkpoint of four sharded ranks is one of the model on one rank, with its optimizer's state.
     alone, model = Topology(), _model(Topology(), seed=9)
     optimizer = torch.optim.AdamW(model.parameters())
     load_checkpoint(path, model, optimizer, alone)
@@ -324,14 +324,14 @@ def _loads_on_one_rank(path: str) -> None:
     assert ONE.topology().size == 1
 
 
-def _wrapped_checkpoint(rank: int, world: int, path: str) -> None:
+def _save_wrapped(rank: int, world: int, path: str) -> None:
     topology = Sizes(2, ep=2).topology()
     wrapped = distributed_data_parallel(_model(topology), topology)
     save_checkpoint(path, wrapped, torch.optim.AdamW(wrapped.parameters()), topology)
 
 
-def test_wrappers_leave_no_trace_in_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(2, _wrapped_checkpoint, str(tmp_path / "c"))
+def test_checkpoint_of_wrapped_model_loads_on_one_rank(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, _save_wrapped, str(tmp_path / "c"))
     reference, alone = _model(Topology()), Topology()
     wrapped: Any = distributed_data_parallel(_model(alone, seed=9), alone)
     load_checkpoint(tmp_path / "c", wrapped, torch.optim.AdamW(wrapped.parameters()), alone)
@@ -339,7 +339,7 @@ def test_wrappers_leave_no_trace_in_checkpoints(cluster: Cluster, tmp_path: Path
         assert torch.equal(ours, theirs)
 
 
-def _misused(rank: int, world: int) -> None:
+def _check_unused_parameter_error(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "left": nn.Linear(3, 2)})
     model.forward = lambda x: model["used"](x)
@@ -351,12 +351,12 @@ def _misused(rank: int, world: int) -> None:
     assert topology.world.board.read() is None, "no rank is at fault"
 
 
-def test_what_pytorch_says_of_a_model_stays(cluster: Cluster) -> None:
-    """A parameter that is not used is no connection that broke."""
-    cluster.run(2, _misused)
+def test_ddp_unused_parameter_error_is_preserved(cluster: Cluster) -> None:
+    """An unused parameter does not count as a lost connection."""
+    cluster.run(2, _check_unused_parameter_error)
 
 
-# In which steps which expert's gradient overflows.
+# By step: the expert whose gradient overflows.
 OVERFLOWS = {1: 3, 3: 0, 4: 2}
 
 
@@ -391,7 +391,7 @@ def _scaled_training(topology: Topology, way: str, replicas: range) -> tuple[lis
     return scales, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _scaled(rank: int, world: int, way: str) -> None:
+def _check_scaled_training(rank: int, world: int, way: str) -> None:
     topology = Topology.from_sizes(ep=2, timeout_s=30.0)
     scales, held = _scaled_training(topology, way, range(rank, rank + 1))
     wanted_scales, wanted = _scaled_training(Topology(), way, range(world))
@@ -402,11 +402,11 @@ def _scaled(rank: int, world: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["synced", *slowly("wrapped")])
-def test_where_one_ranks_experts_overflow_all_ranks_leave_out_the_step(cluster: Cluster, way: str) -> None:
-    cluster.run(2, _scaled, way)
+def test_expert_overflow_on_one_rank_skips_step_on_all(cluster: Cluster, way: str) -> None:
+    cluster.run(2, _check_scaled_training, way)
 
 
-def _sharded_overflow(rank: int, world: int) -> None:
+def _check_sharded_overflow(rank: int, world: int) -> None:
     """Each rank has another part of a dense parameter, and other experts."""
     topology = Topology.from_sizes(ep=2, timeout_s=30.0)
     model = _model(topology)
@@ -422,8 +422,8 @@ def _sharded_overflow(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_overflow_in_one_ranks_shard_reaches_all_ranks(cluster: Cluster) -> None:
-    cluster.run(2, _sharded_overflow)
+def test_overflow_in_fsdp_shard_skips_step_on_all_ranks(cluster: Cluster) -> None:
+    cluster.run(2, _check_sharded_overflow)
 
 
 class Twice(nn.Module):
@@ -431,8 +431,8 @@ class Twice(nn.Module):
         return x, x
 
 
-def _by_others(rank: int, world: int) -> None:
-    """PyTorch's own wrappers take experts of different ranks for copies; around copies they serve."""
+def _check_torch_wrappers(rank: int, world: int) -> None:
+    """PyTorch's wrappers treat experts of different ranks as replicas; around replicas they are right."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
     for axis in ("ep", "esp"):
         topology = Topology.from_sizes(**{axis: 2}, timeout_s=30)
@@ -446,12 +446,12 @@ def _by_others(rank: int, world: int) -> None:
             return nn.parallel.DistributedDataParallel(model)
 
         def outer(model: nn.Module) -> nn.Module:
-            torch.distributed.fsdp.fully_shard(model[0])  # the root takes what is left
+            torch.distributed.fsdp.fully_shard(model[0])  # the root wraps the rest
             return torch.distributed.fsdp.fully_shard(model)
 
         refusal = r"experts of this layer are this rank's own.*fusedmoe.training"
         model = block()
-        model(x)  # before it is wrapped it is as good as any
+        model(x)  # before it is wrapped it counts as plain
         with pytest.raises(ConfigError, match=refusal):
             wrapped(model)
         sharded = outer(block())
@@ -466,15 +466,15 @@ def _by_others(rank: int, world: int) -> None:
         for own in (distributed_data_parallel, fully_shard):
             own(block(), topology)(x).sum().backward()
             adapted = block()
-            add_adapters(adapted[1].experts, rank=2)  # over esp some of its factors are all ranks'
+            add_adapters(adapted[1].experts, rank=2)  # over esp some of its factors are replicated on all ranks
             own(adapted, topology)(x).sum().backward()
 
 
-def test_wrappers_of_others_are_refused_around_split_experts(cluster: Cluster) -> None:
-    cluster.run(2, _by_others)
+def test_torch_wrappers_reject_sharded_experts(cluster: Cluster) -> None:
+    cluster.run(2, _check_torch_wrappers)
 
 
-def _ddp_around_later_experts(rank: int, world: int) -> None:
+def _check_ddp_around_later_experts(rank: int, world: int) -> None:
     """Parameters that become experts after DistributedDataParallel has begun to reduce them."""
     topology, x = Topology.from_sizes(ep=2, timeout_s=30), torch.randn(3, 4)
     refusal = r"experts of this layer are this rank's own.*DistributedDataParallel"
@@ -489,22 +489,22 @@ def _ddp_around_later_experts(rank: int, world: int) -> None:
     for is_recorded in (True, False):
         modules: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
         wrapper = nn.parallel.DistributedDataParallel(nn.Sequential(*modules))
-        if not is_recorded:  # as one made before the import of fusedmoe
+        if not is_recorded:  # like a wrapper made before the import of fusedmoe
             del wrappers._reduced[wrapper]
             wrappers._find_earlier_ddp()
         late = custom(modules)
         with pytest.raises(ConfigError, match=refusal):
             late(x)
-        del wrapper  # a model that is no longer wrapped serves
+        del wrapper  # an unwrapped model works again
         late(x)
 
-    # Experts that a wrapped module gets later are not reduced.
+    # Experts added to a wrapped module later are not reduced.
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     wrapper = nn.parallel.DistributedDataParallel(model)
     model[1] = layer(fusedmoe.experts.FeedForward(6))
     wrapper(x).sum().backward()
 
-    # PyTorch reduces parameters that it delays, too.
+    # PyTorch also reduces parameters that it delays.
     model = nn.Sequential(nn.Linear(4, 4), layer(fusedmoe.experts.FeedForward(6)))
     delayed = ((name, parameter) for name, parameter in model.named_parameters() if "experts" in name)
     with pytest.raises(ConfigError, match=refusal):
@@ -513,11 +513,11 @@ def _ddp_around_later_experts(rank: int, world: int) -> None:
         )
 
 
-def test_ddp_around_later_experts(cluster: Cluster) -> None:
-    cluster.run(2, _ddp_around_later_experts)
+def test_ddp_rejects_experts_added_later(cluster: Cluster) -> None:
+    cluster.run(2, _check_ddp_around_later_experts)
 
 
-def _compiled_by_others(rank: int, world: int) -> None:
+def _check_torch_wrappers_of_compiled_layers(rank: int, world: int) -> None:
     x, topology = torch.randn(3, 4), Topology.from_sizes(ep=2, timeout_s=60)
 
     def block() -> nn.Module:
@@ -537,5 +537,5 @@ def _compiled_by_others(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow  # it imports the compiler
-def test_wrappers_of_others_are_refused_around_compiled_layers(cluster: Cluster) -> None:
-    cluster.run(2, _compiled_by_others)
+def test_torch_wrappers_reject_compiled_sharded_layers(cluster: Cluster) -> None:
+    cluster.run(2, _check_torch_wrappers_of_compiled_layers)

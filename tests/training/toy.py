@@ -1,4 +1,4 @@
-"""A model of parameters only, split in every way there is, with values and gradients known for the whole."""
+"""A model of parameters only, split in every possible way, with known whole values and gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
 ONE = Sizes()
 
-# Whole shapes and splits. Sizes that divide nothing: torch.chunk leaves short and empty shards.
+# Whole shapes and splits. The sizes are not divisible: torch.chunk leaves short and empty shards.
 WHOLE: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
     "dense.weight": ((5, 3), {}),
     "dense.frozen": ((2, 2), {}),
@@ -58,7 +58,7 @@ NAMED_SHAPE = (2, 3)
 
 
 def whole(name: str, kind: str, number: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The whole tensor `name`: numbers that depend on nothing else than the arguments."""
+    """The whole tensor `name`: numbers that depend only on the arguments."""
     shape = WHOLE[name][0] if name in WHOLE else NAMED_SHAPE
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind} {number}".encode()))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -69,7 +69,7 @@ def sharding(name: str) -> dict[str, int]:
 
 
 def part(tensor: Tensor, name: str, sizes: Sizes, rank: int) -> Tensor:
-    """What the rank holds of a whole tensor."""
+    """The rank's part of a whole tensor."""
     for axis, dim in sharding(name).items():
         index, parts = sizes.places(rank)[axis]
         if dim != NAMED:
@@ -79,7 +79,7 @@ def part(tensor: Tensor, name: str, sizes: Sizes, rank: int) -> Tensor:
 
 
 def names(sizes: Sizes, rank: int, custom: bool) -> list[str]:
-    """Of the parameters on a rank; custom experts have a name each."""
+    """Names of the parameters on a rank; custom experts have a name each."""
     index, parts = sizes.places(rank)["ep"]
     local = EXPERTS // parts if custom else 0
     return [*WHOLE, *(f"custom.list.{i}.weight" for i in range(index * local, (index + 1) * local))]
@@ -134,7 +134,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Everything a rank holds, by name."""
+    """All values that a rank holds, by name."""
     state: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():

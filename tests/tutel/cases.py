@@ -35,7 +35,7 @@ def relu(x: Tensor) -> Tensor:
 
 
 def cases(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Name -> gate, experts, layer, forward: what differs from the defaults of `run_case`; shape, dtype, train."""
+    """Name -> gate, experts, layer, forward: differences from the defaults of `run_case`; shape, dtype, train."""
     found: dict[str, dict[str, Any]] = {
         "top1_cf1": {"gate": {"k": 1}},
         "top2_cf1": {},
@@ -108,7 +108,7 @@ def make_layer(rank: int, world: int, case: dict[str, Any]) -> moe.MOELayer:
 
 @torch.no_grad()
 def fill(layer: moe.MOELayer, rank: int, world: int) -> None:
-    """Whole experts are the same in every world; each rank takes its own, or its shard."""
+    """Whole experts are equal in every world; each rank loads its own experts, or its shard."""
     E, s = layer.num_global_experts, layer.sharded_count
     for name, parameter in layer.named_parameters():
         leaf = name.rpartition(".")[2]
@@ -123,7 +123,7 @@ def fill(layer: moe.MOELayer, rank: int, world: int) -> None:
 
 
 def run_case(rank: int, world: int, case: dict[str, Any]) -> dict[str, Tensor]:
-    """y, dx, gradients of parameters, counts: under the names of the capture."""
+    """Return y, dx, gradients of parameters and counts, under the names of the capture."""
     layer = make_layer(rank, world, case)
     dtype = case.get("dtype", torch.float32)
     x = draw(case.get("shape", (TOKENS, MODEL_DIM)), 7 + rank).to(dtype).requires_grad_()

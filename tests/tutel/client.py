@@ -1,4 +1,4 @@
-"""A client of Tutel that knows nothing of this library: every name and deep import that clients use."""
+"""A client of Tutel without any reference to this library: all names and deep imports that clients use."""
 
 import sys
 

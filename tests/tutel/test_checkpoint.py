@@ -1,4 +1,4 @@
-"""Checkpoints: Tutel's keys and shapes; those of two ranks for one, four and eight, with the same evaluation loss."""
+"""Checkpoints: Tutel's keys and shapes; two ranks' files on one, four and eight, with the same evaluation loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(experts: int, kind: str = "ffn", **more: Any) -> nn.ModuleDict:
     return nn.ModuleDict({"dense": nn.Linear(D, D), "moe": layer})
 
 
-def evaluate(m: nn.ModuleDict) -> float:
+def evaluation_loss(m: nn.ModuleDict) -> float:
     x = torch.randn(12, D, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         return float(m["moe"](m["dense"](x)).square().sum())
@@ -45,7 +45,7 @@ def train_and_save(rank: int, world: int, folder: str, kind: str) -> float:
         for p in m["moe"].experts.parameters():
             p.copy_(torch.randn_like(p))
     torch.save(m.state_dict(), f"{folder}/{rank}-of-{world}.ckpt")
-    return evaluate(m)
+    return evaluation_loss(m)
 
 
 def load(rank: int, world: int, folder: str, kind: str) -> float:
@@ -54,12 +54,12 @@ def load(rank: int, world: int, folder: str, kind: str) -> float:
     m.load_state_dict(state)
     after = m.state_dict()
     assert list(after) == list(state) and all(torch.equal(after[key], state[key]) for key in state)
-    return evaluate(m)
+    return evaluation_loss(m)
 
 
 @pytest.mark.slow  # eight ranks
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
-def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+def test_checkpoint_of_two_ranks_loads_on_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     expected = cluster.run(2, train_and_save, str(tmp_path), kind)
     assert expected[0] == expected[1]
     files = str(tmp_path / "{rank}-of-{size}.ckpt")
@@ -75,8 +75,8 @@ def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind:
     assert list(first) == list(again) and all(torch.equal(first[key], again[key]) for key in first)
 
 
-def states_by_dcp(rank: int, world: int, folder: str) -> None:
-    """PyTorch's checkpoint refuses a rank's experts, as it would keep those of one; all else takes plain tensors."""
+def save_and_load_with_dcp(rank: int, world: int, folder: str) -> None:
+    """PyTorch's checkpoint refuses a rank's experts, of which it would store one rank's; the rest is plain tensors."""
     for experts in (2, -2):
         state = model(experts).state_dict()
         with pytest.raises(dcp.CheckpointException, match="moe.experts.batched_fc1_w: .*training.save_checkpoint"):
@@ -98,8 +98,8 @@ def states_by_dcp(rank: int, world: int, folder: str) -> None:
     dcp.save({name: value for name, value in state.items() if ".experts." not in name}, checkpoint_id=folder)
 
 
-def test_states_by_torch_distributed_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(2, states_by_dcp, str(tmp_path / "state"))
+def test_torch_distributed_checkpoint_round_trip(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, save_and_load_with_dcp, str(tmp_path / "state"))
     whole = model(2)
     before = copy.deepcopy(whole.state_dict())
     dcp.save(whole.state_dict(), checkpoint_id=tmp_path / "whole")
@@ -110,27 +110,27 @@ def test_states_by_torch_distributed_checkpoint(cluster: Cluster, tmp_path: Path
 OUTPUT = 5  # two ranks that share an expert hold three columns of its output bias each
 
 
-def shared(rank: int, world: int, folder: str) -> float:
-    """Two experts, each on half of the ranks; loaded, they are those of the file."""
+def evaluate_shared_expert(rank: int, world: int, folder: str) -> float:
+    """Two experts, each on half of the ranks; loading returns the experts of the file."""
     torch.manual_seed(rank)
     m = model(-(world // 2) if world > 2 else 2, output_dim=OUTPUT)
     m.load_state_dict(torch.load(f"{folder}/{rank}-of-{world}.ckpt", weights_only=True))
-    return evaluate(m)
+    return evaluation_loss(m)
 
 
-def test_an_output_bias_that_its_ranks_cannot_share_evenly(cluster: Cluster, tmp_path: Path) -> None:
+def test_uneven_output_bias_shards_round_trip(cluster: Cluster, tmp_path: Path) -> None:
     m = model(2, output_dim=OUTPUT)
     with torch.no_grad():
         m["moe"].experts.batched_fc2_bias.copy_(torch.arange(1.0, 2 * OUTPUT + 1).view(2, OUTPUT))
     files, whole = str(tmp_path / "{rank}-of-{size}.ckpt"), str(tmp_path / "whole.ckpt")
     torch.save(m.state_dict(), whole)
     scatter.main(["--input", whole, "--output_size", "4", "--outputs", files])
-    assert cluster.run(4, shared, str(tmp_path)) == pytest.approx([evaluate(m)] * 4, rel=1e-5)
+    assert cluster.run(4, evaluate_shared_expert, str(tmp_path)) == pytest.approx([evaluation_loss(m)] * 4, rel=1e-5)
     gather.main(["--inputs", files, "--input_size", "4", "--output", str(tmp_path / "0-of-1.ckpt")])
-    assert shared(0, 1, str(tmp_path)) == evaluate(m)
+    assert evaluate_shared_expert(0, 1, str(tmp_path)) == evaluation_loss(m)
 
 
-def test_keys_and_shapes_are_tutels() -> None:
+def test_state_dict_keys_and_shapes_equal_tutel() -> None:
     layer = moe.moe_layer(
         [{"type": "top", "k": 2}, {"type": "cosine_top", "proj_dim": 6}],
         D,
@@ -162,7 +162,7 @@ def test_keys_and_shapes_are_tutels() -> None:
     }
 
 
-def test_loading_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_incomplete_state_warns(caplog: pytest.LogCaptureFixture) -> None:
     m = model(4)
     state = m.state_dict()
     del state["moe._num_global_experts"], state["moe.experts.batched_fc2_bias"]
@@ -190,8 +190,8 @@ def test_loading_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     torch.testing.assert_close(m["moe"].experts.batched_fc1_w.detach(), before + 1)
 
 
-def test_a_plain_dict_of_another_number_of_ranks_is_refused_in_words() -> None:
-    """Also where it has as many elements: 4 experts of H hidden units against 2 of 2H."""
+def test_plain_state_of_other_world_size_is_rejected() -> None:
+    """Also with equal element counts: 4 experts of H hidden units against 2 of 2H."""
     state = dict(model(4).state_dict())
     for key in [key for key in state if "experts." in key]:
         state[key] = state[key].reshape(2, -1, *state[key].shape[2:])
@@ -204,7 +204,7 @@ def test_a_plain_dict_of_another_number_of_ranks_is_refused_in_words() -> None:
         model(4).load_state_dict(state)
 
 
-def test_old_files_and_namespaces(tmp_path: Path) -> None:
+def test_gather_reads_old_format_and_namespaces(tmp_path: Path) -> None:
     m = model(4)
     state = m.state_dict()
     del state["moe._num_global_experts"]
@@ -224,13 +224,25 @@ def test_old_files_and_namespaces(tmp_path: Path) -> None:
         )
 
 
-def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+def test_scatter_prints_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(model(4).state_dict(), tmp_path / "whole")
+    flags = ["--input", f"{tmp_path}/whole", "--outputs", f"{tmp_path}/parts/{{rank}}-of-{{size}}", "--output_size"]
+    scatter.main([*flags, "2"])
+    out = capsys.readouterr().out
+    assert out.endswith(f"for 2 ranks, are in {tmp_path}/parts/0-of-2 to {tmp_path}/parts/1-of-2\n")
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["0-of-2", "1-of-2"]
+    with pytest.raises(SystemExit):
+        scatter.main([*flags, "0"])
+    assert "--output_size 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_invalid_checkpoint_files_are_rejected(tmp_path: Path) -> None:
     command = ["--inputs", f"{tmp_path}/file", "--input_size", "1", "--output", f"{tmp_path}/whole"]
     torch.save({"model": model(4).state_dict(), "args": Fraction(1, 2)}, tmp_path / "file")
     with pytest.raises(ConfigError, match="no checkpoint of tensors and plain values; save state_dict"):
         gather.main([*command, "--namespace", "model"])
     torch.save({"model": model(4).state_dict()}, tmp_path / "file")
-    with pytest.raises(ConfigError, match="nothing under 'module'; where 'module' should be it has 'model'"):
+    with pytest.raises(ConfigError, match="has no 'module'; found 'model' instead of 'module'"):
         gather.main([*command, "--namespace", "module"])
     whole = (tmp_path / "file").read_bytes()
     for damaged in (b"", b"PK", whole[:-30], bytes(len(whole))):
@@ -240,7 +252,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").unlink()
     for make in (lambda path: None, os.mkfifo):
         make(tmp_path / "file")
-        with pytest.raises(ConfigError, match=f"{tmp_path}/file is not there, or no file"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file does not exist or is not a file"):
             gather.main([*command, "--namespace", "model"])
     assert not (tmp_path / "whole").exists()
 
@@ -251,7 +263,7 @@ class Modules(nn.Module):
         self.each = nn.ModuleList(nn.Linear(model_dim, model_dim) for _ in range(local_experts))
 
 
-def other_ranks(rank: int, world: int) -> None:
+def exchange_states_between_ranks(rank: int, world: int) -> None:
     for count, kind in ((2, "ffn"), (-2, "ffn"), (2, "llama_ffn"), (2, "custom")):
         more = {"module": Modules} if kind == "custom" else {"hidden_size_per_expert": H}
         experts = {"type": kind, "num_experts_per_device": count, **more}
@@ -262,12 +274,12 @@ def other_ranks(rank: int, world: int) -> None:
         for state in (theirs[1 - rank], through_a_file(theirs[1 - rank])):
             for options in ({}, {"strict": False}, {"assign": True}):
                 with pytest.raises(
-                    ConfigError, match=r"this state has .*experts .* under 1\.experts, and this rank has"
+                    ConfigError, match=r"this state has .*experts .* under 1\.experts, but this rank now has"
                 ):
                     m.load_state_dict(state, **options)
         with pytest.raises(ConfigError, match="this state has"):
             m[1].experts.load_state_dict(through_a_file(m[1].experts.state_dict(), rank))
-        # Tutel's own do not say whose they are.
+        # Tutel's own checkpoints do not name their ranks.
         m.load_state_dict({key: value.clone() for key, value in theirs[1 - rank].items()})
 
 
@@ -282,5 +294,5 @@ def through_a_file(state: Any, rank: int | None = None) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_states_of_other_ranks(cluster: Cluster) -> None:
-    cluster.run(2, other_ranks)
+def test_state_of_other_rank_is_handled(cluster: Cluster) -> None:
+    cluster.run(2, exchange_states_between_ranks)

@@ -1,4 +1,4 @@
-"""What is wrong in Tutel and right here. Each of these fails on Tutel."""
+"""Defects of Tutel that this package does not have. Each test fails on Tutel."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def gradients(layer: moe.MOELayer, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
 
 
-def on_a_sub_group(rank: int, world: int) -> None:
-    """Ranks 1 and 3 of four spread experts over each other; what they get is what one process gets of their tokens."""
+def check_gradients_on_subgroup(rank: int, world: int) -> None:
+    """Ranks 1 and 3 of four shard the experts between them; results equal one process on their tokens."""
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         return
@@ -55,12 +55,12 @@ def on_a_sub_group(rank: int, world: int) -> None:
             torch.testing.assert_close(mine, (first, second)[place])
 
 
-def test_1_gradients_on_a_sub_group(cluster: Cluster) -> None:
-    cluster.run(4, on_a_sub_group)
+def test_1_gradients_on_subgroup_equal_one_process(cluster: Cluster) -> None:
+    cluster.run(4, check_gradients_on_subgroup)
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_2_prioritised_routing_without_capacity_drops_nothing(k: int) -> None:
+def test_2_prioritized_routing_without_capacity_drops_nothing(k: int) -> None:
     plain = make(gate={"k": k, "capacity_factor": 0.0})
     prioritised = make(gate={"k": k, "capacity_factor": 0.0}, batch_prioritized_routing=True)
     prioritised.load_state_dict(plain.state_dict())
@@ -71,7 +71,7 @@ def test_2_prioritised_routing_without_capacity_drops_nothing(k: int) -> None:
     torch.testing.assert_close(bounded(x), plain(x))
 
 
-def test_3_descriptions_are_left_as_they_are() -> None:
+def test_3_layer_does_not_modify_arguments() -> None:
     gate = {"type": "top", "k": 2, "gate_noise": 0.5}
     experts = {"type": "ffn", "count_per_node": 2, "hidden_size_per_expert": 8, "activation_fn": F.gelu}
     before = dict(gate), dict(experts)
@@ -95,7 +95,7 @@ def test_4_default_activation_is_relu() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, -1.0])
 @pytest.mark.parametrize("postscore", [True, False])
-def test_4_no_tokens(factor: float, postscore: bool) -> None:
+def test_4_zero_tokens_have_zero_loss_and_gradients(factor: float, postscore: bool) -> None:
     layer = make(gate={"capacity_factor": factor}, is_postscore=postscore)
     x = torch.zeros(0, D, requires_grad=True)
     y = layer(x)
@@ -104,7 +104,7 @@ def test_4_no_tokens(factor: float, postscore: bool) -> None:
     assert all(p.grad is None or not p.grad.any() for p in layer.parameters())
 
 
-def test_4_no_room() -> None:
+def test_4_zero_capacity_returns_zeros() -> None:
     layer = make(gate={"capacity_factor": 0.01})
     x = draw((24, D), 7).float().requires_grad_()
     y = layer(x)
@@ -113,7 +113,7 @@ def test_4_no_room() -> None:
     assert not layer.experts.batched_fc1_w.grad.any() and x.grad is not None
 
 
-def test_4_input_that_is_not_contiguous() -> None:
+def test_4_strided_input_equals_contiguous_input() -> None:
     layer = make()
     x = draw((D, 24), 7).float()
     assert torch.equal(layer(x.t()), layer(x.t().contiguous()))
@@ -126,7 +126,7 @@ def test_4_input_that_is_not_contiguous() -> None:
     )
 
 
-def test_5_float64_stays_float64() -> None:
+def test_5_float64_is_preserved() -> None:
     critical, _ = moe.extract_critical(draw((10, 4), 3).softmax(1), 2, capacity_factor=0.0)
     x = draw((10, 6), 4)
     assert moe.fast_encode(x, critical).dtype == torch.float64
@@ -136,7 +136,7 @@ def test_5_float64_stays_float64() -> None:
     assert torch.autograd.gradcheck(function, (x,))
 
 
-def test_5_half_precision_on_a_cpu() -> None:
+def test_5_half_precision_runs_on_cpu() -> None:
     layer = make()
     x = draw((24, D), 7).float()
     expected = layer(x)
@@ -145,7 +145,7 @@ def test_5_half_precision_on_a_cpu() -> None:
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_6_megablocks_on_a_cpu() -> None:
+def test_6_megablocks_size_runs_on_cpu() -> None:
     layer = make(gate={"capacity_factor": 0.0})
     x = draw((24, D), 7).float()
     expected = layer(x)

@@ -1,4 +1,4 @@
-"""The dispatcher as clients call it, against what Tutel's kernels do, token by token, in float64."""
+"""The dispatcher as clients call it, compared with Tutel's kernels token by token, in float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T, E, D, C = 11, 4, 6, 3
 Choices = list[Tensor]
 
 
-def encoded(data: Tensor, index: Choices, location: Choices, gate: Choices, C: int = C) -> Tensor:
-    """rows[place] += gate · token: tokens with one place add up."""
+def encode_reference(data: Tensor, index: Choices, location: Choices, gate: Choices, C: int = C) -> Tensor:
+    """rows[place] += gate · token: tokens with the same place add up."""
     rows = torch.zeros(E * C, data.shape[1], dtype=torch.float64)
     for i, p, g in zip(index, location, gate, strict=True):
         for t in range(len(data)):
@@ -31,7 +31,7 @@ def encoded(data: Tensor, index: Choices, location: Choices, gate: Choices, C: i
     return rows
 
 
-def decoded(rows: Tensor, index: Choices, location: Choices, gate: Choices, C: int = C) -> Tensor:
+def decode_reference(rows: Tensor, index: Choices, location: Choices, gate: Choices, C: int = C) -> Tensor:
     """token = Σ gate · rows[place]."""
     data = torch.zeros(len(index[0]), rows.shape[1], dtype=torch.float64)
     for i, p, g in zip(index, location, gate, strict=True):
@@ -42,7 +42,7 @@ def decoded(rows: Tensor, index: Choices, location: Choices, gate: Choices, C: i
 
 
 def choices(seed: int) -> tuple[Choices, Choices, Choices]:
-    """Two of each token; some of none (index -1), some without room, some with a place that another has too."""
+    """Two choices per token; some have no expert (index -1), no slot, or a slot that another token uses."""
     g = torch.Generator().manual_seed(seed)
     index = [torch.randint(-1, E, (T,), generator=g) for _ in range(2)]
     location = [torch.randint(0, C + 2, (T,), generator=g) for _ in range(2)]
@@ -71,7 +71,7 @@ FORMS: dict[str, Callable[[Choices], Any]] = {
 
 @pytest.mark.parametrize("postscore", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_choices(form: str, postscore: bool) -> None:
+def test_dispatcher_accepts_all_layouts_of_choices(form: str, postscore: bool) -> None:
     index, location, gate = choices(len(form))
     data, rows = draw((T, D), 4).requires_grad_(), draw((E * C, D), 5).requires_grad_()
     gate = [g.requires_grad_() for g in gate]
@@ -79,8 +79,8 @@ def test_forms_of_choices(form: str, postscore: bool) -> None:
     dispatcher.update(*(FORMS[form](choice) for choice in (index, location, gate)), capacity=C, is_postscore=postscore)
     one = [torch.ones(T)] * 2
     expected = (
-        encoded(data, index, location, one if postscore else gate),
-        decoded(rows, index, location, gate if postscore else one),
+        encode_reference(data, index, location, one if postscore else gate),
+        decode_reference(rows, index, location, gate if postscore else one),
     )
     found = (dispatcher.encode(data), dispatcher.decode(rows))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -90,14 +90,16 @@ def test_forms_of_choices(form: str, postscore: bool) -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, None, torch.tensor(0), 5, torch.tensor(5), np.int64(5)])
-def test_capacity(capacity: Any) -> None:
+def test_capacity_accepts_ints_and_tensors(capacity: Any) -> None:
     index, location, gate = choices(1)
     dispatcher = moe.fast_dispatcher(torch.tensor(E), torch.tensor(C), D, torch.float64)
     dispatcher.update(index, location, gate, capacity=capacity)
     expected = C if not capacity else 5
     assert dispatcher.capacity == expected and type(dispatcher.capacity) is int
     data = draw((T, D), 4)
-    torch.testing.assert_close(dispatcher.encode(data), encoded(data, index, location, [torch.ones(T)] * 2, expected))
+    torch.testing.assert_close(
+        dispatcher.encode(data), encode_reference(data, index, location, [torch.ones(T)] * 2, expected)
+    )
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -105,31 +107,31 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("own", DTYPES)
 @pytest.mark.parametrize("given", DTYPES)
-def test_results_have_the_dispatchers_dtype(own: torch.dtype, given: torch.dtype) -> None:
+def test_results_have_dispatcher_dtype(own: torch.dtype, given: torch.dtype) -> None:
     index, location, gate = choices(2)
     data, rows = draw((T, D), 4).to(given), draw((E * C, D), 5).to(given)
-    gate = [g.float() for g in gate]  # a router's, whatever the data is
+    gate = [g.float() for g in gate]  # the router's dtype, for any data dtype
     eps = max(torch.finfo(dtype).eps for dtype in (own, given, torch.float32))
     for postscore in (True, False):
         dispatcher = moe.fast_dispatcher(E, C, D, own)
         dispatcher.update(index, location, gate, C, postscore)
         one = [torch.ones(T)] * 2
         expected = (
-            encoded(data, index, location, one if postscore else gate),
-            decoded(rows, index, location, gate if postscore else one),
+            encode_reference(data, index, location, one if postscore else gate),
+            decode_reference(rows, index, location, gate if postscore else one),
         )
         found = (dispatcher.encode(data), dispatcher.decode(rows))
         assert [t.dtype for t in found] == [own, own]
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=8 * eps, atol=8 * eps)
-        # The functions below it keep the data's dtype, as Tutel's do, and leave the dispatcher as it is.
+        # The functions below it keep the data's dtype, as Tutel's do, and leave the dispatcher unchanged.
         for gates in ((), gate):
             assert GatingEncoder.apply(dispatcher, data, *gates).dtype == given
             assert GatingDecoder.apply(dispatcher, rows, *gates).dtype == given
         assert torch.equal(dispatcher.encode(data), found[0]) and torch.equal(dispatcher.decode(rows), found[1])
 
 
-def test_leading_dimensions() -> None:
+def test_encode_and_decode_accept_leading_dimensions() -> None:
     scores = draw((12, E), 3).softmax(1)
     critical, _ = moe.extract_critical(scores, np.int64(2))
     data = draw((12, D), 4)
@@ -139,8 +141,10 @@ def test_leading_dimensions() -> None:
     assert torch.equal(moe.fast_decode(rows.flatten(0, 1), critical), moe.fast_decode(rows, critical))
 
 
-def test_a_top1_client_with_dropped_tokens() -> None:
-    """One gate computes in float32 for a model in bfloat16, marks dropped tokens by -1, and counts with tensors."""
+def test_top1_client_with_dropped_tokens() -> None:
+    """A client whose gate computes in float32 for a bfloat16 model, marks dropped tokens by -1, and counts with
+    tensors.
+    """
     data, dispatcher = draw((T, D), 4).bfloat16(), None
     for step, factor in enumerate((0.5, 1.0)):  # as in evaluation, C grows
         gates = draw((T, E), 8 + step).float().softmax(1)
@@ -157,16 +161,16 @@ def test_a_top1_client_with_dropped_tokens() -> None:
         dispatcher.update([index], [location], [gate], capacity=capacity)
         rows = dispatcher.encode(data)
         C = int(capacity)
-        assert torch.equal(rows.double(), encoded(data, [index], [location], [torch.ones(T)], C))
+        assert torch.equal(rows.double(), encode_reference(data, [index], [location], [torch.ones(T)], C))
         y = dispatcher.decode(rows.view(E, -1, D).view(E * capacity, D))
         assert y.dtype == data.dtype
         torch.testing.assert_close(y.double(), data.double() * gate[:, None].double(), rtol=1e-2, atol=0)
 
 
-def test_a_top2_client_with_padding() -> None:
-    """Another keeps a dimension (`argmax(keepdim=True)`), and takes padding tokens out of the masks, not the indices.
+def test_top2_client_with_padding() -> None:
+    """A client that keeps a dimension (`argmax(keepdim=True)`), and masks padding tokens without changing the indices.
 
-    A padding token then has its expert's place 0, beside the token that belongs there, and weight zero.
+    A padding token then has its expert's place 0, which another token also has, and weight zero.
     """
     data, gates = draw((T, D), 4), draw((T, E), 8).softmax(1)
     real = (torch.arange(T) < T - 3)[:, None]
@@ -183,16 +187,16 @@ def test_a_top2_client_with_padding() -> None:
     dispatcher.update([index1, index2], location, gate, capacity=C)
     rows = dispatcher.encode(data)
     flat = [index1[:, 0], index2[:, 0]]
-    expected = encoded(data, flat, location, [torch.ones(T)] * 2, C)
+    expected = encode_reference(data, flat, location, [torch.ones(T)] * 2, C)
     torch.testing.assert_close(rows, expected)
     first = int(index1[-1])
     own = [t for t in range(T) if real[t] and first in (int(index1[t]), int(index2[t]))]
     assert not any(torch.equal(rows[first * C], data[t]) for t in own)  # it holds more than one
-    torch.testing.assert_close(dispatcher.decode(rows), decoded(expected, flat, location, gate, C))
+    torch.testing.assert_close(dispatcher.decode(rows), decode_reference(expected, flat, location, gate, C))
 
 
-def test_many_tokens_in_one_place() -> None:
-    """Padding of a batch: one after the other in bfloat16 they would come to 256."""
+def test_many_tokens_in_one_slot_sum_without_rounding() -> None:
+    """Padding of a batch: sequential sums in bfloat16 would stop at 256."""
     index, location = torch.zeros(600, dtype=torch.long), torch.zeros(600, dtype=torch.long)
     dispatcher = moe.fast_dispatcher(E, C, D, torch.bfloat16)
     dispatcher.update([index], [location], [torch.zeros(600)], capacity=C)
@@ -200,7 +204,7 @@ def test_many_tokens_in_one_place() -> None:
     assert bool((rows[0] == 600).all()) and not rows[1:].any()
 
 
-def test_what_cannot_be_dispatched() -> None:
+def test_dispatcher_rejects_inconsistent_choices() -> None:
     index, location, gate = choices(1)
     dispatcher = moe.fast_dispatcher(E, C, D, torch.float64)
     dispatcher.update(index, location, gate)
@@ -225,14 +229,14 @@ def test_what_cannot_be_dispatched() -> None:
 
 
 @pytest.mark.parametrize("top_k", [-2, 0, torch.tensor(-1)])
-def test_routing_to_no_expert(top_k: Any) -> None:
+def test_extract_critical_rejects_invalid_top_k_and_shape(top_k: Any) -> None:
     with pytest.raises(ConfigError, match="choose a number from 1 on"):
         moe.extract_critical(draw((T, E), 3).softmax(1), top_k)
     with pytest.raises(ConfigError, match="flatten the tokens"):
         moe.extract_critical(draw((2, T, E), 3).softmax(2), 2)
 
 
-def test_numbers_in_tensors_route_alike() -> None:
+def test_tensor_and_numpy_scalars_route_equally() -> None:
     scores = draw((T, E), 3).softmax(1)
     plain, loss = moe.extract_critical(scores, 2, capacity_factor=1.25)
     for k in (torch.tensor(2), np.int32(2)):
@@ -243,19 +247,19 @@ def test_numbers_in_tensors_route_alike() -> None:
     assert moe.get_reversed_sample_ids(plain).dtype == torch.int32
 
 
-def test_sparse_kernels_with_columns() -> None:
-    """Indices and locations as [T, 1] and [T], gates twice the same, tokens in leading dimensions."""
+def test_sparse_kernels_accept_columns_and_leading_dimensions() -> None:
+    """Indices and locations as [T, 1] and [T], equal gates twice, tokens in leading dimensions."""
     index, location, gate = (choice[0] for choice in choices(3))
     data, rows = draw((T, D), 4), draw((E * C, D), 5)
     extra = [T, D, C]
     found = torch.zeros(E, C, D, dtype=torch.float64)
     double = gate[:, None].repeat(1, 2)
     sparse.create_forward(data.dtype, is_cuda=False)(double, index[:, None], location, data[None], found, extra=extra)
-    torch.testing.assert_close(found.view(E * C, D), encoded(data, [index], [location], [gate]))
+    torch.testing.assert_close(found.view(E * C, D), encode_reference(data, [index], [location], [gate]))
     tokens = torch.full((1, T, D), torch.nan, dtype=torch.float64)
     sparse.create_backward_data(data.dtype, is_cuda=False)(double, index, location[:, None], tokens, rows, extra=extra)
-    torch.testing.assert_close(tokens[0], decoded(rows, [index], [location], [gate]))
+    torch.testing.assert_close(tokens[0], decode_reference(rows, [index], [location], [gate]))
     dgate = torch.full((T, 1), torch.nan, dtype=torch.float64)
     sparse.create_backward_gate(data.dtype, is_cuda=False)(dgate, index[:, None], location, data, rows, extra=extra)
-    one = decoded(rows, [index], [location], [torch.ones(T)])
+    one = decode_reference(rows, [index], [location], [torch.ones(T)])
     torch.testing.assert_close(dgate[:, 0], (one * data).sum(1))

@@ -1,4 +1,4 @@
-"""Routing, dispatch and kernels as functions that clients call by themselves."""
+"""Routing, dispatch and kernels as functions that clients call directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def routed(capacity_factor: float = 0.5) -> tuple:
     return moe.extract_critical(draw((T, E), 3).softmax(1), 2, capacity_factor=capacity_factor)[0]
 
 
-def placed(critical: tuple, data: Tensor, weighted: bool) -> Tensor:
+def encode_reference(critical: tuple, data: Tensor, weighted: bool) -> Tensor:
     """The definition of the encoder, row by row."""
     rows = torch.zeros(E, critical[4], data.shape[1], dtype=data.dtype)
     for index, location, gate in zip(*critical[1:4], strict=True):
@@ -37,7 +37,7 @@ def placed(critical: tuple, data: Tensor, weighted: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])  # tokens without a place, places without a token
-def test_what_a_routing_tells(factor: float) -> None:
+def test_routing_accessors_equal_definition(factor: float) -> None:
     critical = routed(factor)
     chosen, counts = moe.get_topk_selection(critical)
     assert torch.equal(chosen, torch.stack(critical[1], 1).long()) and counts is get_dispatch_count(critical)
@@ -53,11 +53,11 @@ def test_what_a_routing_tells(factor: float) -> None:
         moe.get_reversed_sample_ids(critical, "rank")
 
 
-def test_encoder_and_decoder() -> None:
+def test_encoder_and_decoder_equal_definition() -> None:
     critical, data = routed(), draw((T, D), 4)
     dispatcher = moe.fast_dispatcher(E, 0, D, data.dtype)
     dispatcher.update(*critical[1:4], capacity=critical[4])
-    plain, weighted = placed(critical, data, False), placed(critical, data, True)
+    plain, weighted = encode_reference(critical, data, False), encode_reference(critical, data, True)
     torch.testing.assert_close(GatingEncoder.apply(dispatcher, data).view(plain.shape), plain)
     torch.testing.assert_close(GatingEncoder.apply(dispatcher, data, *critical[3]).view(plain.shape), weighted)
     rows = draw((E * critical[4], D), 5)
@@ -69,7 +69,7 @@ def test_encoder_and_decoder() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sparse_kernels(dtype: torch.dtype) -> None:
+def test_sparse_kernels_equal_definition(dtype: torch.dtype) -> None:
     critical, data = routed(), draw((T, D), 4).to(dtype)
     C = critical[4]
     index, location, gate = critical[1][0].clone(), critical[2][0], critical[3][0].to(dtype)
@@ -81,7 +81,7 @@ def test_sparse_kernels(dtype: torch.dtype) -> None:
         expected[index[t], location[t]] = gate[t] * data[t]
     rows = torch.zeros(E * C, D, dtype=dtype)
     forward = sparse.create_forward(dtype, is_cuda=False)
-    for times in (1, 2):  # the second choice adds to what the first has left
+    for times in (1, 2):  # the second choice adds to the remainder of the first
         forward(gate, index, location, data, rows, extra=[T, D, C])
         torch.testing.assert_close(rows.view(E, C, D), times * expected)
     rows = draw((E * C, D), 5).to(dtype)
@@ -94,7 +94,7 @@ def test_sparse_kernels(dtype: torch.dtype) -> None:
         torch.testing.assert_close(dgate[t], data[t] @ row)
 
 
-def test_cumulative_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_cumsum_sub_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.tensor([[1, 0], [1, 1], [0, 1]])
     for kind in ("0", "1"):
         monkeypatch.setenv("FAST_CUMSUM", kind)
@@ -116,7 +116,7 @@ HEADS = ["void scale", "__launch_bounds__(@N@) void scale", "void __launch_bound
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_kernels_from_source(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_kernel_from_source(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, name = SOURCE.replace("HEAD", head), head.split()[-1]
     with pytest.raises(ConfigError, match="no `__global__ void name"):
         JitCompiler.create_raw("int main() {}")
@@ -139,7 +139,7 @@ def test_kernels_from_source(head: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [{"grid": (3, 1, 1), "block": (64, 1, 1), "args": [x, 3]}] * 2
 
 
-def overlapped(rank: int, world: int) -> None:
+def check_overlap_by_degree(rank: int, world: int) -> None:
     x = draw((E, 6, D), 3 + rank).requires_grad_()
     results = []
     for degree, use_2dh in ((1, False), (3, False), (2, True)):
@@ -157,5 +157,5 @@ def overlapped(rank: int, world: int) -> None:
     net.barrier()
 
 
-def test_overlap_by_hand(cluster: Cluster) -> None:
-    cluster.run(2, overlapped)
+def test_manual_all_to_all_ffn_overlap(cluster: Cluster) -> None:
+    cluster.run(2, check_overlap_by_degree)

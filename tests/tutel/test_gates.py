@@ -1,4 +1,4 @@
-"""The gates' products, in small models summed in an order that no CPU chooses; and gates that stay float32."""
+"""The gates' products, in small models summed in an order independent of the CPU; and gates that stay float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cluster import Cluster
 from tests.tutel.cases import draw
 
 
-def by_hand(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def logits_in_order(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """One float32 operation at a time."""
     logits = np.empty((len(x), len(weight)), np.float32)
     for s, e in np.ndindex(*logits.shape):
@@ -38,12 +38,12 @@ def by_hand(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(24, 4, 16), (7, 3, 10), (1, 5, 64), (3, 1, 2), (0, 4, 16)])
-def test_small_products_are_summed_in_order(shape: tuple[int, int, int]) -> None:
+def test_small_gate_product_is_summed_in_order(shape: tuple[int, int, int]) -> None:
     S, E, M = shape
     x_SM = torch.randn(M, S).t().requires_grad_()  # not contiguous
     weight_EM = torch.randn(E, M, requires_grad=True)
     logits_SE = gate_product(x_SM, weight_EM, fp32=False)
-    expected = by_hand(x_SM.detach().numpy(), weight_EM.detach().numpy())
+    expected = logits_in_order(x_SM.detach().numpy(), weight_EM.detach().numpy())
     np.testing.assert_array_equal(logits_SE.detach().numpy(), expected)
 
     wide_SM, wide_EM = (t.detach().double().requires_grad_() for t in (x_SM, weight_EM))
@@ -53,7 +53,7 @@ def test_small_products_are_summed_in_order(shape: tuple[int, int, int]) -> None
     torch.testing.assert_close(weight_EM.grad.double(), wide_EM.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_larger_ones_and_other_dtypes_are_the_librarys() -> None:
+def test_large_gate_product_equals_router_logits() -> None:
     for S, E, M, dtype in [(200, 8, 64, torch.float32), (4, 2, 66, torch.float32), (24, 4, 16, torch.float64)]:
         x_SM, weight_EM = torch.randn(S, M, dtype=dtype), torch.randn(E, M, dtype=dtype)
         assert gate_product(x_SM, weight_EM, fp32=False).equal(router_logits(x_SM, weight_EM))
@@ -81,14 +81,14 @@ def layer_of(kind: str = "top", **gate: object) -> moe.MOELayer:
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
-def test_a_float32_gate_in_a_model_of_another_dtype(convert: Callable[[nn.Module], nn.Module]) -> None:
+def test_fp32_gate_stays_float32_after_conversion(convert: Callable[[nn.Module], nn.Module]) -> None:
     before = layer_of()
     weight = before.gates[0].wg.weight
     rounded = convert(nn.ParameterList([nn.Parameter(weight.detach().clone())]))[0]
     layer = convert(before)
     found = layer.gates[0].wg.weight
-    assert found.dtype == torch.float32 and torch.equal(found, rounded.float())  # values go with the model
-    assert layer is not before or found is weight  # an optimizer's parameter stays its own
+    assert found.dtype == torch.float32 and torch.equal(found, rounded.float())  # values move with the model
+    assert layer is not before or found is weight  # the optimizer's parameter is unchanged
     x = draw((9, D), 1).to(layer.experts.batched_fc1_w.dtype)
     assert x.dtype == rounded.dtype
     assert torch.equal(layer.gates[0](x), top.summed_in_order(x.float(), found))
@@ -97,7 +97,7 @@ def test_a_float32_gate_in_a_model_of_another_dtype(convert: Callable[[nn.Module
     assert layer.experts.batched_fc1_w.grad.dtype == x.dtype
 
 
-def steps(layer: moe.MOELayer, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+def train_steps(layer: moe.MOELayer, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     for _ in range(20):
         optimizer.zero_grad()
         layer(x).float().square().sum().backward()
@@ -105,22 +105,22 @@ def steps(layer: moe.MOELayer, optimizer: torch.optim.Optimizer, x: Tensor) -> N
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_an_optimizer_trains_a_float32_gate_so(early: bool) -> None:
-    """By steps that bfloat16 would round away; whether the optimizer is made before or after the conversion."""
+def test_optimizer_updates_fp32_gate_in_float32(early: bool) -> None:
+    """The steps would round away in bfloat16; the optimizer is made before or after the conversion."""
     layer, x = layer_of(), draw((64, D), 1).bfloat16()
     made = [torch.optim.SGD(layer.parameters(), lr=1e-6)] if early else []
     layer = layer.bfloat16()
     optimizer = made.pop() if made else torch.optim.SGD(layer.parameters(), lr=1e-6)
     gate, expert = layer.gates[0].wg.weight, layer.experts.batched_fc1_w
     start, expert_start = gate.detach().clone(), expert.detach().clone()
-    steps(layer, optimizer, x)
+    train_steps(layer, optimizer, x)
     moved = (gate.detach() != start).double().mean()
     assert moved == 1, moved
     assert torch.equal(gate.bfloat16(), start.bfloat16()) and torch.equal(expert, expert_start)
 
 
-def test_a_cosine_gate_in_float32() -> None:
-    """As in Tutel the projector is float32; the rest goes with the model, and is raised for the product."""
+def test_fp32_cosine_gate_keeps_projector_in_float32() -> None:
+    """As in Tutel, the projector is float32; the rest has the model's dtype, and is cast for the product."""
     layer = layer_of("cosine_top", proj_dim=P, init_t=0.3).bfloat16()
     gate = layer.gates[0]
     names = {name: p.dtype for name, p in gate.named_parameters()}
@@ -139,7 +139,7 @@ def test_a_cosine_gate_in_float32() -> None:
     assert all(p.grad.dtype == p.dtype for p in gate.parameters())
 
 
-def test_float32_gates_made_under_another_default() -> None:
+def test_fp32_gate_ignores_default_dtype() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_float32_gates_made_under_another_default() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert linear.wg.weight.dtype == cosine.cosine_projector.weight.dtype == torch.float32
-    assert torch.equal(cosine.cosine_projector.weight, projector.weight.float())  # drawn as it would be without
+    assert torch.equal(cosine.cosine_projector.weight, projector.weight.float())  # drawn as without the option
     linear.load_state_dict({"wg.weight": torch.ones(E, D, dtype=torch.bfloat16)}, assign=True)
     assert linear.wg.weight.dtype == torch.float32 and bool((linear.wg.weight == 1).all())
     plain = LinearTopKGate(D, E).bfloat16()
@@ -158,8 +158,8 @@ def test_float32_gates_made_under_another_default() -> None:
 
 
 @pytest.mark.parametrize("fp32", [False, True])
-def test_a_gates_linear_map_is_called(fp32: bool) -> None:
-    """Clients watch it by hooks, and put others in its place."""
+def test_hooks_and_replacement_of_gate_linear_take_effect(fp32: bool) -> None:
+    """Clients register hooks on it, and replace it."""
     x = draw((9, D), 1).float()
     for kind, name in (("top", "wg"), ("cosine_top", "cosine_projector")):
         gate = layer_of(kind, fp32_gate=fp32).gates[0]
@@ -174,7 +174,7 @@ def test_a_gates_linear_map_is_called(fp32: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["top", "cosine_top"])
 @pytest.mark.parametrize("k", [-2, 0])
-def test_a_gate_for_no_expert(kind: str, k: int) -> None:
+def test_gate_rejects_nonpositive_k(kind: str, k: int) -> None:
     with pytest.raises(ConfigError, match=f"k = {k} experts; choose a number from 1 on"):
         layer_of(kind, k=k)
     layer = layer_of(kind)
@@ -183,8 +183,8 @@ def test_a_gate_for_no_expert(kind: str, k: int) -> None:
         layer(draw((9, D), 1).float())
 
 
-def wrapped(rank: int, world: int) -> None:
-    """A converted model with a float32 gate under DDP and FSDP, which build on the dtypes that they find."""
+def check_under_ddp_and_fsdp(rank: int, world: int) -> None:
+    """A converted model with a float32 gate under DDP and FSDP, which rely on the parameters' dtypes."""
     x = draw((9, D), rank).bfloat16()
     cases = itertools.product(("ddp", "fsdp"), (("top", "wg"), ("cosine_top", "cosine_projector")))
     for wrap, (kind, name) in cases:
@@ -213,5 +213,5 @@ def wrapped(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow  # wrappers
-def test_float32_gates_under_wrappers(cluster: Cluster) -> None:
-    cluster.run(2, wrapped)
+def test_fp32_gates_under_ddp_and_fsdp(cluster: Cluster) -> None:
+    cluster.run(2, check_under_ddp_and_fsdp)

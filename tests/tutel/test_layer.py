@@ -37,11 +37,11 @@ def make(gate: Any = None, experts: dict[str, Any] | None = None, **more: Any) -
     return moe.moe_layer(gate or {"type": "top", "k": 2}, D, {**FFN, **(experts or {})}, **more)
 
 
-def tokens(*shape: int) -> Tensor:
+def random_tokens(*shape: int) -> Tensor:
     return draw(shape or (24, D), 7).float()
 
 
-def test_refusals() -> None:
+def test_layer_rejects_invalid_arguments() -> None:
     with pytest.raises(AssertionError, match="even"):
         moe.moe_layer({"type": "top"}, 7, FFN)
     with pytest.raises(ConfigError, match="no argument 'degree'"):
@@ -58,13 +58,13 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="cannot share"):
         make(experts={"num_experts_per_device": -3})
     with pytest.raises(ConfigError, match="gate_noise > 0"):
-        make(is_gshard_loss=False).eval()(tokens())
+        make(is_gshard_loss=False).eval()(random_tokens())
     with pytest.raises(ConfigError, match="set self.top_k"):
         make({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 4)})
     with pytest.raises(ConfigError, match=rf"input of shape \[4, {D + 1}\]; it takes \[tokens, …, model_dim = {D}\]"):
         make()(torch.randn(4, D + 1))
     with pytest.raises(ConfigError, match="adaptive degree 2"):
-        make()(tokens(), adaptive_r=2)
+        make()(random_tokens(), adaptive_r=2)
     for kind in ("pipeline", "adaptive:x"):
         with pytest.raises(ConfigError, match=f"unknown parallel_type '{kind}'"):
             make(parallel_type=kind)
@@ -72,15 +72,15 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match="give a number of chunks"):
             make(a2a_ffn_overlap_degree=degree)
         with pytest.raises(ConfigError, match="give a number of chunks"):
-            make()(tokens(), a2a_ffn_overlap_degree=degree)
+            make()(random_tokens(), a2a_ffn_overlap_degree=degree)
     with pytest.raises(ConfigError, match="custom gate without a 'module'"):
         make({"type": "custom", "k": 2})
-    with pytest.raises(ConfigError, match=r"no 'implicit_dropout_p'.*activation_fn=lambda x: dropout"):
+    with pytest.raises(ConfigError, match=r"no longer support 'implicit_dropout_p'.*activation_fn=lambda x: dropout"):
         make(experts={"implicit_dropout_p": 0.1})
-    with pytest.raises(ConfigError, match="no 'fused_custom_fn'.*{'type': 'custom'"):
+    with pytest.raises(ConfigError, match="no longer support 'fused_custom_fn'.*{'type': 'custom'"):
         make(experts={"fused_custom_fn": lambda self, x: x})
     with pytest.raises(ConfigError, match="k = -2 experts; choose a number from 1 on"):
-        make()(tokens(), top_k=-2)
+        make()(random_tokens(), top_k=-2)
     for experts in (None, [nn.Linear(D, D)]):
         with pytest.raises(ConfigError, match=r"needs experts=\{'type': …\}"):
             moe.moe_layer({"type": "top"}, D, experts)  # type: ignore[arg-type]
@@ -88,14 +88,14 @@ def test_refusals() -> None:
         moe.moe_layer({"type": "top"}, D, {"type": "custom"})
 
 
-def test_old_forms_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_deprecated_arguments_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         layer = make("Top2Gate", pad_samples=True)
     assert "pad_samples" in caplog.text and "Top2Gate" in caplog.text
     assert layer.gates[0].top_k == 2
 
 
-def test_attributes() -> None:
+def test_layer_attributes_equal_tutel() -> None:
     seen: dict[str, nn.Parameter] = {}
     layer = make(
         [{"type": "top", "k": 3, "capacity_factor": 1.5}, {"type": "cosine_top", "gate_noise": 0.5}],
@@ -111,18 +111,18 @@ def test_attributes() -> None:
     assert (second.top_k, second.capacity_factor, second.gate_noise) == (1, 1.0, 0.5)
     assert [name for name, _ in layer.get_parameter_iterator("gate")][0] == "0.wg.weight"
     assert dict(layer.get_parameter_iterator("local_experts")) == seen
-    y, aux = layer(tokens(), gate_index=1)
+    y, aux = layer(random_tokens(), gate_index=1)
     assert aux is y.l_aux is layer.l_aux and int(layer.dispatch_count.sum()) == 24
     assert layer.protected_shape[0] == 4 and layer.protected_shape[-1] == D
     assert moe.moe_layer.global_expert_count(3) == 3
-    for one in (-1, 1 / 1, np.int64(1)):  # scripts say 1 / world, or count with NumPy
+    for one in (-1, 1 / 1, np.int64(1)):  # scripts pass 1 / world, or count with NumPy
         alone = make(experts={"num_experts_per_device": one})
-        assert (alone.num_global_experts, alone.num_local_experts, alone(tokens()).shape) == (1, 1, (24, D))
+        assert (alone.num_global_experts, alone.num_local_experts, alone(random_tokens()).shape) == (1, 1, (24, D))
     copied = copy.deepcopy(layer)
-    assert torch.equal(copied(tokens(), gate_index=0)[0], layer(tokens(), gate_index=0)[0])
+    assert torch.equal(copied(random_tokens(), gate_index=0)[0], layer(random_tokens(), gate_index=0)[0])
 
 
-def test_seeds() -> None:
+def test_seeds_control_gates_experts_and_generator() -> None:
     gates = [{"type": "top"}, {"type": "top"}]
     layer = make(gates, seeds=(5, 9, 11))
     after = torch.randn(3)
@@ -136,7 +136,7 @@ def test_seeds() -> None:
     assert torch.equal(other.experts.batched_fc1_w, layer.experts.batched_fc1_w)
 
 
-def test_older_initial_weights() -> None:
+def test_init_argument_selects_older_initialization() -> None:
     old = make(experts={"init": "0.3"}, seeds=(1, 2, 3)).experts
     torch.manual_seed(2)
     up, down = nn.Linear(D, H), nn.Linear(H, D)
@@ -145,7 +145,7 @@ def test_older_initial_weights() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_initial_weights(shards: int) -> None:
+def test_initial_weights_equal_tutel(shards: int) -> None:
     """W1 in ±1/√D, W2 in ±1/√(its second-to-last size, H/s), expert by expert, in Tutel's order of operations."""
     M, hidden, out = 8, 512, 6
     torch.manual_seed(2)
@@ -160,8 +160,8 @@ def test_initial_weights(shards: int) -> None:
     assert not new.batched_fc1_bias.any() and not new.batched_fc2_bias.any()
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = tokens()
+def test_environment_variables_set_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_tokens()
     monkeypatch.setenv("CAP_FACTOR", "0.25")
     monkeypatch.setenv("BATCH_PRIO", "1")
     layer = make()
@@ -175,7 +175,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y[0] is x and y[1] is None
 
 
-def plain(layer: moe.MOELayer, x: Tensor, capacity: int, k: int = 2) -> Tensor:
+def layer_reference(layer: moe.MOELayer, x: Tensor, capacity: int, k: int = 2) -> Tensor:
     """The definition, token by token."""
     E = layer.experts
     prob = F.linear(x, layer.gates[0].wg.weight).softmax(1)
@@ -194,13 +194,15 @@ def plain(layer: moe.MOELayer, x: Tensor, capacity: int, k: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("factor,capacity", [(1.0, 12), (0.5, 6), (0.0, 24), (-0.25, 2)])
-def test_definition(factor: float, capacity: int) -> None:
+def test_layer_equals_definition(factor: float, capacity: int) -> None:
     layer = make({"type": "top", "k": 2, "capacity_factor": factor})
     fill(layer, 0, 1)
-    torch.testing.assert_close(layer(tokens()), plain(layer, tokens(), capacity), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        layer(random_tokens()), layer_reference(layer, random_tokens(), capacity), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_capacity() -> None:
+def test_capacity_and_alignment_of_examples() -> None:
     def never() -> int:
         raise AssertionError
 
@@ -213,7 +215,7 @@ def test_capacity() -> None:
     assert [alignment_of(2, 4), alignment_of(1, 1, 8), alignment_of(3, 100)] == [8, 8, 384]
 
 
-def test_losses() -> None:
+def test_losses_equal_definition() -> None:
     scores = draw((10, 4), 3).softmax(1)
     top_ids = scores.topk(2, 1).indices
     torch.testing.assert_close(losses.gshard_loss(scores, top_ids), balance_loss(scores, top_ids[:, :1]))
@@ -224,7 +226,7 @@ def test_losses() -> None:
     torch.testing.assert_close(losses.load_importance_loss(scores, logits[:, :2], 4, 0.5), expected)
 
 
-def test_activation_names() -> None:
+def test_activation_names_are_recognized() -> None:
     known = {
         "relu": [F.relu, torch.relu, nn.ReLU(), lambda x: F.relu(x), lambda x: x.relu()],
         "gelu": [F.gelu, nn.GELU(), lambda x: F.gelu(x)],
@@ -279,7 +281,7 @@ def test_custom_gate_and_experts_with_reserved_dims() -> None:
     gate = {"type": "custom", "module": Gate, "k": 2}
     layer = moe.moe_layer(gate, D, {"type": "custom", "module": Expert, "num_experts_per_device": 4, "start": 3.0})
     assert (layer.gates[0].capacity_factor, layer.gates[0].gate_noise) == (1.0, 0.0)
-    x = tokens(2, 12, 4, 4)
+    x = random_tokens(2, 12, 4, 4)
     y = layer(x, reserve_dims=2, capacity_factor=0.0)
     torch.testing.assert_close(y, 3 * x)
     seen = layer.experts.seen
@@ -290,8 +292,8 @@ def test_custom_gate_and_experts_with_reserved_dims() -> None:
 
 
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])
-def test_numbers_that_are_not_pythons(number: Any) -> None:
-    layer, x = make(experts={"num_experts_per_device": number(4)}, a2a_ffn_overlap_degree=number(2)), tokens()
+def test_numpy_and_tensor_scalars_are_accepted(number: Any) -> None:
+    layer, x = make(experts={"num_experts_per_device": number(4)}, a2a_ffn_overlap_degree=number(2)), random_tokens()
     expected = layer(x, top_k=1, capacity_factor=0.5, adaptive_r=0)
     factor = number(0.5) if number is torch.tensor else np.float64(0.5)
     zero, one = number(0), number(1)
@@ -303,36 +305,36 @@ def test_numbers_that_are_not_pythons(number: Any) -> None:
 
 def test_built_in_experts_with_reserved_dims() -> None:
     layer = make()
-    flat = layer(tokens(24, D))
-    torch.testing.assert_close(layer(tokens(24, 4, 4), reserve_dims=2), flat.view(24, 4, 4))
+    flat = layer(random_tokens(24, D))
+    torch.testing.assert_close(layer(random_tokens(24, 4, 4), reserve_dims=2), flat.view(24, 4, 4))
 
 
 @pytest.mark.parametrize("small", [2**23, 0])  # experts as blocks, and in one operation
-def test_results_of_another_shape_than_tokens(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_dim_with_reserved_dims(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffn, "SMALL", small)
     layer = make(experts={"output_dim": 10})
-    y = layer(tokens(2, 12, 4, 4), reserve_dims=2)
-    torch.testing.assert_close(y, layer(tokens(24, D)).view(2, 12, 10))
+    y = layer(random_tokens(2, 12, 4, 4), reserve_dims=2)
+    torch.testing.assert_close(y, layer(random_tokens(24, D)).view(2, 12, 10))
 
 
-def test_autocast_and_hooks() -> None:
+def test_layer_under_autocast_and_with_expert_hook() -> None:
     layer = make({"type": "top", "k": 2, "fp32_gate": True})
-    expected = layer(tokens())
+    expected = layer(random_tokens())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(tokens())
+        y = layer(random_tokens())
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
     calls: list[int] = []
     layer.experts.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(layer(tokens()), expected)
+    torch.testing.assert_close(layer(random_tokens()), expected)
     assert calls == [1]
 
 
 # On several ranks.
 
 
-def on_nodes_of_two(rank: int, world: int) -> None:
-    """LOCAL_SIZE ranks are a node: the two-level way gives the same, in the world, in a part of it, with shards."""
+def check_two_level_all_to_all(rank: int, world: int) -> None:
+    """LOCAL_SIZE ranks form a node: the two-level path is equal, in the world, in a subgroup, with shards."""
     pair = net.create_groups_from_world(2)
     groups = {"world": None, "one node": pair.model_group, "across nodes": pair.data_group}
     for nodes in ("2", "8"):
@@ -351,15 +353,15 @@ def on_nodes_of_two(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow  # makes twelve topologies
-def test_nodes_of_local_size_ranks(cluster: Cluster) -> None:
-    cluster.run(4, on_nodes_of_two)
+def test_local_size_nodes_use_two_level_all_to_all(cluster: Cluster) -> None:
+    cluster.run(4, check_two_level_all_to_all)
 
 
-def staying(rank: int, world: int) -> None:
-    """SKIP_A2A: rows are computed where they are, by the experts that are there."""
+def check_skip_a2a(rank: int, world: int) -> None:
+    """SKIP_A2A: rows are computed on their source rank, by its experts."""
     module = lambda **more: Expert(start=2.0 + rank, **more)  # noqa: E731
     layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
-    x = tokens(24, 4, 4)
+    x = random_tokens(24, 4, 4)
     parts = torch.arange(2.0 * world).view(1, 2 * world) + 10 * rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIP_A2A", "1")
@@ -371,12 +373,12 @@ def staying(rank: int, world: int) -> None:
     assert not torch.equal(net.simple_all_to_all(parts.t()), parts.t())
 
 
-def test_rows_that_stay(cluster: Cluster) -> None:
-    cluster.run(2, staying)
+def test_skip_a2a_keeps_rows_on_source_rank(cluster: Cluster) -> None:
+    cluster.run(2, check_skip_a2a)
 
 
 class Model(nn.Module):
-    """A layer between dense ones, the same everywhere but for the experts, which are each rank's own."""
+    """A layer between dense ones, equal on all ranks except for the experts, which each rank draws separately."""
 
     def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -390,14 +392,14 @@ class Model(nn.Module):
         return y
 
     def backward(self, x: Tensor, wrapper: nn.Module | None = None) -> list[Tensor]:
-        """Gradients: of the dense layer, of the gate, and of the experts."""
+        """Gradients of the dense layer, the gate, and the experts."""
         ((wrapper or self)(x).square().sum() + self.moe.l_aux).backward()
         grads = [p.grad for p in (self.dense.weight, self.moe.gates[0].wg.weight, *self.moe.experts.parameters())]
         return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def wrapped(rank: int, world: int) -> None:
-    """Shared gradients are averaged, experts' are left alone: by DDP and by FSDP, as Tutel's users keep experts out."""
+def check_under_ddp_and_fsdp(rank: int, world: int) -> None:
+    """DDP and FSDP average shared gradients and skip the experts', which Tutel's users exclude."""
     x = draw((9 + rank, D), rank).float()
     dense, gate, *experts = Model(rank, world).backward(x)
     expected = [net.simple_all_reduce(dense) / world, net.simple_all_reduce(gate) / world, *experts]
@@ -412,7 +414,7 @@ def wrapped(rank: int, world: int) -> None:
         ignored_params={p for p in model.parameters() if hasattr(p, "_tutel_expert")},
     )
     torch.testing.assert_close(model.backward(x), expected)
-    # With the experts inside, DDP makes those of all ranks equal, and FSDP cuts each rank's as if they were.
+    # With the experts inside, DDP makes all ranks' experts equal, and FSDP shards each rank's as if they were equal.
     model = Model(rank, world)
     with pytest.raises(ConfigError, match="experts of this layer are this rank's own, and PyTorch's DistributedDataP"):
         model.backward(x, nn.parallel.DistributedDataParallel(model))
@@ -422,8 +424,8 @@ def wrapped(rank: int, world: int) -> None:
         model.backward(x)
 
 
-def replicated(rank: int, world: int) -> None:
-    """Ranks outside the layer's group may hold the same experts, and a wrapper reduce over them."""
+def check_under_ddp_with_replicas(rank: int, world: int) -> None:
+    """Ranks outside the layer's group may hold equal experts, over which a wrapper reduces."""
     env = net.create_groups_from_world(2)
     model = Model(env.model_rank, env.model_size, env.model_group)
     wrapper = nn.parallel.DistributedDataParallel(model, process_group=env.data_group)
@@ -434,29 +436,29 @@ def replicated(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow  # four ranks
-def test_gradients_under_a_wrapper_over_replicas(cluster: Cluster) -> None:
-    cluster.run(4, replicated)
+def test_gradients_of_replicated_experts_under_ddp(cluster: Cluster) -> None:
+    cluster.run(4, check_under_ddp_with_replicas)
 
 
-def test_gradients_under_wrappers(cluster: Cluster) -> None:
-    cluster.run(2, wrapped)
+def test_gradients_under_ddp_and_fsdp(cluster: Cluster) -> None:
+    cluster.run(2, check_under_ddp_and_fsdp)
 
 
-def outside(rank: int, world: int) -> None:
+def build_outside_group(rank: int, world: int) -> None:
     group = dist.new_group([0])
     if rank == 1:
-        with pytest.raises(ConfigError, match="not one of the group's"):
+        with pytest.raises(ConfigError, match="this rank is not in the group"):
             make(group=group)
-        with pytest.raises(ConfigError, match="not one of the group's"):
-            net.all_gather(tokens(), 0, group=group)
+        with pytest.raises(ConfigError, match="this rank is not in the group"):
+            net.all_gather(random_tokens(), 0, group=group)
 
 
-def test_a_rank_outside_the_group(cluster: Cluster) -> None:
-    cluster.run(2, outside)
+def test_rank_outside_group_is_rejected(cluster: Cluster) -> None:
+    cluster.run(2, build_outside_group)
 
 
-def sharded(rank: int, world: int) -> None:
-    """However an expert's work is split over the ranks that share it, results are those of one process."""
+def check_sharded_experts(rank: int, world: int) -> None:
+    """For any split of an expert over its ranks, results equal one process."""
     torch.set_default_dtype(torch.float64)
     try:
         layer = make(experts={"num_experts_per_device": 1 / 4})
@@ -488,24 +490,26 @@ def sharded(rank: int, world: int) -> None:
 
 def plain_capacity(whole: moe.MOELayer, x: Tensor) -> Tensor:
     capacity = capacity_of(0.7, 1, len(x), 1, lambda: 0, alignment=4)
-    return plain(whole, x, capacity, k=1).detach()
+    return layer_reference(whole, x, capacity, k=1).detach()
 
 
-def test_shared_experts(cluster: Cluster) -> None:
-    cluster.run(4, sharded)
+def test_sharded_experts_equal_one_process(cluster: Cluster) -> None:
+    cluster.run(4, check_sharded_experts)
 
 
-def overlapped(rank: int, world: int) -> None:
-    """Chunks change nothing, whoever picks their number, for experts in one operation and for any function."""
-    # Sending takes long, so that the scheduler has a reason to send in chunks.
+def check_overlap_degrees(rank: int, world: int) -> None:
+    """Chunks do not change results: any chunk count, chosen by the user or the scheduler, one operation or any
+    function.
+    """
+    # Slow links, which make chunks profitable for the scheduler.
     costs = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher, "measured_costs", lambda *_: costs)
         patch.setattr(ffn, "SMALL", 0)
-        in_chunks(rank, world)
+        count_chunks(rank, world)
 
 
-def in_chunks(rank: int, world: int) -> None:
+def count_chunks(rank: int, world: int) -> None:
     chunks = {}
     for number, experts in enumerate(({}, {"activation_fn": lambda x: F.relu(x) * 1.0})):
         # Capacities of 2·int(1.2·7) = 16 and 2·int(1.2·4) = 8: multiples of every degree.
@@ -525,8 +529,8 @@ def in_chunks(rank: int, world: int) -> None:
     assert all(found[2] == 2 and found[4] == 4 and found["auto"] > 1 for found in chunks.values()), chunks
 
 
-def hooked(rank: int, world: int) -> None:
-    """A hook on the experts runs once for all rows, and its result counts, in any number of chunks."""
+def check_expert_hook(rank: int, world: int) -> None:
+    """A hook on the experts runs once for all rows, and its result is used, for any number of chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ffn, "SMALL", 0)
         layer = make({"type": "top", "k": 2, "capacity_factor": 1.2}, {"num_experts_per_device": 2})
@@ -544,19 +548,19 @@ def hooked(rank: int, world: int) -> None:
             torch.testing.assert_close(results[degree], results[1])
 
 
-def test_hooks(cluster: Cluster) -> None:
-    cluster.run(2, hooked)
+def test_expert_hook_runs_once_for_all_chunks(cluster: Cluster) -> None:
+    cluster.run(2, check_expert_hook)
 
 
-def test_overlap_degrees(cluster: Cluster) -> None:
-    cluster.run(2, overlapped)
+def test_overlap_degree_does_not_change_results(cluster: Cluster) -> None:
+    cluster.run(2, check_overlap_degrees)
 
 
-def unequal(rank: int, world: int) -> None:
-    """Custom experts get W·C places, as many as the largest rank needs; a rank without tokens takes part."""
+def check_unequal_tokens(rank: int, world: int) -> None:
+    """Custom experts receive W·C places, as many as the largest rank needs; a rank without tokens takes part."""
     module = lambda **more: Expert(start=2.0, **more)  # noqa: E731
     layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
-    x = tokens(0 if rank else 24, 4, 4)
+    x = random_tokens(0 if rank else 24, 4, 4)
     y = layer(x, reserve_dims=2, capacity_factor=0.0, inequivalent_tokens=True)
     torch.testing.assert_close(y, 2 * x)
     (y.sum() + layer.l_aux).backward()
@@ -565,12 +569,12 @@ def unequal(rank: int, world: int) -> None:
     assert layer.experts.seen["shape"][1] == world * most
 
 
-def test_ranks_with_unequal_tokens(cluster: Cluster) -> None:
-    cluster.run(2, unequal)
+def test_custom_experts_with_unequal_tokens_per_rank(cluster: Cluster) -> None:
+    cluster.run(2, check_unequal_tokens)
 
 
 class _Plain(nn.Module):
-    """Custom experts: a matrix each."""
+    """Custom experts with one matrix each."""
 
     def __init__(self, model_dim: int, num_experts_per_device: int, **more: Any) -> None:
         super().__init__()
@@ -580,8 +584,8 @@ class _Plain(nn.Module):
         return x @ self.w
 
 
-def bad_numbers(rank: int, world: int) -> None:
-    """Each kind of a number that is not finite, on the last rank: refused on all, and the next call is right."""
+def check_non_finite_rejected(rank: int, world: int) -> None:
+    """Each kind of non-finite value, on the last rank: refused on all ranks, and the next call is right."""
     small = {"num_experts_per_device": 2}
     layers = [
         (make(experts=small, seeds=(1, rank + 1, 1)), {}),
@@ -596,47 +600,47 @@ def bad_numbers(rank: int, world: int) -> None:
     for layer, more in layers:
         dtype = next(layer.experts.parameters()).dtype
         for number, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-            x = tokens().to(dtype)
+            x = random_tokens().to(dtype)
             if rank == world - 1:
                 x[7, 3] = bad
             where = f"rank {rank}: " if rank == world - 1 else f"rank {world - 1} failed in the check of"
             error = ConfigError if world == 1 else RankError
             with torch.set_grad_enabled(number > 0), pytest.raises(error, match=f"{where}.*are NaN or infinite"):
                 layer(x, **more)
-            y = layer(tokens().to(dtype), **more)
+            y = layer(random_tokens().to(dtype), **more)
             assert y.isfinite().all()
-            (y * 60000).sum().backward()  # gradients that overflow are a loss scaler's to see
+            (y * 60000).sum().backward()  # overflowing gradients are for a loss scaler to handle
             layer.zero_grad()
 
 
 @pytest.mark.parametrize("world", [1, *slowly(2)])
-def test_numbers_that_are_not_finite_are_refused(cluster: Cluster, world: int) -> None:
-    cluster.run(world, bad_numbers)
+def test_non_finite_values_are_rejected_on_all_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, check_non_finite_rejected)
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
-    scores = tokens(6, 4).softmax(1)
+def test_extract_critical_rejects_non_finite_scores() -> None:
+    scores = random_tokens(6, 4).softmax(1)
     for bad in (torch.nan, torch.inf):
         with pytest.raises(ConfigError, match="extract_critical: scores are NaN"):
             moe.extract_critical(scores.index_fill(0, torch.tensor(2), bad), 2)
 
 
-def gates_apart(rank: int, world: int) -> None:
+def check_differently_seeded_gates(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     layer = make(experts={"num_experts_per_device": 2})
     for _ in range(2):
         with pytest.raises(RankError, match=r"gates.0.wg.weight should be a copy .* ranks \[0\], another on ranks \[1"):
-            layer(tokens())
+            layer(random_tokens())
     torch.manual_seed(rank)
     layer = make(experts={"num_experts_per_device": 2})
     hidden = [name for name, _ in layer.named_parameters() if name.startswith("experts")]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, hidden)
-    nn.parallel.DistributedDataParallel(layer)(tokens()).sum().backward()
-    copy.deepcopy(layer)(tokens())
-    make(experts={"num_experts_per_device": 2}, seeds=(1, rank, 1))(tokens())
+    nn.parallel.DistributedDataParallel(layer)(random_tokens()).sum().backward()
+    copy.deepcopy(layer)(random_tokens())
+    make(experts={"num_experts_per_device": 2}, seeds=(1, rank, 1))(random_tokens())
 
 
-def layers_that_differ(rank: int, world: int) -> list[str]:
+def errors_of_different_layers(rank: int, world: int) -> list[str]:
     found = []
     for options in (
         {"gate_type": {"type": "top", "k": 1 + rank}},
@@ -658,8 +662,8 @@ def layers_that_differ(rank: int, world: int) -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_layers_of_ranks_that_differ(cluster: Cluster) -> None:
-    of_ranks = cluster.run(2, layers_that_differ)
+def test_different_layers_across_ranks_error_names_argument(cluster: Cluster) -> None:
+    of_ranks = cluster.run(2, errors_of_different_layers)
     assert of_ranks[0] == of_ranks[1]
     for name, text in zip(("gate_type", "normalize_gate"), of_ranks[0], strict=False):
         assert text.startswith(f"moe_layer: layer argument {name} is "), text
@@ -667,18 +671,18 @@ def test_layers_of_ranks_that_differ(cluster: Cluster) -> None:
         assert text.startswith(f"moe_layer: layer.{name} is "), text
 
 
-def test_gates_of_ranks_that_were_seeded_differently(cluster: Cluster) -> None:
-    cluster.run(2, gates_apart)
+def test_differently_seeded_gates_across_ranks(cluster: Cluster) -> None:
+    cluster.run(2, check_differently_seeded_gates)
 
 
-def other_results(rank: int, world: int) -> str:
+def error_of_different_output_dim(rank: int, world: int) -> str:
     options = {"output_dim": 10 + 2 * (rank == world - 1), "num_experts_per_device": 2}
     layer = make(experts=options, seeds=(1, rank + 1, 1))
     with pytest.raises(RankError) as caught:
-        layer(tokens())
+        layer(random_tokens())
     return str(caught.value)
 
 
-def test_results_of_other_widths_are_refused(cluster: Cluster) -> None:
-    for text in cluster.run(2, other_results, timeout_s=60.0):
+def test_different_output_dim_across_ranks_is_rejected(cluster: Cluster) -> None:
+    for text in cluster.run(2, error_of_different_output_dim, timeout_s=60.0):
         assert "moe_layer: output_dim is 10 on ranks [0] and 12 on ranks [1]" in text

@@ -1,4 +1,4 @@
-"""Collectives: gradients by finite differences over all ranks' inputs, on the world and on a part of it."""
+"""Collectives: gradients by finite differences over all ranks' inputs, on the world and on a subgroup."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return net.get_world_rank(group), net.get_world_size(group)
 
 
-def own(X: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's input out of all ranks' inputs, which every rank holds; its gradient reaches them all."""
+def rank_slice(X: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Slice this rank's input from all ranks' inputs, which every rank holds; its gradient reaches all ranks."""
     return net.allreduce_backward(X, group=group)[net.get_world_rank(group)]
 
 
-def together(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All ranks' results, on every rank, which goes on to compute the same from them."""
+def gather_results(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gather all ranks' results on every rank, where the same function of them follows."""
     return net.all_gather(y[None], 0, group=group)
 
 
-def different(function: Function, group: dist.ProcessGroup | None) -> Function:
-    """Of each rank's own input and with a result of its own."""
-    return lambda X: together(function(own(X, group)), group)
+def with_rank_specific_values(function: Function, group: dist.ProcessGroup | None) -> Function:
+    """Inputs and results that differ between ranks."""
+    return lambda X: gather_results(function(rank_slice(X, group)), group)
 
 
-def replicated_out(function: Function, group: dist.ProcessGroup | None) -> Function:
-    """Of each rank's own input, with a result that is the same on all."""
-    return lambda X: function(own(X, group))
+def with_replicated_result(function: Function, group: dist.ProcessGroup | None) -> Function:
+    """Inputs that differ between ranks, and a result that is equal on all."""
+    return lambda X: function(rank_slice(X, group))
 
 
-def replicated_in(function: Function, group: dist.ProcessGroup | None) -> Function:
-    """Of an input that is the same on all."""
-    return lambda X: together(function(X[0]), group)
+def with_replicated_input(function: Function, group: dist.ProcessGroup | None) -> Function:
+    """Inputs that are equal on all ranks."""
+    return lambda X: gather_results(function(X[0]), group)
 
 
-def functions(group: dist.ProcessGroup | None) -> dict[str, tuple[Function, tuple[int, ...]]]:
+def collective_cases(group: dist.ProcessGroup | None) -> dict[str, tuple[Function, tuple[int, ...]]]:
     rank, W = members(group)
     sizes = torch.tensor([[1, 2], [0, 3]]) if W == 2 else torch.ones(W, W, dtype=torch.long)
 
-    def scaled(x: Tensor) -> Tensor:  # ranks do different things with what they all have
+    def scaled(x: Tensor) -> Tensor:  # ranks apply different functions to equal inputs
         return net.allreduce_backward(x, group=group) * (rank + 1)
 
     def all_to_all_v(x: Tensor) -> Tensor:
@@ -64,25 +64,31 @@ def functions(group: dist.ProcessGroup | None) -> dict[str, tuple[Function, tupl
 
     a2a = partial(net.all_to_all, group=group)
     return {
-        "all_to_all 1 0": (different(lambda x: a2a(x, 1, 0), group), (W, 2, 2)),
-        "all_to_all 0 1": (different(lambda x: a2a(x, 0, 1), group), (2, W, 1)),
-        "all_to_all 2 1": (different(lambda x: a2a(x, 2, 1), group), (1, W, 2)),
-        "all_to_all background": (different(lambda x: a2a(x, 1, 0, background=True)(), group), (W, 2)),
-        "all_to_all 2dh": (different(lambda x: a2a(x, 1, 0, use_2dh=True), group), (W, 2)),
-        "all_to_all_single": (different(partial(net.all_to_all_single, group=group), group), (2 * W, 1)),
-        "all_gather": (replicated_out(lambda x: net.all_gather(x, 1, group=group), group), (2, 2)),
-        "all_gather fused": (different(lambda x: net.all_gather(x, 0, fused=True, group=group), group), (2, 2)),
-        "reduce_scatter": (different(lambda x: net.reduce_scatter(x, 1, group=group), group), (2, W)),
-        "spatial_split": (replicated_in(lambda x: net.spatial_split(x, 1, group=group), group), (2, W)),
-        "zero_gather": (different(lambda x: net.zero_gather(x, [3, W - 1], group=group), group), (3,)),
+        "all_to_all 1 0": (with_rank_specific_values(lambda x: a2a(x, 1, 0), group), (W, 2, 2)),
+        "all_to_all 0 1": (with_rank_specific_values(lambda x: a2a(x, 0, 1), group), (2, W, 1)),
+        "all_to_all 2 1": (with_rank_specific_values(lambda x: a2a(x, 2, 1), group), (1, W, 2)),
+        "all_to_all background": (with_rank_specific_values(lambda x: a2a(x, 1, 0, background=True)(), group), (W, 2)),
+        "all_to_all 2dh": (with_rank_specific_values(lambda x: a2a(x, 1, 0, use_2dh=True), group), (W, 2)),
+        "all_to_all_single": (
+            with_rank_specific_values(partial(net.all_to_all_single, group=group), group),
+            (2 * W, 1),
+        ),
+        "all_gather": (with_replicated_result(lambda x: net.all_gather(x, 1, group=group), group), (2, 2)),
+        "all_gather fused": (
+            with_rank_specific_values(lambda x: net.all_gather(x, 0, fused=True, group=group), group),
+            (2, 2),
+        ),
+        "reduce_scatter": (with_rank_specific_values(lambda x: net.reduce_scatter(x, 1, group=group), group), (2, W)),
+        "spatial_split": (with_replicated_input(lambda x: net.spatial_split(x, 1, group=group), group), (2, W)),
+        "zero_gather": (with_rank_specific_values(lambda x: net.zero_gather(x, [3, W - 1], group=group), group), (3,)),
         "zero_scatter": (
-            replicated_in(lambda x: net.zero_scatter(x, partial(net.spatial_split, dim=0), group)[0], group),
+            with_replicated_input(lambda x: net.zero_scatter(x, partial(net.spatial_split, dim=0), group)[0], group),
             (3,),
         ),
-        "allreduce_forward": (replicated_out(partial(net.allreduce_forward, group=group), group), (2, 2)),
-        "allreduce_backward": (replicated_in(scaled, group), (2, 2)),
-        "batch_all_to_all_v": (different(all_to_all_v, group), (int(sizes[0].sum()),)),
-        "batch_all_gather_v": (different(all_gather_v, group), (W,)),
+        "allreduce_forward": (with_replicated_result(partial(net.allreduce_forward, group=group), group), (2, 2)),
+        "allreduce_backward": (with_replicated_input(scaled, group), (2, 2)),
+        "batch_all_to_all_v": (with_rank_specific_values(all_to_all_v, group), (int(sizes[0].sum()),)),
+        "batch_all_gather_v": (with_rank_specific_values(all_gather_v, group), (W,)),
     }
 
 
@@ -92,7 +98,7 @@ def check_gradients(rank: int, world: int, ranks: list[int]) -> list[str]:
         return []
     W = len(ranks)
     passed = []
-    for name, (function, shape) in functions(group).items():
+    for name, (function, shape) in collective_cases(group).items():
         X = torch.randn(W, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
         assert torch.autograd.gradcheck(function, (X,), raise_exception=True), name
         passed.append(name)
@@ -100,12 +106,12 @@ def check_gradients(rank: int, world: int, ranks: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("world,ranks", [(3, [0, 2]), *slowly((2, [0, 1]), (3, [0, 1, 2]))])
-def test_gradients(cluster: Cluster, world: int, ranks: list[int]) -> None:
+def test_collective_gradients_equal_finite_differences(cluster: Cluster, world: int, ranks: list[int]) -> None:
     passed = cluster.run(world, check_gradients, ranks)
     assert all(len(passed[rank]) == 16 for rank in ranks)
 
 
-def groups(rank: int, world: int) -> None:
+def check_groups(rank: int, world: int) -> None:
     env = net.create_groups_from_world(2)
     assert (env.global_rank, env.global_size, env.group_count) == (rank, 4, 2)
     assert (env.data_rank, env.model_rank, env.model_size) == (rank // 2, rank % 2, 2)
@@ -128,8 +134,8 @@ def groups(rank: int, world: int) -> None:
             net.create_groups_from_world(count)
 
 
-def sizes_that_do_not_fit(rank: int, world: int) -> None:
-    """Each rank is told by itself, before anything has been sent: all can go on."""
+def check_split_sizes_rejected(rank: int, world: int) -> None:
+    """Each rank raises before any data is sent, and can continue."""
     x = torch.arange(3)
     with pytest.raises(ConfigError, match="3 sizes for 2 ranks"):
         net.batch_all_to_all_v([x], [1, 1, 1])
@@ -139,17 +145,17 @@ def sizes_that_do_not_fit(rank: int, world: int) -> None:
         net.batch_all_to_all_v([x], torch.tensor([1, 4]))
     with pytest.raises(ConfigError, match=r"tensors of \[3, 2\] elements; each must have 3"):
         net.batch_all_gather_v([x, x[1:]])
-    # One rank sends nothing, the other keeps nothing.
+    # One rank sends nothing, the other receives nothing.
     (mine,), came = net.batch_all_to_all_v([x[:0] if rank else x], [0, 0] if rank else [0, 3])
     assert (mine.tolist(), came.tolist()) == (([0, 1, 2], [3, 0]) if rank else ([], [0, 0]))
 
 
-def test_sizes_that_do_not_fit(cluster: Cluster) -> None:
-    cluster.run(2, sizes_that_do_not_fit)
+def test_wrong_split_sizes_are_rejected_before_sending(cluster: Cluster) -> None:
+    cluster.run(2, check_split_sizes_rejected)
 
 
-def late(rank: int, world: int, call: str) -> None:
-    """The last rank does not come, and ends when the others have said so."""
+def call_without_last_rank(rank: int, world: int, call: str) -> None:
+    """The last rank does not call the collective, and ends after the other ranks have raised."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicate, "TUTEL_GLOBAL_TIMEOUT_SEC", 3.0)
         if rank == world - 1:
@@ -175,21 +181,21 @@ def late(rank: int, world: int, call: str) -> None:
         *slowly("all-to-all", "barrier", "broadcast", "all-reduce"),
     ],
 )
-def test_who_does_not_come_is_named(cluster: Cluster, call: str) -> None:
-    cluster.run(2, late, call)
+def test_timeout_error_names_missing_rank(cluster: Cluster, call: str) -> None:
+    cluster.run(2, call_without_last_rank, call)
 
 
-def sizes_that_differ(rank: int, world: int) -> None:
+def broadcast_different_sizes(rank: int, world: int) -> None:
     with pytest.raises(RankError, match=r"call different operations: rank 0 calls broadcast of 3 .*; rank 1 calls bro"):
         net.simple_broadcast(torch.ones(3 + 500 * rank))
 
 
-def test_sizes_that_differ(cluster: Cluster) -> None:
-    cluster.run(2, sizes_that_differ)
+def test_different_broadcast_sizes_across_ranks_are_rejected(cluster: Cluster) -> None:
+    cluster.run(2, broadcast_different_sizes)
 
 
-def test_groups(cluster: Cluster) -> None:
-    cluster.run(4, groups)
+def test_create_groups_from_world(cluster: Cluster) -> None:
+    cluster.run(4, check_groups)
 
 
 def test_world_of_one_needs_no_process_group() -> None:
@@ -204,8 +210,8 @@ def test_world_of_one_needs_no_process_group() -> None:
     net.barrier()
 
 
-def train(rank: int, world: int, average: bool) -> list[Tensor]:
-    """Three steps of Adam on shared parameters and one of the rank's own."""
+def train_distributed(rank: int, world: int, average: bool) -> list[Tensor]:
+    """Three steps of Adam on shared parameters and one rank-local parameter."""
     torch.manual_seed(0)
     shared = [torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(5))]
     mine = torch.nn.Parameter(torch.full((2,), float(rank)))
@@ -222,7 +228,7 @@ def train(rank: int, world: int, average: bool) -> list[Tensor]:
     return [p.detach() for p in (*shared, mine)]
 
 
-def plain(world: int, average: bool) -> list[Tensor]:
+def train_reference(world: int, average: bool) -> list[Tensor]:
     torch.manual_seed(0)
     shared = [torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(5))]
     optimizer = torch.optim.Adam(shared, lr=0.1)
@@ -237,9 +243,9 @@ def plain(world: int, average: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_distributed_optimizer(cluster: Cluster, average: bool) -> None:
-    expected = plain(2, average)
-    found = cluster.run(2, train, average)
+def test_distributed_optimizer_equals_one_process(cluster: Cluster, average: bool) -> None:
+    expected = train_reference(2, average)
+    found = cluster.run(2, train_distributed, average)
     for first, second, _ in found:
         torch.testing.assert_close([first, second], expected)
-    assert not torch.equal(found[0][2], found[1][2])  # an expert's parameters are each rank's own
+    assert not torch.equal(found[0][2], found[1][2])  # an expert's parameters are rank-local

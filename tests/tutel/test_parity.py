@@ -1,4 +1,4 @@
-"""The same numbers as Tutel: every captured run, in one process and on two ranks."""
+"""Numerical parity with Tutel: every captured run, in one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differences(found: dict[str, Tensor], known: dict[str, np.ndarray]) -> list[
 
 
 def run_all(rank: int, world: int) -> tuple[list[str], int, set[str]]:
-    """Differences, how many arrays were compared, and what was captured but not compared."""
+    """Return the differences, the number of compared arrays, and captured arrays that were not compared."""
     torch.set_num_threads(1)
     known = captured(rank, world)
     found = run_functions()
@@ -34,19 +34,19 @@ def run_all(rank: int, world: int) -> tuple[list[str], int, set[str]]:
     return differences(found, known), len(found), set(known) - set(found)
 
 
-def test_one_process() -> None:
+def test_one_process_equals_captured_tutel_runs() -> None:
     bad, compared, left = run_all(0, 1)
     assert bad == [] and left == set() and compared > 200
 
 
-def test_two_ranks(cluster: Cluster) -> None:
+def test_two_ranks_equal_captured_tutel_runs(cluster: Cluster) -> None:
     for bad, compared, left in cluster.run(2, run_all):
         assert bad == [] and left == set() and compared > 300
 
 
 @pytest.mark.parametrize("name", ["top2_cf1.25", "top2_cf0.5_drop", "top2_prescore", "gelu", "nobias", "llama_ffn"])
-def test_both_ways_of_computing_experts_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The captured runs are so small that padded blocks serve them; the library's own operation gives the same."""
+def test_fused_experts_equal_padded_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured runs are so small that they use padded blocks; the library's own operation gives equal results."""
     case = {**cases(0, 1)[name], "dtype": torch.float64}
     assert make_layer(0, 1, case).experts.fused(make_layer(0, 1, case), torch.zeros(1, 16).double(), 48) is None
     blocks = run_case(0, 1, case)

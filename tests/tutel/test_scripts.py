@@ -1,7 +1,8 @@
-"""The scripts beside the facade: Tutel's helloworld, with the losses of Tutel 0.3.3, and the benchmark against it."""
+"""The scripts of the facade: Tutel's helloworld, with the losses of Tutel 0.3.3, and the benchmark against it."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tutel_helloworld.p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
-def test_losses(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_helloworld_losses_equal_tutel(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE), run_name="example")["main"]
     flags = f"--dtype float64 --batch_size 1 --num_tokens 1024 --num_steps {steps} --init 0.3 --device cpu"
     losses = main(flags.split())
@@ -29,7 +30,9 @@ def test_losses(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[Summary] Average synchronized step_time = " in capsys.readouterr().out
 
 
-def test_runs_on_tutel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helloworld_uses_tutel_arguments_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: set[str] = set()
 
     class Tutels(FusedExpertsNetwork):
@@ -43,13 +46,15 @@ def test_runs_on_tutel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     main(small.split())
     ours = {"num_experts_per_device", "hidden_size_per_expert", "model_dim", "sharded_count", "activation_fn"}
     assert seen == ours
+    perf = re.findall(r"perf = (\S+) tflops", capsys.readouterr().out)
+    assert len(perf) == 1 and float(perf[0]) > 0, "a CPU's rate is not rounded to 0"
 
 
 SMALL = Shape(S=64, M=16, H=32, E=4)
 
 
 class Twice(moe.MOELayer):
-    """Does its work twice."""
+    """A module that runs its computation twice."""
 
     def forward(self, *args: Any, **more: Any) -> Any:
         super().forward(*args, **more)
@@ -61,7 +66,7 @@ class Wrong(moe.MOELayer):
         return super().forward(*args, **more) * 1.1
 
 
-def test_compares_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_compares_and_checks_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, forward, calls = torch.get_num_threads(), moe.MOELayer.forward, [0]
 
     def counted(self: moe.MOELayer, *args: Any, **more: Any) -> Any:
@@ -74,7 +79,7 @@ def test_compares_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(calls[0] - before)
 
     monkeypatch.setattr(moe.MOELayer, "forward", counted)
-    monkeypatch.setattr(bench_tutel, "seconds", seconds)  # a clock of calls
+    monkeypatch.setattr(bench_tutel, "seconds", seconds)  # a clock that counts calls
     try:
         found = compare(SimpleNamespace(moe_layer=Twice), "twice", SMALL, threads=1, rounds=3)
         assert (found.ours_s, found.theirs_s, found.ratio) == (1.0, 2.0, 2.0)

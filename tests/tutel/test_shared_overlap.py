@@ -1,4 +1,4 @@
-"""Ranks that share an expert, in overlapping chunks: collectives in one order, results of the undivided layer."""
+"""Ranks that share an expert, in overlapping chunks: one order of collectives, results of the undivided layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedmoe.runtime.execute import Streams
 from fusedmoe.tutel import moe
 from tests.cluster import Cluster
 from tests.marks import slowly
-from tests.runtime.issue_order import Issue, check, made_up_streams, random_delays, recorded
+from tests.runtime.issue_order import Issue, check, fake_streams, random_delays, recorded
 from tests.tutel.cases import draw
 
 D, H = 8, 16
@@ -43,7 +43,7 @@ def expert(kind: str, weights: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, rank: int, s: int) -> Tensor:
-    """The part of a parameter [E, …], or of its gradient, on a rank; experts' dimension 0 kept."""
+    """A rank's part of a parameter [E, …] or of its gradient, with the experts' dimension 0 kept."""
     return tensor[rank // s].chunk(s)[rank % s][None]
 
 
@@ -54,7 +54,7 @@ def tokens_of(rank: int) -> Tensor:
 def reference(
     kind: str, experts: int, gate: Tensor, world: int
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """The undivided layer: outputs and gradients of each rank's tokens, and those of the whole weights."""
+    """The undivided layer: outputs and gradients of each rank's tokens, and gradients of the whole weights."""
     weights, k = whole(kind, experts), min(2, experts)
     inputs = [tokens_of(rank).requires_grad_() for rank in range(world)]
     outputs = []
@@ -70,7 +70,7 @@ def reference(
     return outputs, [x.grad for x in inputs], grads  # type: ignore[return-value, misc]
 
 
-def on_ranks(
+def run_on_rank(
     rank: int, world: int, kind: str, share: int, parallel: str, degrees: list[int], streams: bool
 ) -> list[list[Issue]]:
     before = torch.get_default_dtype()
@@ -95,11 +95,11 @@ def on_ranks(
     outputs, dx, dw = reference(kind, E, router.detach(), world)
     found = []
     if streams:
-        layer._dispatcher()._collectives.streams = Streams()
+        layer._dispatcher()._collectives.runner.streams = Streams()
     for degree in degrees:
         layer.zero_grad()
         x = tokens_of(rank).requires_grad_()
-        modes = [recorded(), random_delays(100 * degree + rank), made_up_streams() if streams else nullcontext()]
+        modes = [recorded(), random_delays(100 * degree + rank), fake_streams() if streams else nullcontext()]
         with modes[0] as issues, modes[1], modes[2]:
             y = layer(x, a2a_ffn_overlap_degree=degree)
             (y * draw(tuple(y.shape), 90 + rank)).sum().backward()
@@ -114,21 +114,23 @@ def on_ranks(
     return found
 
 
-def agree(cluster: Cluster, world: int, *given: Any) -> None:
-    found_W = cluster.run(world, on_ranks, *given, timeout_s=60.0)
+def compare_on_ranks(cluster: Cluster, world: int, *given: Any) -> None:
+    found_W = cluster.run(world, run_on_rank, *given, timeout_s=60.0)
     for issues_W in zip(*found_W, strict=True):
         check(issues_W, one_thread=given[-1])
 
 
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 @pytest.mark.parametrize("parallel", ["data", *slowly("model", "adaptive:0")])
-def test_two_ranks_share_an_expert(cluster: Cluster, kind: str, parallel: str) -> None:
-    agree(cluster, 2, kind, 2, parallel, [2, 3], False)
+def test_two_ranks_sharing_expert_equal_undivided_layer(cluster: Cluster, kind: str, parallel: str) -> None:
+    compare_on_ranks(cluster, 2, kind, 2, parallel, [2, 3], False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("share", "parallel"), [(2, "data"), (2, "model"), (4, "data"), (4, "adaptive:2")])
-def test_four_ranks_share_experts(cluster: Cluster, kind: str, share: int, parallel: str, streams: bool) -> None:
-    agree(cluster, 4, kind, share, parallel, [1, 2, 3, 4], streams)
+def test_four_ranks_sharing_experts_equal_undivided_layer(
+    cluster: Cluster, kind: str, share: int, parallel: str, streams: bool
+) -> None:
+    compare_on_ranks(cluster, 4, kind, share, parallel, [1, 2, 3, 4], streams)

@@ -1,4 +1,4 @@
-"""Start, timing and small tools; the launchers."""
+"""Startup, timing and utilities; the launchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe.tutel.launcher import execl, run
 from tests.tutel.test_install import ROOT
 
 
-def test_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_in_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delattr(system.init_data_model_parallel, "default_env", raising=False)
@@ -38,7 +38,7 @@ def test_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.record_time() <= system.record_time()
 
 
-def test_tools(
+def test_save_load_and_logging_utilities(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -68,7 +68,9 @@ def test_tools(
 
 
 @pytest.mark.parametrize("rank,per_node,cpus", [(0, 1, {0, 2}), (1, 1, {1, 3}), (3, 2, {1, 3}), (2, 1, {0, 2})])
-def test_affinity(rank: int, per_node: int, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_binds_rank_to_numa_node(
+    rank: int, per_node: int, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for node, own in enumerate(((0, 2), (1, 3))):
         for cpu in own:
             (tmp_path / f"node{node}" / f"cpu{cpu}").mkdir(parents=True)
@@ -83,7 +85,7 @@ def test_affinity(rank: int, per_node: int, cpus: set[int], tmp_path: Path, monk
     assert bound == [cpus]
 
 
-def test_launchers() -> None:
+def test_launcher_commands() -> None:
     alone = run.command({}, ["-m", "package.script", "--flag"])
     assert alone[1:] == [
         *("-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=1", "--node_rank=0"),
@@ -109,7 +111,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_an_unmodified_script_is_launched_on_two_ranks() -> None:
+def test_unmodified_script_launches_on_two_ranks() -> None:
     environment = {**os.environ, "LOCAL_SIZE": "2", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "fusedmoe.tutel.launcher.run", "tests/tutel/client.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
@@ -133,7 +135,7 @@ layer(x)
 
 
 @pytest.mark.slow
-def test_open_mpis_environment_and_the_bound_on_waits() -> None:
+def test_open_mpi_environment_and_timeout() -> None:
     world = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": free_port()}
     first, second = (
         subprocess.Popen(
@@ -147,7 +149,7 @@ def test_open_mpis_environment_and_the_bound_on_waits() -> None:
         for rank in ("0", "1")
     )
     try:
-        assert "not all ranks came within 10 s: rank 1 is not there" in first.communicate(timeout=100)[1]
+        assert "not all ranks joined within 10 s: rank 1 is not waiting" in first.communicate(timeout=100)[1]
     finally:
         first.kill()
         second.kill()
@@ -155,7 +157,7 @@ def test_open_mpis_environment_and_the_bound_on_waits() -> None:
         second.communicate()
 
 
-def test_numa_nodes_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_numa_nodes_keep_affinity(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(system, "_NODES", "/nowhere")
     before = os.sched_getaffinity(0)
     system.init_affinity_at_program_beginning()

@@ -1,4 +1,4 @@
-"""Tutel's layers under `fusedmoe.training`: numbers are those of the whole model in one process, or it is refused."""
+"""Tutel's layers under `fusedmoe.training`: results equal the whole model in one process, or the layer is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ D, H = 8, 12
 
 
 class Stacked(nn.Module):
-    """A matrix and a vector for each local expert, in one tensor each, and how many rows it has seen."""
+    """One matrix and one vector tensor for all local experts, and a count of processed rows."""
 
     def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Stacked(nn.Module):
 
 
 class Modules(nn.Module):
-    """A module for each local expert, whose names say nothing of the expert's number."""
+    """A module for each local expert, with parameter names that lack the expert index."""
 
     def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Modules(nn.Module):
 
 
 class Slices(nn.Module):
-    """Rank-sharded experts that gather their slices; they say how they are split, or do not."""
+    """Rank-sharded experts that gather their slices; they may declare their split."""
 
     def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int, says: bool = True) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Case(NamedTuple):
         return env.data_group if self.strided else env.model_group
 
     def model(self, group: Any, count: float) -> nn.Sequential:
-        """Two layers of experts between dense ones. Every rank draws other experts."""
+        """Two layers of experts between dense ones. Every rank draws different experts."""
         custom = callable(self.kind)
         experts = (
             {"type": "custom", "module": self.kind} if custom else {"type": self.kind, "hidden_size_per_expert": H}
@@ -129,7 +129,7 @@ CASES = {
 }
 
 
-def own(name: str, value: Tensor, case: Case, topology: Topology) -> Tensor:
+def rank_part(name: str, value: Tensor, case: Case, topology: Topology) -> Tensor:
     """This rank's part of a whole value."""
     if ".experts." not in name:
         return value
@@ -145,13 +145,13 @@ def inputs(rank: int) -> Tensor:
     return torch.randn(7 + rank, D, generator=torch.Generator().manual_seed(70 + rank), dtype=torch.float64)
 
 
-def same(model: nn.Module, whole: nn.Module, case: Case, topology: Topology, grads: bool = False) -> None:
+def assert_same_values(model: nn.Module, whole: nn.Module, case: Case, topology: Topology, grads: bool = False) -> None:
     def values(of: nn.Module) -> list[Tensor]:
         return [(p.grad if grads else p).detach() for p in of.parameters()]
 
     names = [name for name, _ in whole.named_parameters()]
     for name, mine, theirs in zip(names, values(model), values(whole), strict=True):
-        expected = own(name, theirs, case, topology)
+        expected = rank_part(name, theirs, case, topology)
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, msg=lambda s, name=name: f"{name}: {s}")
 
 
@@ -159,17 +159,19 @@ def fully_sharded(model: nn.Module, topology: Topology) -> nn.Module:
     return training.fully_shard(model, topology, experts=True)
 
 
-def check(rank: int, world: int, case: Case, folder: Path) -> None:
+def compare_with_one_process(rank: int, world: int, case: Case, folder: Path) -> None:
     topology, group = case.topology(), case.group()
     whole = case.model(net.create_standalone_group(), case.experts)
     training.broadcast_parameters(whole, topology)  # in a group of one rank, all experts are replicated
 
     def fresh() -> nn.Sequential:
-        """A model of this rank's part, after whatever copies and replaces parameters."""
+        """A model of this rank's part, with parameters copied and replaced."""
         model = copy.deepcopy(case.model(group, case.count))
         for name, value in whole.named_parameters():
             layer = model.get_submodule(name.rpartition(".")[0])
-            setattr(layer, name.rpartition(".")[2], nn.Parameter(own(name, value.detach(), case, topology).clone()))
+            setattr(
+                layer, name.rpartition(".")[2], nn.Parameter(rank_part(name, value.detach(), case, topology).clone())
+            )
         return model
 
     for each in range(world):
@@ -179,14 +181,14 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
     assert training.expert_parameter_names(model) == names
     loss_of(model, inputs(rank), model).backward()
     training.sync_gradients(model, topology)
-    same(model, whole, case, topology, grads=True)
+    assert_same_values(model, whole, case, topology, grads=True)
     for make in (training.distributed_data_parallel, training.fully_shard, fully_sharded):
         wrapped = fresh()
         wrapper = make(wrapped, topology)
         loss_of(wrapper, inputs(rank), wrapped).backward()
         training.sync_gradients(wrapper, topology)
         if make is training.distributed_data_parallel:
-            same(wrapped, whole, case, topology, grads=True)
+            assert_same_values(wrapped, whole, case, topology, grads=True)
         norm = training.clip_grad_norm(wrapper, topology, 1e9)
         expected = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
@@ -195,10 +197,10 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, eps=1e-3) for each in (model, whole)]
     for optimizer in optimizers:
         optimizer.step()
-    same(model, whole, case, topology)
-    # Copies only get equal values, and different experts stay.
+    assert_same_values(model, whole, case, topology)
+    # Replicas are set to equal values; different experts are unchanged.
     training.broadcast_parameters(model, topology)
-    same(model, whole, case, topology)
+    assert_same_values(model, whole, case, topology)
     # From ranks to one process and back.
     training.save_checkpoint(folder / "ranks", model, optimizers[0], topology)
     loaded = copy.deepcopy(whole)
@@ -207,7 +209,7 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
             parameter.zero_()
     optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1, eps=1e-3)
     training.load_checkpoint(folder / "ranks", loaded, optimizer, Topology())
-    same(model, loaded, case, topology)
+    assert_same_values(model, loaded, case, topology)
     for mine, theirs in zip(loaded.parameters(), whole.parameters(), strict=True):
         found, known = optimizer.state[mine]["exp_avg"], optimizers[1].state[theirs]["exp_avg"]
         torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
@@ -218,7 +220,7 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
         other = fresh()
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.1, eps=1e-3)
         training.load_checkpoint(folder / place, other, optimizer, topology)
-        same(other, whole, case, topology)
+        assert_same_values(other, whole, case, topology)
 
 
 TELLING = ("stacked",)
@@ -227,8 +229,8 @@ TELLING = ("stacked",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in TELLING else [pytest.mark.slow]) for name in CASES]
 )
-def test_numbers_of_one_process(cluster: Cluster, name: str, tmp_path: Path) -> None:
-    cluster.run(CASES[name].world, check, CASES[name], tmp_path)
+def test_training_equals_one_process(cluster: Cluster, name: str, tmp_path: Path) -> None:
+    cluster.run(CASES[name].world, compare_with_one_process, CASES[name], tmp_path)
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -236,8 +238,8 @@ def state_of(model: nn.Module) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *grads)]
 
 
-def refused(rank: int, world: int, folder: Path) -> None:
-    """Each helper says what it cannot know, and touches nothing."""
+def check_missing_information_rejected(rank: int, world: int, folder: Path) -> None:
+    """Each helper names the missing information, and changes nothing."""
 
     def every(model: nn.Module, topology: Topology, message: str) -> None:
         before = state_of(model)
@@ -261,7 +263,7 @@ def refused(rank: int, world: int, folder: Path) -> None:
 
     ep, esp, dp = (Topology.from_sizes(**sizes, timeout_s=30.0) for sizes in ({"ep": 2}, {"esp": 2}, {}))
     silent = with_gradients(Case(Slices, -2, esp=2, options={"says": False}))
-    every(silent, esp, r"1\.experts\.w. Say so where it is made")
+    every(silent, esp, r"1\.experts\.w. Declare it in the module")
     different = with_gradients(Case(FFN, 2, ep=2))
     shared = with_gradients(Case(FFN, -2, esp=2))
     native = fusedmoe.MoELayer(D, fusedmoe.gates.TopK(4, 2), fusedmoe.experts.SwiGLU(H), topology=ep)
@@ -271,24 +273,25 @@ def refused(rank: int, world: int, folder: Path) -> None:
         (native, esp, "ep=2, esp=1"),
     ):
         every(model, other, rf"experts\..* is split over the ranks \[0, 1\] by its layer.*from_sizes\({axis}\)")
-    # Without their layer, nobody knows over which ranks experts are spread.
+    # Without their layer, the group over which experts are sharded is unknown.
     alone = with_gradients(Case(Stacked, 2, ep=2))[1].experts
     every(alone, ep, "w is an expert's parameter by its mark")
-    with pytest.raises(ConfigError, match="give it their topology"):
+    with pytest.raises(ConfigError, match="pass their topology"):
         training.clip_grad_norm(different, None, 1.0)
-    # What has no whole is a rank's own: right in all but a checkpoint.
+    # A parameter without a whole is rank-local: supported everywhere except in a checkpoint.
     modules = with_gradients(Case(Modules, 2, ep=2))
     own = [parameter.grad.clone() for parameter in modules[1].experts.parameters()]
     training.sync_gradients(modules, ep)
     training.broadcast_parameters(modules, ep)
     for found, known in zip(modules[1].experts.parameters(), own, strict=True):
         torch.testing.assert_close(found.grad, known / 2)
-    with pytest.raises(ConfigError, match=r"ranks \[0, 1\] each have a 1\.experts\.each\.0\.weight of their own"):
+    refused = r"ranks \[0, 1\] have different tensors of the same name 1\.experts\.each\.0\.weight"
+    with pytest.raises(ConfigError, match=refused):
         training.save_checkpoint(folder / "modules", modules, None, ep)
 
 
-def test_what_is_not_known_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(2, refused, tmp_path)
+def test_missing_split_information_is_rejected(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, check_missing_information_rejected, tmp_path)
 
 
 def mark(name: str, parameter: nn.Parameter) -> None:
@@ -300,8 +303,8 @@ def layer_with_marks() -> moe.MOELayer:
     return moe.moe_layer({"type": "top"}, D, experts, scan_expert_func=mark)
 
 
-def test_marks_stay() -> None:
-    """Whatever makes other parameters of a layer's: a copy, another device, a state that is taken over."""
+def test_expert_marks_survive_parameter_replacement() -> None:
+    """Operations that replace a layer's parameters: a copy, another device, a loaded state."""
     layer = layer_with_marks()
     layer(torch.randn(3, D))
     buffer = io.BytesIO()
@@ -324,7 +327,7 @@ def test_marks_stay() -> None:
         assert training.expert_parameter_names(model) == experts
 
 
-def in_a_selective_checkpoint(rank: int, world: int) -> None:
+def check_selective_checkpoint(rank: int, world: int) -> None:
     described = {"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": H}
     layer = moe.moe_layer({"type": "top", "k": 2}, D, described, seeds=(1, rank + 1, 1))
     x = torch.randn(5, D, requires_grad=True)
@@ -334,5 +337,5 @@ def in_a_selective_checkpoint(rank: int, world: int) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_in_a_selective_checkpoint(cluster: Cluster) -> None:
-    cluster.run(2, in_a_selective_checkpoint)
+def test_layer_in_selective_checkpoint(cluster: Cluster) -> None:
+    cluster.run(2, check_selective_checkpoint)

@@ -1,6 +1,6 @@
-"""Other libraries' layers: one small file each, made of their public functions.
+"""Layers of other libraries, built from their public functions, one file each.
 
-Each has a function `make(case) -> Layer`; it raises `Unavailable` where the library cannot take part.
+Each module has `make(case) -> Layer`, which raises `Unavailable` if the library cannot run.
 """
 
 from __future__ import annotations

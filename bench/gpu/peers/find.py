@@ -1,4 +1,4 @@
-"""A library that may not be there."""
+"""Import of an optional library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.gpu.layer import Unavailable
 
 
 def find(name: str) -> ModuleType:
-    """Returns the module, or raises `Unavailable`; a library that is there may fail to import in many ways."""
+    """Return the module, or raise `Unavailable`; an installed library may fail to import in many ways."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ NAME = "liger_kernel"
 
 
 def make(case: Case) -> Layer:
-    """`LigerFusedMoEFunction`: W1 as here, g before u; router weights in the tokens' dtype, as its own modules give."""
+    """`LigerFusedMoEFunction`: W1 as here, g before u; router weights in the tokens' dtype, as in its modules."""
     function = getattr(find("liger_kernel.ops"), "LigerFusedMoEFunction", None)
     if function is None:
         raise Unavailable("this version has no fused MoE")

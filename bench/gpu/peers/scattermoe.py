@@ -16,7 +16,7 @@ NAME = "scattermoe"
 
 
 def make(case: Case) -> Layer:
-    """Its `GLUMLP`: the first half of W1 is u, the second g, the other way round than here."""
+    """`GLUMLP`: its W1 has u before g, opposite to the case's."""
     mlp, shape = find("scattermoe.mlp"), case.shape
     with torch.device("meta"):  # its weights are replaced
         module = mlp.GLUMLP(shape.M, shape.H, shape.E, shape.K)

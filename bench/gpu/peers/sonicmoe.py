@@ -14,7 +14,7 @@ NAME = "sonicmoe"
 
 
 def make(case: Case) -> Layer:
-    """`moe_general_routing_inputs`, which takes any routing; g before u as here (`concat_layout`), experts last."""
+    """`moe_general_routing_inputs`, for arbitrary routing; g before u as here (`concat_layout`), experts last."""
     library, enums = find("sonicmoe"), find("sonicmoe.enums")
     shape, device = case.shape, case.x_SM.device
     leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)

@@ -1,4 +1,4 @@
-"""PyTorch's own grouped product, `torch._grouped_mm`, with its other operations around it."""
+"""PyTorch's grouped product, `torch._grouped_mm`, with other PyTorch operations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ NAME = "torch._grouped_mm"
 
 
 def make(case: Case) -> Layer:
-    """Sort, copy rows, product, silu·mul, product, weighted sum; the backward by autograd.
+    """Sort, copy rows, product, silu·mul, product, weighted sum; backward by autograd.
 
-    Its known faults on GPUs are kept out: rows behind the last offset, which it leaves unwritten, do not exist here,
-    and experts without rows (a backward that hangs, PyTorch issue 152668; gradients that are not zero, 172439) make
-    it unavailable.
+    Known faults on GPUs are avoided: there are no rows after the last offset, which it leaves unwritten, and experts
+    without rows (a backward that hangs, PyTorch issue 152668; nonzero gradients, 172439) make it unavailable.
     """
     if not hasattr(torch, "_grouped_mm"):
         raise Unavailable(f"not in PyTorch {torch.__version__}")

@@ -1,12 +1,12 @@
-"""Receive buffers: kernels of a rank's peers put tokens, routing metadata and results there, and experts that move.
+"""Receive buffers, into which the kernels of peers put tokens, routing metadata, results and migrating experts.
 
-Exchanges use two slots in turn, so that one can begin while the one before is still read; a peer that is further behind
-is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol). The host only chooses slots: what counts
-a slot's exchanges is on the device, so that a CUDA graph may hold any of them, and begin where the last replay ended.
+Exchanges alternate between two slots, so one can start while the previous one is still being read. A rank waits for
+peers that are further behind (protocol: `fusedmoe/kernels/triton/one_sided/remote.py`). The host only selects slots;
+each slot's count of exchanges is on the device. CUDA graphs can therefore contain any exchanges, and later launches
+continue after the last replay.
 
-Where a peer is far, staging buffers hold rows that are on their way to it. A rank's results for all ranks' tokens may
-be many: their staging holds one exchange, and so they have one slot: a new one waits until peers have read the one
-before.
+Rows for remote peers are staged in local buffers. Results have one staging buffer, because one rank's results for all
+ranks' tokens can be large, and hence one slot: a new exchange waits until peers have read the previous one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.heap import Heap, Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import require_floats
-from fusedmoe.kernels.one_sided import MOST_FAULTS, Bounds, Faults, Mark, ReceiveBuffer, ReturnRows
+from fusedmoe.kernels.backend import require_float_dtype
+from fusedmoe.kernels.one_sided import MAX_FAULT_COUNT, Bounds, Faults, PeerSignal, ReceiveBuffer, ReturnBuffers
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
-#: Exchanges that may be under way at once.
+#: Maximum number of concurrent exchanges.
 SLOTS = 2
 
-# Rows that share one signal: of tokens as many as a tile of the product has, of metadata more, since they are short.
+# Rows per signal: for tokens the tile of the grouped GEMM; more for the short rows of metadata.
 TOKEN_TILE, _METADATA_TILE = 128, 1024
 
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """The room of receive buffers; the same on all ranks.
+    """Capacity of receive buffers; the same on all ranks.
 
     Attributes:
-        tokens: the most that any rank has at once.   k: experts of a token.   experts: number on all ranks.
-        width: elements of a row.   dtype: of rows.   degree: the most chunks.
+        tokens: maximum tokens per rank.
+        k: experts per token.
+        experts: number of experts over all ranks.
+        width: elements per row.
+        degree: maximum number of chunks.
     """
 
     tokens: int
@@ -51,23 +54,23 @@ class BufferSizes:
 
 
 class ReceiveBuffers:
-    """The receive buffers of one rank, for all layers of one shape. Making them is collective over the heap's group.
+    """Receive buffers of one rank, shared by all layers of one shape. The constructor is collective over the group.
 
     Attributes:
-        tokens, metadata: rows that peers send here to be computed, and the experts they are for.
-        results: rows that peers send back, [slots, 1, tokens·K, width], with a signal for each peer and chunk.
-        returned, returned_values: where results go, and a float32 number with each: [slots, tokens·K, width or 1].
-        network: leads to far peers; None where no peer is far.
-        watch: bounds waits.   faults: what ranks find wrong in a pass, and tell each other.
-        token_rows, token_signals, metadata_lines, result_rows, value_rows: those of each slot, as kernels take them.
-        done: [1] int32, 0 between launches that count their programs (`receive`).
-        credit_W: of each slot of results, int32, indices of the peers' credits.
+        tokens, metadata: rows that peers put here for this rank's experts, and their expert assignments.
+        results: rows that peers return, [slots, 1, tokens·K, width], with one signal per peer and chunk.
+        returned, returned_values: symmetric memory of results, [slots, tokens·K, width], and of a float32 per result.
+        network: access to remote peers; None if no peer is remote.
+        faults: faults that ranks detect in a pass and send to each other.
+        token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot, for kernels.
+        done: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
+        credit_W: per slot of results, int32 indices of the peers' credits.
     """
 
     def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
         self.heap, self.sizes, self.network = heap, sizes, heap.network
         size = heap.group.size
-        require_floats("ReceiveBuffers", sizes.dtype)
+        require_float_dtype("ReceiveBuffers", sizes.dtype)
         if sizes.experts % size:
             raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
         self.experts = sizes.experts // size
@@ -78,7 +81,7 @@ class ReceiveBuffers:
             raise ConfigError(f"{text}: routing metadata has room for {_METADATA_TILE}")
         tokens = size, tiles * self._tile, sizes.width
         self.tokens = make_receive_buffer(heap, tokens, sizes.dtype, self._tile, tiles)
-        # A line for each local expert's count, then one for each row; one signal for each tile of lines.
+        # One row per local expert's count, then one per pair; one signal per tile of rows.
         parts = -(-lines // _METADATA_TILE)
         metadata = size, parts * _METADATA_TILE, 2
         self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE, parts)
@@ -88,32 +91,34 @@ class ReceiveBuffers:
         values = heap.allocate((slots, results, 1), torch.float32)
         staged_rows = staged_values = None
         if self.network is not None:
-            # In chunks whose sizes are bounds, as `Route` reckons, and `read_metadata` rounds them up.
+            # Upper bound over chunks, as in `Route`; `read_metadata` rounds chunk sizes up.
             most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts)) + 3 * sizes.degree
             staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
             staged_values = heap.allocate((most, 1), torch.float32).own
-        self.returned = ReturnRows(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
-        self.returned_values = ReturnRows(values.own, values.table, staged_values, self.network)
+        self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
+        self.returned_values = ReturnBuffers(values.own, values.table, staged_values, self.network)
         self.done = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_views()
         self.watch = Watch(heap)
-        told, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
-        self.faults = Faults(own, told.own, told.table, self.watch.bounds)
+        received, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
+        self.faults = Faults(own, received.own, received.table, self.watch.bounds)
         for place, putting, waiting, part in (
             (self.metadata, "dispatch", "dispatch", "part {} of the routing metadata"),
             (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
             (self.results, "combine", "combine", "chunk {} of the results"),
         ):
-            self.watch.name(place.credits, putting, lambda index: (index % size, "the credit"))
+            self.watch.name_signals(place.credits, putting, lambda index: (index % size, "the credit"))
             count, parts = place.signals[0].numel(), place.signals.shape[2]
-            for signals in place.signals:  # kernels get those of one slot, or of all
-                self.watch.name(signals, waiting, partial(_name, count, parts, part))
-        self._turns = {id(place): cycle(range(place.slots)) for place in (self.tokens, self.metadata, self.results)}
+            for signals in place.signals:  # kernels receive the signals of one slot or of all
+                self.watch.name_signals(signals, waiting, partial(_name, count, parts, part))
+        self._slot_cycles = {
+            id(place): cycle(range(place.slots)) for place in (self.tokens, self.metadata, self.results)
+        }
 
     def _make_views(self) -> None:
-        """Makes what every batch reads, slot by slot, once: views and small tables.
+        """Create the views and small tables of every slot.
 
-        All of these, for what is first made while a CUDA graph is captured is not there before it is replayed.
+        Tensors created later, during CUDA graph capture, would not exist before the first replay.
         """
         device, degree, place = self.heap.device, self.sizes.degree, self.results
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
@@ -123,39 +128,39 @@ class ReceiveBuffers:
         size = self.heap.group.size
         starts = range(0, place.slots * size, size)
         self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
-        # By number of the signal, and by slot and number of chunks.
+        # Keyed by signal index, and by (slot, number of chunks).
         self._signals: dict[int, Tensor] = {}
         self._awaited: dict[tuple[int, int], Tensor] = {}
         for slot, credit_W in enumerate(self.credit_W):
             for chunk in range(degree):
-                mark = self.result_mark(chunk, slot).place
+                mark = self.result_mark(chunk, slot).signal_index
                 signal_W = place.signal_table + mark * 8
                 if self.network is not None:
-                    signal_W = torch.where(place.signal_table == 0, self.network.spare.data_ptr(), signal_W)
+                    signal_W = torch.where(place.signal_table == 0, self.network.dummy_signal.data_ptr(), signal_W)
                 self._signals[mark] = signal_W
                 chunk_D = torch.arange(chunk + 1, dtype=torch.int32, device=device)
                 self._awaited[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
 
-    def begin(self, place: ReceiveBuffer) -> int:
-        """Returns the slot of the exchange that begins in one of the buffers."""
-        return next(self._turns[id(place)])
+    def next_slot(self, place: ReceiveBuffer) -> int:
+        """Return the slot of a new exchange in one of the buffers."""
+        return next(self._slot_cycles[id(place)])
 
     @property
     def bounds(self) -> Bounds:
         return self.watch.bounds
 
-    def note(self, count: Tensor, fault: str) -> None:
-        """Has all ranks end with an error, later, where `count` is not 0; no host synchronisation.
+    def record_fault(self, count: Tensor, fault: str) -> None:
+        """Record a fault if `count` is nonzero. All ranks raise it at a later check. No host synchronisation.
 
         Args:
-            count: an integer scalar on the heap's device.
-            fault: what is wrong, behind how many; the same on all ranks.
+            count: integer scalar on the heap's device.
+            fault: error text after the count; the same on all ranks.
         """
-        own, number = self.faults.own, self.watch.number(fault)
-        own.copy_(torch.where(count > 0, (number << 32) + count.clamp(max=MOST_FAULTS), own))
+        own, number = self.faults.own, self.watch.fault_number(fault)
+        own.copy_(torch.where(count > 0, (number << 32) + count.clamp(max=MAX_FAULT_COUNT), own))
 
-    def refuse(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
-        """Raises `ConfigError` where the buffers have no room for a batch, before anything is sent."""
+    def check_batch(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
+        """Raise `ConfigError` if a batch exceeds the buffers' capacity, before anything is sent."""
         sizes = self.sizes
         for name, has in (("tokens", tokens), ("k", k), ("degree", degree)):
             if has > (most := getattr(sizes, name)):
@@ -164,25 +169,25 @@ class ReceiveBuffers:
         if (dtype, width) != (sizes.dtype, sizes.width):
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
-    def result_mark(self, chunk: int, slot: int) -> Mark:
-        """Returns this rank's signal at each peer that a chunk's results have arrived."""
+    def result_mark(self, chunk: int, slot: int) -> PeerSignal:
+        """Return the signal, at each peer, by which this rank reports that it has put a chunk's results."""
         place = self.results
         index = (slot * self.heap.group.size + place.me) * self.sizes.degree + chunk
-        return Mark(place.signals, index, place.signal_table)
+        return PeerSignal(place.signals, index, place.signal_table)
 
-    def result_signals(self, mark: Mark) -> Tensor:
-        """Returns the signal's address at each peer, [W]; at far peers that of a spare one of this rank."""
-        return self._signals[mark.place]
+    def result_signal_addresses(self, mark: PeerSignal) -> Tensor:
+        """Return the signal's address in each peer's memory, [W]; for remote peers, of an unused local signal."""
+        return self._signals[mark.signal_index]
 
-    def awaited_results(self, degree: int, slot: int) -> Tensor:
-        """Returns indices of the signals that all results have arrived, int32."""
+    def result_signal_indices(self, degree: int, slot: int) -> Tensor:
+        """Return the int32 indices of the signals of all results of an exchange."""
         return self._awaited[slot, degree]
 
 
 def make_receive_buffer(
     heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int, slots: int = SLOTS
 ) -> ReceiveBuffer:
-    """Makes a buffer of [slots, *shape] on every rank; each peer has `signals` signals for its rows. Collective."""
+    """Make a buffer of [slots, *shape] on every rank, with `signals` signals per peer. Collective."""
     size = heap.group.size
     rows = heap.allocate((slots, *shape), dtype)
     signal, credit = heap.allocate((slots, size, signals), torch.int64), heap.allocate((slots, size), torch.int64)
@@ -194,41 +199,41 @@ def make_receive_buffer(
 
 
 def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
-    """Returns the peer of a signal (`count` in a slot, `parts` for each peer), and the words for its rows."""
+    """Return the peer of a signal (`count` per slot, `parts` per peer) and the description of its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)
 
 
-# Of experts that move: elements of a row, of four bytes each, and rows for each peer in a round, a quarter of a MiB.
+# Migrating experts: int32 elements per row, and rows per peer and round (256 KiB).
 _WIDTH, _ROWS = 1024, 64
 _ROW_BYTES = 4 * _WIDTH
 
 
 class OneSidedAllToAll:
-    """An all-to-all of bytes by one-sided puts, for sparse collectives over a heap's group. Making it is collective.
+    """All-to-all of bytes by one-sided puts, for sparse collectives. The constructor is collective.
 
     Args:
-        rows: how many rows of 4 KiB each peer may have in the buffer at once.
+        rows: rows of 4 KiB that each peer may have in the buffer at once.
     """
 
     def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
         self.heap, self._rows = heap, rows
         self._place = make_receive_buffer(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
         self._watch = Watch(heap)
-        self._turns = cycle(range(self._place.slots))
+        self._slot_cycle = cycle(range(self._place.slots))
 
     def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], most: int, operation: str) -> Tensor:
-        """Sends `send[i]` bytes to the i-th rank and returns those received, in rank order. Collective.
+        """Send `send[i]` bytes to the i-th rank and return the received bytes, in rank order. Collective.
 
         Args:
             bytes_: [sum(send)] uint8, ordered by destination.
-            most: the most bytes that any rank sends another; the same number on all ranks.
+            most: largest number of bytes from any rank to another; the same on all ranks.
         Raises:
-            RankError: a rank failed or did not come.
+            RankError: a rank failed or did not join.
         """
         place, size = self._place, self.heap.group.size
-        self._watch.name(place.credits, operation, lambda index: (index % size, "the credit"))
-        self._watch.name(place.signals, operation, lambda index: (index % size, "the experts"))
+        self._watch.name_signals(place.credits, operation, lambda index: (index % size, "the credit"))
+        self._watch.name_signals(place.signals, operation, lambda index: (index % size, "the experts"))
         rows_W = [_rows_of(count) for count in send]
         x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
         starts = [sum(rows_W[:peer]) for peer in range(len(rows_W))]
@@ -236,11 +241,10 @@ class OneSidedAllToAll:
             x.view(-1)[start * _ROW_BYTES : start * _ROW_BYTES + len(part)] = part
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
-        # As many rounds as the longest message of any two ranks needs: signals and credits count exchanges, so all
-        # ranks make them all, also with nothing to send.
+        # All ranks run the rounds of the longest message, because signals and credits count exchanges.
         for done in range(0, _rows_of(most), self._rows):
-            slot = next(self._turns)
-            self._round(words, starts, [rows - done for rows in rows_W], done, slot)
+            slot = next(self._slot_cycle)
+            self._exchange_part(words, starts, [rows - done for rows in rows_W], done, slot)
             rows = place.rows[slot]
             for peer, count in enumerate(recv):
                 arrived = min(max(0, _rows_of(count) - done), self._rows)
@@ -249,18 +253,17 @@ class OneSidedAllToAll:
         parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, slot: int) -> None:
-        """Puts the next rows of each message, and waits for those of the peers."""
+    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, slot: int) -> None:
         place, device = self._place, self.heap.device
         bounds = self._watch.bounds
         used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
         first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
         source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
-        with self._watch.over():
+        with self._watch.guard_launches():
             put_rows(bounds, SentRows(words, source_WC, used_W, place, slot))
         size = self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
-        with self._watch.over():
+        with self._watch.guard_launches():
             wait_signals(place.signals, index_W, place.epochs[slot], bounds, place.network)
 
 

@@ -1,7 +1,6 @@
-"""Kernels for Hopper in Gluon, Triton's language of explicit layouts, barriers and asynchronous copies and products.
+"""Hopper kernels in Gluon, Triton's language with explicit layouts, barriers, asynchronous copies and MMA.
 
-Nothing imports this but what launches, compiles or tests such kernels. `jit` makes those that are launched; the
-functions that they are made of are `gluon.jit`'s.
+`jit` decorates kernels; their device functions use `gluon.jit`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from fusedmoe.kernels.triton.jit import Kernel
 
 
 class GluonKernel(Kernel, GluonJITFunction):
-    """Compiles as Gluon, and launches where its first tensor is."""
+    """Gluon kernel that launches on the device of its first tensor argument."""
 
-    # No fences as `fusedmoe.kernels.triton.jit` adds: these kernels have their own, under every Triton.
+    # Needs no fences from `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.
 
 
 def jit(*, do_not_specialize: Sequence[str]) -> Any:
-    """A decorator."""
     return partial(GluonKernel, do_not_specialize=do_not_specialize)

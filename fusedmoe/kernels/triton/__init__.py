@@ -1,4 +1,4 @@
-"""The operations of `fusedmoe.kernels` in Triton; imported only where it serves."""
+"""Triton forms of `fusedmoe.kernels`, imported only on devices that run them."""
 
 import torch
 
@@ -7,6 +7,6 @@ from fusedmoe.kernels.backend import INTERPRET
 
 if torch.version.hip is not None and not INTERPRET:
     raise ConfigError(
-        f"fusedmoe: this PyTorch is for AMD GPUs (ROCm {torch.version.hip}), and the kernels run on NVIDIA GPUs alone; "
+        f"fusedmoe: this PyTorch is for AMD GPUs (ROCm {torch.version.hip}), and the kernels run only on NVIDIA GPUs; "
         "keep tensors on the CPU, or install a CUDA build of PyTorch"
     )

@@ -1,4 +1,4 @@
-"""SwiGLU with bounds over interleaved halves; its contract is in `fusedmoe.kernels.activation`."""
+"""Clamped SwiGLU over interleaved halves, see `fusedmoe.kernels.activation`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from torch import Tensor
 from fusedmoe.kernels.triton.grouped.device import sigmoid
 from fusedmoe.kernels.triton.jit import jit
 
-#: Results of a program.
 BLOCK = 1024
 
 
 @triton.jit
 def _load(h_ptr, first, count, BLOCK: tl.constexpr):
-    """Some g and u, in float32."""
-    place = 2 * first + tl.arange(0, 2 * BLOCK)
-    return tl.load(h_ptr + place, mask=place // 2 < count, other=0.0).to(tl.float32).reshape(BLOCK, 2).split()
+    offset = 2 * first + tl.arange(0, 2 * BLOCK)
+    return tl.load(h_ptr + offset, mask=offset // 2 < count, other=0.0).to(tl.float32).reshape(BLOCK, 2).split()
 
 
 @triton.jit
 def _bounded(g, u, limit):
-    """Bounds g and u as `torch.clamp` does: NaN stays NaN."""
+    """Clamp like `torch.clamp`: NaN stays NaN."""
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
     return g, tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -34,17 +32,17 @@ def clamped_swiglu_kernel(h_ptr, a_ptr, count, alpha, limit, BLOCK: tl.constexpr
     first = tl.program_id(0).to(tl.int64) * BLOCK
     g, u = _load(h_ptr, first, count, BLOCK)
     g, u = _bounded(g, u, limit)
-    place = first + tl.arange(0, BLOCK)
+    offset = first + tl.arange(0, BLOCK)
     a = g * sigmoid(alpha * g) * (u + 1.0)
-    tl.store(a_ptr + place, a.to(a_ptr.dtype.element_ty), mask=place < count)
+    tl.store(a_ptr + offset, a.to(a_ptr.dtype.element_ty), mask=offset < count)
 
 
 @jit(do_not_specialize=["count", "alpha", "limit"])
 def clamped_swiglu_backward_kernel(da_ptr, h_ptr, dh_ptr, count, alpha, limit, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     g, u = _load(h_ptr, first, count, BLOCK)
-    place = first + tl.arange(0, BLOCK)
-    da = tl.load(da_ptr + place, mask=place < count, other=0.0).to(tl.float32)
+    offset = first + tl.arange(0, BLOCK)
+    da = tl.load(da_ptr + offset, mask=offset < count, other=0.0).to(tl.float32)
     dg, du = tl.where(g < limit, da, 0.0), tl.where(tl.abs(u) < limit, da, 0.0)
     g, u = _bounded(g, u, limit)
     x = alpha * g

@@ -1,8 +1,7 @@
-"""The experts' operation on grouped kernels, forward and backward; also on rows that are still on their way, and with
-results that go straight to where they belong.
+"""Expert MLPs on grouped GEMM kernels, forward and backward; same contract as `fusedmoe.kernels.experts`.
 
-The contract is that of `fusedmoe.kernels.experts`. No host synchronisation (but when a configuration is tuned); shapes
-are bounds, rows past the true count are never read as results.
+Also runs on rows still in flight, and puts results directly to other ranks. Only tuning a configuration synchronizes
+with the device.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.experts import Gradients, Hidden, Wanted, Weights
+from fusedmoe.kernels.experts import Gradients, HiddenRows, NeedsGrad, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.generation import generation_of
 from fusedmoe.kernels.grouped import at_least_float32
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
 from fusedmoe.kernels.tiles import Tiles
-from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
+from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned_choice
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned
 from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies, row_heights
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden
 from fusedmoe.kernels.triton.grouped.dweight import dweight
@@ -33,7 +32,6 @@ from fusedmoe.kernels.triton.one_sided.put import put_values
 
 
 def tile_heights(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Returns the rows of a row tile in each launch that there may be of rows in flight, which no tuner sees."""
     return row_heights(dtype, generation_of(device))
 
 
@@ -44,17 +42,19 @@ def make_call(
     shared: bool = False,
     tiles: Mapping[int, Tiles] | None = None,
 ) -> GroupedCall:
-    """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
+    """Prepare the launches of one call.
 
-    `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
-    `shared`: communication holds some multiprocessors meanwhile.   `tiles`: as of `GroupedCall`.
+    Args:
+        like: tensor of the call's dtype and device.
+        in_flight: launches wait for rows or put them, so they cannot be repeated for tuning.
+        shared, tiles: as in `GroupedCall`.
     """
-    # The interpreter knows bulk copies, and has nothing to tune.
+    # The interpreter supports bulk copies and is not tuned.
     if INTERPRET:
-        return GroupedCall(layout, like, untuned(None), True, tiles=tiles)
+        return GroupedCall(layout, like, untuned_choice(None), True, tiles=tiles)
     table = generation_of(like.device)
     assert table is not None
-    choose = untuned(table) if in_flight else tuner(like.device).choose
+    choose = untuned_choice(table) if in_flight else tuner(like.device).choose
     return GroupedCall(layout, like, choose, has_bulk_copies(table), shared, tiles)
 
 
@@ -66,7 +66,6 @@ def experts_forward(
     activation: Activation,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The forward, as in the contract."""
     call = make_call(layout, x_SM, shared=shared)
     h, a = up(call, x_SM, weights, activation)
     out_NM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start)
@@ -80,61 +79,60 @@ def experts_backward_rows(
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     shared: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Hidden]:
-    """The rows' half of the backward, as in the contract; what it leaves is times the router weights."""
-    if h_NH is None or not wanted.h_NH:
-        return None, None, Hidden(None, None)
-    dy_SM = solid(dy_SM)
+) -> tuple[Tensor | None, Tensor | None, HiddenRows]:
+    """Compute the row half of backward; the intermediates are scaled by the router weights."""
+    if h_NH is None or not needs_grad.h_NH:
+        return None, None, HiddenRows(None, None)
+    dy_SM = aligned(dy_SM)
     call = make_call(layout, dy_SM, shared=shared)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
-    dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, wanted)
+    dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, needs_grad)
     dx_SM = None
-    if wanted.x_SM and dh is not None:
-        # dH is times the router weights already, so this sum has none.
+    if needs_grad.x_SM and dh is not None:
+        # dH includes the router weights, so this sum has none.
         dx_SM = gather_sum(product(call, "dinput", dh, weights.w1.flatten(1, -2), False), layout)
     if weights.b2 is not None and ds_N is not None:
         ds_N = ds_N + _bias_dot(call, dy_SM, weights)
     if ds_N is not None:
         ds_N = layout.zero_padding(ds_N)
-    return dx_SM, ds_N, Hidden(a, dh if wanted.w1 or wanted.b1 else None)
+    return dx_SM, ds_N, HiddenRows(a, dh if needs_grad.w1 or needs_grad.b1 else None)
 
 
 def experts_backward_weights(
     dy_SM: Tensor,
     x_SM: Tensor | None,
-    left: Hidden,
+    intermediates: HiddenRows,
     layout: Layout,
     weight_N: Tensor | None,
     weights: Weights,
     into: Gradients | None,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     shared: bool = False,
 ) -> Gradients:
-    """The parameters' half of the backward, as in the contract: kernels add to `into` on their way out."""
-    dy_SM, dh, a = solid(dy_SM), left.dh_NH, left.a_NH
+    """Compute the parameter half of backward; the epilogues accumulate into `into`."""
+    dy_SM, dh, a = aligned(dy_SM), intermediates.dh_NH, intermediates.a_NH
     call = make_call(layout, dy_SM, shared=shared)
     dw1 = dw2 = db1 = db2 = None
     w1_EPQ, w2_EPQ, b1_EPQ, b2_EO = _totals(into)
-    if wanted.w1 and x_SM is not None and dh is not None:
-        dw1 = dweight(call, "dw1", dh, solid(x_SM), "right", w1_EPQ).view_as(weights.w1)
-    if wanted.w2 and a is not None:
+    if needs_grad.w1 and x_SM is not None and dh is not None:
+        dw1 = dweight(call, "dw1", dh, aligned(x_SM), "right", w1_EPQ).view_as(weights.w1)
+    if needs_grad.w2 and a is not None:
         dw2 = dweight(call, "dw2", dy_SM, a, "left", w2_EPQ)
-    # Σ over an expert's rows is the product of a column of ones with them: the same kernel, and the same order of sums.
-    one_N1 = dy_SM.new_ones((layout.rows, 1)) if wanted.b1 or wanted.b2 else None
-    if weights.b1 is not None and wanted.b1 and one_N1 is not None and dh is not None:
+    # A column sum is a GEMM with a column of ones, in the same summation order.
+    one_N1 = dy_SM.new_ones((layout.rows, 1)) if needs_grad.b1 or needs_grad.b2 else None
+    if weights.b1 is not None and needs_grad.b1 and one_N1 is not None and dh is not None:
         db1 = dweight(call, "dw1", one_N1, dh, None, b1_EPQ).view_as(weights.b1)
-    if weights.b2 is not None and wanted.b2 and one_N1 is not None:
+    if weights.b2 is not None and needs_grad.b2 and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
         db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
-        # Few numbers, which are columns of the kernel's.
+        # Few elements, and only some columns of the kernel's result.
         db2 = db2 if b2_EO is None else at_least_float32(b2_EO).add_(db2)
     return Gradients(None, None, dw1, dw2, db1, db2)
 
 
 def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The parameters' part as matrices of each expert, [E, P, Q]; the output bias as it is."""
     if into is None:
         return None, None, None, None
     w1_EPQ = None if into.w1 is None else into.w1.flatten(1, -2)
@@ -151,12 +149,13 @@ def forward_in_flight(
     wait: Wait,
     put: Put,
 ) -> Tensor:
-    """The forward of rows in a receive buffer: puts the results, and returns h [R, (2,) H].
+    """Run forward on the rows of a receive buffer, put the results to their ranks, and return h [R, (2,) H].
 
     Args:
-        layout: `source_N` are the rows of x; padding may follow.   tiles: of its rows, by their height.
-        wait: how the first product waits for its rows.
-        put: where the second product puts its results.
+        layout: `source_N` are the rows of x_CM; may have padding.
+        tiles: row tiles by height.
+        wait: rows that the up GEMM waits for.
+        put: destinations of the down GEMM's results.
     """
     call = make_call(layout, x_CM, in_flight=True, tiles=tiles)
     h, a = up(call, x_CM, weights, activation, wait)
@@ -175,32 +174,32 @@ def backward_rows_in_flight(
     wait: Wait,
     put: Put,
     values: Addresses,
-    wanted: Wanted,
-) -> tuple[Tensor | None, Hidden]:
-    """The rows' half of the backward of `forward_in_flight`: puts the gradients of rows.
+    needs_grad: NeedsGrad,
+) -> tuple[Tensor | None, HiddenRows]:
+    """Run the row half of backward of `forward_in_flight`, and put the gradients of rows to their ranks.
 
     Args:
-        values: where the gradients of router weights, [R], are put.
-        wanted: of x and the router weights in any case, for which other ranks wait.
+        values: destinations of the router weight gradients, [R].
+        needs_grad: must include x and the router weights, which other ranks wait for.
     Returns:
-        What the gradients of parameters need: with an output bias dy, [R, M] sorted by expert, and the activations.
+        dy sorted by expert, [R, M], if there is an output bias, and the intermediates for the parameter gradients.
     """
     call = make_call(layout, dy_CM, in_flight=True, tiles=tiles)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
-    dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wanted, wait)
+    dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, needs_grad, wait)
     assert dh is not None and ds_R is not None
     dy_RM = None
     if weights.b2 is not None:
-        dy_RM = permute(dy_CM, layout)  # the kernel before has waited for all of them
+        dy_RM = permute(dy_CM, layout)  # the previous kernel has waited for all rows
         sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
     put_values(ds_R, values, layout.offsets_E1[-1:])
     product(call, "dinput", dh, weights.w1.flatten(1, -2), False, put=put)
-    return dy_RM, Hidden(a, dh if wanted.w1 or wanted.b1 else None)
+    return dy_RM, HiddenRows(a, dh if needs_grad.w1 or needs_grad.b1 else None)
 
 
 def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:
-    """⟨dy[source], b2_e⟩ of every row: what the output bias adds to the router weight's gradient."""
+    """Return ⟨dy[source], b2_e⟩ per row, the output bias's part of the router weight gradient."""
     assert weights.b2 is not None
     dot_SE = dy_SM[:, weights.b2_columns()].float() @ weights.b2.float().t()
     row_N = torch.arange(call.layout.rows, device=dy_SM.device)
@@ -212,7 +211,6 @@ def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:
 def grouped_product(
     rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, layout: Layout, transposed: bool
 ) -> Tensor:
-    """Computes `fusedmoe.kernels.grouped.grouped_product`."""
     bias = None if bias_EO is None else bias_EO.contiguous()
     operation = "down" if transposed else "dinput"
     out = product(make_call(layout, rows_NK), operation, rows_NK, weight.contiguous(), transposed, bias)
@@ -220,5 +218,4 @@ def grouped_product(
 
 
 def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor:
-    """Computes `fusedmoe.kernels.grouped.grouped_dweight`."""
     return dweight(make_call(layout, left_NP), "dw1", left_NP, right_NQ, None)

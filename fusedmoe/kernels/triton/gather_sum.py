@@ -1,6 +1,7 @@
-"""Copies of rows by index, and sums of rows by index: a program makes a block of columns of one row of the result.
+"""Row gathers and weighted row sums; a program computes a block of columns of one output row.
 
-Values of pairs and of rows, one by one, have kernels of their own; so has padding that is to be zero.
+Contracts: `kernels/gather_sum.py`, with the fields of the layout as arguments. Separate kernels move single values of
+pairs and rows, of up to 8 bytes, and zero padding.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from torch import Tensor
 
 from fusedmoe.kernels.triton.jit import jit
 
-# Columns of a program: four warps move 16 bytes a thread and row in half precision.
-_MOST_COLUMNS = 1024
-# Values of a program where each is moved by itself.
+# Columns per program: four warps move 16 bytes per thread and row in half precision.
+_MAX_COLUMNS = 1024
+# Values per program of the value kernels.
 _VALUES = 512
-# Programs at the most that zero padding.
-_ZEROERS = 1024
+_ZERO_PROGRAMS = 1024
 
 
 @jit
@@ -25,7 +25,7 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(source_ptr + n)
-    # Padding rows are written as zeros and read nothing: their mask has no columns.
+    # Padding rows write zeros.
     kept = tl.where(n < tl.load(kept_ptr), M, 0)
     x = tl.load(x_ptr + source * stride + column, mask=column < kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
@@ -36,11 +36,10 @@ def sum_of_token(
     rows_ptr, row_ptr, weight_ptr, y_ptr, s, column, M, stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of y[s], the sum of a token's rows."""
     total = tl.zeros((BLOCK,), dtype=TOTAL)
-    # Unrolled, so that the loads of all K are under way at once; summed in their order all the same.
+    # Unrolled, so the loads of all K rows are in flight at once, in an unchanged summation order.
     for k in tl.static_range(K):
-        # A dropped pair's row is -1: its mask has no columns, so that nothing is read at that address.
+        # The address of a dropped pair (row -1) is masked.
         row = tl.load(row_ptr + s * K + k)
         kept = row >= 0
         value = tl.load(rows_ptr + row * stride + column, mask=column < tl.where(kept, M, 0), other=0).to(TOTAL)
@@ -86,8 +85,7 @@ def zero_rows_kernel(value_ptr, kept_ptr, N, width, BLOCK: tl.constexpr):
 
 
 def gather_rows(x_SM: Tensor, source_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    """rows_NM[n] = x_SM[source_N[n]], 0 from row offsets_E1[E] on; any dtype."""
-    x_SM = _rows_of_contiguous_columns(x_SM)
+    x_SM = _with_contiguous_rows(x_SM)
     rows, dim = source_N.numel(), x_SM.shape[1]
     rows_NM = x_SM.new_empty((rows, dim))
     if rows_NM.numel():
@@ -100,8 +98,7 @@ def gather_rows(x_SM: Tensor, source_N: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor:
-    """y_SM[s] = Σ_k weight_N[row_SK[s, k]]·rows_NM[row_SK[s, k]], without the rows that are -1."""
-    rows_NM = _rows_of_contiguous_columns(rows_NM)
+    rows_NM = _with_contiguous_rows(rows_NM)
     tokens, k = row_SK.shape
     dim = rows_NM.shape[1]
     y_SM = rows_NM.new_empty((tokens, dim))
@@ -110,30 +107,27 @@ def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor
         sum_rows_kernel[(tokens, triton.cdiv(dim, block))](
             rows_NM, row_SK.contiguous(), weight_N if weight_N is None else weight_N.contiguous(), y_SM,
             dim, rows_NM.stride(0),
-            K=k, WEIGHTED=weight_N is not None, TOTAL=total_dtype(rows_NM.dtype), BLOCK=block, num_warps=warps,
+            K=k, WEIGHTED=weight_N is not None, TOTAL=accumulation_dtype(rows_NM.dtype), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return y_SM
 
 
-def _rows_of_contiguous_columns(x: Tensor) -> Tensor:
+def _with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def columns(dim: int) -> tuple[int, int]:
-    """Columns of a program, and its warps."""
-    block = min(_MOST_COLUMNS, max(128, triton.next_power_of_2(dim)))
+    block = min(_MAX_COLUMNS, max(128, triton.next_power_of_2(dim)))
     return block, max(1, block // 256)
 
 
-def total_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The dtype in which rows are summed."""
+def accumulation_dtype(dtype: torch.dtype) -> tl.dtype:
     if dtype.is_floating_point:
         return tl.float64 if dtype == torch.float64 else tl.float32
     return tl.int64
 
 
 def take_values(value_SK: Tensor, pair_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    """value_N[n] = the value of pair pair_N[n], 0 from row offsets_E1[E] on; any dtype of up to 8 bytes."""
     value_SK = value_SK.contiguous()
     value_N = value_SK.new_empty(pair_N.shape)
     if N := value_N.numel():
@@ -145,7 +139,6 @@ def take_values(value_SK: Tensor, pair_N: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def put_values(value_N: Tensor, row_SK: Tensor) -> Tensor:
-    """value_SK[s, k] = value_N[row_SK[s, k]], 0 where that is -1; any dtype of up to 8 bytes."""
     value_SK = value_N.new_empty(row_SK.shape)
     if pairs := value_SK.numel():
         grid = (triton.cdiv(pairs, _VALUES),)
@@ -156,14 +149,13 @@ def put_values(value_N: Tensor, row_SK: Tensor) -> Tensor:
 
 
 def zero_rows(value_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Zeros of [N, ...], contiguous, from row offsets_E1[E] on, in place; any dtype of up to 8 bytes."""
     if N := value_N.numel():
-        # Most often there is nothing to do, and nobody on the host knows: few programs, which go through all padding.
-        grid = (min(_ZEROERS, triton.cdiv(N, _VALUES)),)
+        # Usually there is no padding, but the host cannot know: few programs loop over all of it.
+        grid = (min(_ZERO_PROGRAMS, triton.cdiv(N, _VALUES)),)
         zero_rows_kernel[grid](_bits(value_N), offsets_E1[-1:], N, N // len(value_N), BLOCK=_VALUES, num_warps=4)
     return value_N
 
 
 def _bits(value: Tensor) -> Tensor:
-    """Views numbers as integers of their size: a copy knows no dtype."""
+    """View as integers of the same size: a copy does not depend on the dtype."""
     return value.view((torch.uint8, torch.int16, torch.int32, torch.int64)[value.element_size().bit_length() - 1])

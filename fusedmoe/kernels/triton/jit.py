@@ -1,14 +1,12 @@
-"""`jit`, which makes the library's kernels; the functions that they are made of are `triton.jit`'s.
+"""`jit`, the decorator of the library's kernels; their device functions use `triton.jit`.
 
-Beside what `triton.jit` does, a launch goes to the GPU that its tensors are on, whichever is current, and code for
-Hopper and later has a fence that Triton 3.6 leaves out.
+It launches on the GPU of the kernel's tensors, current or not, and adds a fence for Hopper and later that Triton 3.6
+omits.
 
-Tensor cores of Hopper and Blackwell read shared memory through another path (PTX: the async proxy) than threads and
-their asynchronous copies (`cp.async`) write it through. Between the two must stand `fence.proxy.async`, or what is
-multiplied may be what lay there before. Triton 3.7 puts one there; 3.6 does for ordinary stores, not for asynchronous
-copies, in which rows that are looked up come. So under 3.6 each wait for such copies gets the fence, in the thread
-that made them and before the barrier that others pass: it goes into the PTX while that is made. What tells whether it
-is there is the check of everything that is compiled ahead of time (`make aot`).
+Tensor cores of Hopper and Blackwell read shared memory through the async proxy (PTX). Without `fence.proxy.async` after
+a write by threads or by `cp.async` they may read stale data. Triton 3.7 emits it; Triton 3.6 does not after `cp.async`,
+which loads gathered rows. Under 3.6, the fence is inserted into the PTX after each wait for `cp.async`, in the thread
+that issued the copies and before the barrier.
 """
 
 from __future__ import annotations
@@ -27,42 +25,39 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
 
 VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
-#: Whether this Triton leaves the fence out.
-FENCE_LEFT_OUT = VERSION < (3, 7)
-#: Registers that a thread can have.
-MOST_REGISTERS = 255
+FENCE_OMITTED = VERSION < (3, 7)
+MAX_REGISTERS = 255
 
 _FENCE = "fence.proxy.async.shared::cta;"
 _WAIT = re.compile(r"^(\s*)(cp\.async\.wait_(?:group|all)\b[^;]*;)", re.M)
-# Products that read shared memory through the async proxy.
 _PRODUCT = re.compile(r"^\s*(?:@!?[%\w]+\s+)?(?:wgmma\.mma_async|tcgen05\.mma)\b", re.M)
 
 
 class Kernel(JITFunction):
-    """Launches where its first tensor is."""
+    """Kernel that launches on the device of its first tensor argument."""
 
     def run(self, *args: Any, **keywords: Any) -> Any:
         for argument in args:
-            tensor = getattr(argument, "base", argument)  # that of a descriptor, Triton's or Gluon's
+            tensor = getattr(argument, "base", argument)  # a descriptor's base tensor, Triton's or Gluon's
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 if tensor.get_device() == torch.cuda.current_device():
-                    break  # as almost always: to ask costs less than to make it current again
+                    break  # the common case: cheaper than setting the current device again
                 with torch.cuda.device(tensor.device):
                     return super().run(*args, **keywords)
         return super().run(*args, **keywords)
 
 
 def with_fences(ptx: str) -> str:
-    """PTX with a fence behind each wait for asynchronous copies where products need it."""
+    """Insert a fence after each wait for asynchronous copies, if tensor-core instructions in the PTX need it."""
     return _WAIT.sub(rf"\1\2\n\1{_FENCE}", ptx) if _PRODUCT.search(ptx) else ptx
 
 
 class FencedKernel(Kernel):
-    """Compiles with the fences, and finds only what was compiled so in Triton's cache."""
+    """Kernel compiled with fences, under a separate key in Triton's cache."""
 
-    compile: Any  # what Triton's own code calls
+    compile: Any  # called by Triton
     _compiling = False
-    _lock = RLock()  # Triton has one hook for all
+    _lock = RLock()  # Triton's hook is global
 
     @property
     def cache_key(self) -> str:
@@ -70,9 +65,9 @@ class FencedKernel(Kernel):
         return f"{key}-fenced" if self._compiling else key
 
     def create_binder(self) -> Any:
-        made = super().create_binder()
+        binder = super().create_binder()
         self.compile = partial(self._with_fences, self.compile)
-        return made
+        return binder
 
     def _with_fences(self, compile: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         with self._lock:
@@ -92,15 +87,15 @@ class FencedKernel(Kernel):
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """A decorator, with or without options of `triton.jit`.
+    """Decorate a kernel, with or without options of `triton.jit`.
 
     Raises:
-        ConfigError: a Triton too old to be told of the fence.
+        ConfigError: Triton is older than 3.6, and the fence cannot be added to its code.
     """
     if function is None:
         return partial(jit, **options)
     if INTERPRET:
         return triton.jit(function, **options)
     if VERSION < (3, 6):
-        raise ConfigError(f"these kernels need Triton 3.6 or newer, and this is {triton.__version__}: update it")
-    return (FencedKernel if FENCE_LEFT_OUT else Kernel)(function, **options)
+        raise ConfigError(f"the kernels need Triton 3.6 or newer, found {triton.__version__}: upgrade Triton")
+    return (FencedKernel if FENCE_OMITTED else Kernel)(function, **options)

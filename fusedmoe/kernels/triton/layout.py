@@ -1,14 +1,13 @@
-"""The order of `build_layout` as a stable counting sort, in two launches and without a word from the device.
+"""`build_layout` as a stable counting sort in two launches, without device synchronization.
 
-1. Every block of positions counts its experts.
-2. For each expert a block sums up the counts of the blocks before: where in the expert its rows begin. Then it goes
-   through its positions, STEP at a time: each finds its rank among the equal keys of its step, and with it its row; it
-   fills in its row of `source` and `pair` and its pair of `row`. Positions past the last row fill in padding.
+A position is a (token, k) pair in the order in which experts are filled: p = k·S + i, where i orders tokens by
+priority. Launch 1: each block of positions counts its experts. Launch 2: each block sums the counts of the blocks
+before it, to find its first row per expert. It then processes STEP positions at a time, one per thread: a position's
+row is the expert's next row plus the number of earlier positions with this expert in the step. The thread writes
+`source` and `pair` at this row, and `row` at its pair. Positions past the last row write padding.
 
-Of few positions every block counts all on its own: one launch.
-
-A position is a (token, k) pair in the order in which experts are filled: p = k·S + i, where i counts tokens by
-priority. Ranks are found by comparing and counting, never by the order in which atomics happen to arrive.
+For few positions every block counts all of them: one launch. Ranks come from comparisons and counts, never from the
+order of atomics.
 """
 
 from __future__ import annotations
@@ -21,24 +20,23 @@ from torch import Tensor
 from fusedmoe.kernels.layout import Layout, row_bound
 from fusedmoe.kernels.triton.jit import jit
 
-# Positions of which a program finds the ranks at a time, one a thread: each is compared with as many.
+# Positions ranked at a time, one per thread; each is compared with all positions of the step.
 STEP, WARPS = 128, 4
-# Positions that a program of the first launch counts at a time, and a block that counts on its own: more would spill.
+# Positions counted at a time in the first launch, and in a block that counts alone; more would spill.
 WIDE = 1024
 ALONE_WIDE = 256
-# Blocks at the most, about two for each multiprocessor of an H100 or H200. Each reads the counts of all.
+# Maximum number of blocks, about two per multiprocessor of an H100 or H200. Each reads the counts of all.
 BLOCKS = 256
-# Counts that a program of the second launch reads at a time.
+# Counts read at a time in the second launch.
 TABLE = 4096
-# Positions at the most that every block counts on its own.
+# Up to this many positions, every block counts all of them.
 ALONE = 2048
-_UNSPECIAL = ["tokens", "positions", "length", "capacity", "bound"]
+_DYNAMIC_ARGUMENTS = ["tokens", "positions", "length", "capacity", "bound"]
 
 
 @triton.jit
 def _choice(expert_ptr, order_ptr, p, inside, tokens, K, ORDERED: tl.constexpr):
-    """Looks up each position's token, the flat index s·K + k of its pair, and its expert, -1 outside."""
-    # Positions go choice by choice, tokens in order: a second choice never displaces a first one.
+    # Choice-major order: a second choice never displaces a first one.
     k = p // tokens
     token = (p - k * tokens).to(tl.int64)
     if ORDERED:
@@ -49,14 +47,13 @@ def _choice(expert_ptr, order_ptr, p, inside, tokens, K, ORDERED: tl.constexpr):
 
 @triton.jit
 def _key(expert, E):
-    """The expert as a small number; what is no expert's number is an empty pair, -1: nothing may be written out of
-    bounds, whatever a gate returns."""
+    """Return the expert index, or -1 for an empty or invalid one, to keep stores in bounds."""
     return tl.where((expert >= 0) & (expert < E), expert, -1).to(tl.int32)
 
 
 @triton.jit
 def _histogram(key, EP: tl.constexpr):
-    # Empty pairs are counted nowhere: the mask leaves them out, and expert 0 stands in for their number.
+    # Empty pairs, which are masked, get expert 0.
     return tl.histogram(tl.maximum(key, 0), EP, mask=key >= 0)
 
 
@@ -64,7 +61,7 @@ def _histogram(key, EP: tl.constexpr):
 def _count(
     expert_ptr, order_ptr, start, size, tokens, E, K, ORDERED: tl.constexpr, WIDE: tl.constexpr, EP: tl.constexpr
 ):  # fmt: skip
-    """Each expert's pairs among the `size` positions from `start` on, and whether some number there is wrong."""
+    """Count each expert's pairs among `size` positions from `start` on; also return whether any index is invalid."""
     i = tl.arange(0, WIDE)
     count_E = tl.zeros((EP,), dtype=tl.int32)
     wrong = tl.zeros((WIDE,), dtype=tl.int32)
@@ -75,12 +72,12 @@ def _count(
     return count_E, tl.max(wrong, 0)
 
 
-@jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_DYNAMIC_ARGUMENTS)
 def count_kernel(
     expert_ptr, order_ptr, count_ptr, tokens, positions, length, E, K,
     ORDERED: tl.constexpr, WIDE: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """count[b, e] of each block, and behind these whether one of its numbers is wrong."""
+    """Write count[b, e] of each block, then one flag per block: whether it has an invalid index."""
     block = tl.program_id(0)
     size = tl.minimum(length, positions - block * length)
     count_E, wrong = _count(expert_ptr, order_ptr, block * length, size, tokens, E, K, ORDERED, WIDE, EP)
@@ -89,11 +86,10 @@ def count_kernel(
     tl.store(count_ptr + tl.num_programs(0) * E + block, wrong)
 
 
-@jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_DYNAMIC_ARGUMENTS)
 def place_kernel(
-    # `count_ptr`: what the launch before has made, or None.
+    # `count_ptr`: counts of the first launch, or None.
     expert_ptr, order_ptr, count_ptr,
-    # The layout, and whether all numbers are right.
     counts_ptr, offsets_ptr, source_ptr, pair_ptr, row_ptr, right_ptr,
     tokens, positions, length, capacity, bound, E, K,
     ORDERED: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, EP: tl.constexpr,
@@ -111,7 +107,7 @@ def place_kernel(
         before = tl.zeros((ROWS, EP), dtype=tl.int32)
         total = tl.zeros((ROWS, EP), dtype=tl.int32)
         some = tl.zeros((ROWS,), dtype=tl.int32)
-        # Two reads under way at once; more at a time would take more registers for the sums.
+        # Two loads are in flight; more would take registers from the sums.
         for first in tl.range(0, blocks, ROWS, loop_unroll_factor=2):
             b = first + tl.arange(0, ROWS)
             mask = (b < blocks)[:, None] & (e < E)[None, :]
@@ -133,22 +129,22 @@ def place_kernel(
 
     i = tl.arange(0, STEP)
     size = tl.minimum(length, positions - start)
-    # The row of each expert's next pair. It passes the expert's end where that is full.
+    # Row of each expert's next pair, past the expert's end once it is full.
     next_E = end_E - kept_E + before_E
     token, pair, expert = _choice(expert_ptr, order_ptr, start + i, i < size, tokens, K, ORDERED)
     for first in range(0, size, STEP):
         inside = i < size - first
         p = start + first + i
-        # The next step's, which come while this one's ranks are found.
-        soon = _choice(expert_ptr, order_ptr, p + STEP, i < size - first - STEP, tokens, K, ORDERED)
+        # Prefetched while this step's ranks are computed.
+        next_step = _choice(expert_ptr, order_ptr, p + STEP, i < size - first - STEP, tokens, K, ORDERED)
         key = _key(expert, E)
-        # A pair's rank among those of its expert in this step: comparisons with all pairs before it, which is stable,
-        # unlike atomics. Down the columns, which are a thread's own: a sum along rows would go from thread to thread.
+        # Rank of a pair among its expert's in this step, by comparison with all pairs before it: stable, unlike
+        # atomics. The sum down columns stays within a thread; along rows it would cross threads.
         equal = (key[:, None] == key[None, :]) & (i[:, None] < i[None, :])
         rank = tl.sum(equal.to(tl.int32), 0)
-        known = tl.maximum(key, 0)
-        # Both of an expert's numbers in one look: each takes all threads to wait for each other.
-        next_and_end = tl.gather(end_E.to(tl.int64) << 32 | next_E, known, 0)
+        clamped_key = tl.maximum(key, 0)
+        # One gather for both values, because each gather synchronizes all threads.
+        next_and_end = tl.gather(end_E.to(tl.int64) << 32 | next_E, clamped_key, 0)
         row = next_and_end.to(tl.int32) + rank
         found = (key >= 0) & (row < (next_and_end >> 32))
         next_E += _histogram(key, EP)
@@ -156,15 +152,14 @@ def place_kernel(
         tl.store(row_ptr + pair, tl.where(found, row, -1).to(tl.int64), mask=inside)
         tl.store(source_ptr + row, token, mask=found)
         tl.store(pair_ptr + row, pair, mask=found)
-        # Padding has valid indices, so that kernels may read through them.
+        # Kernels may dereference the indices of padding, so they are valid.
         padding = inside & (p >= kept) & (p < bound)
         tl.store(source_ptr + p, tl.zeros((STEP,), dtype=tl.int64), mask=padding)
         tl.store(pair_ptr + p, tl.zeros((STEP,), dtype=tl.int64), mask=padding)
-        token, pair, expert = soon
+        token, pair, expert = next_step
 
 
 def sizes(experts: int) -> tuple[int, dict[str, int]]:
-    """Experts as a power of two, and how much the second launch takes at a time."""
     padded = triton.next_power_of_2(experts)
     return padded, {"STEP": STEP, "WIDE": ALONE_WIDE, "ROWS": min(256, max(1, TABLE // padded))}
 
@@ -172,20 +167,19 @@ def sizes(experts: int) -> tuple[int, dict[str, int]]:
 def sort_pairs(
     expert_SK: Tensor, experts: int, capacity: int | None, order_S: Tensor | None, refusal: str | None = None
 ) -> Layout:
-    """Launches the sort.
+    """Launch the sort.
 
     Args:
-        order_S: tokens in the order in which experts take them, or None for their own order.
-        refusal: with which an assertion on the device fails where a number is neither an expert's nor -1; without it
-            such a number is an empty pair.
+        order_S: tokens by descending priority; None for index order.
+        refusal: message of the device-side assertion on invalid expert indices; without it they are empty pairs.
     """
     tokens, K = expert_SK.shape
     positions = tokens * K
     if positions >= 2**31:
-        raise ValueError(f"{tokens} tokens with {K} experts each are more than 2**31 - 1 rows: split the batch")
+        raise ValueError(f"{tokens} tokens with {K} experts each exceed 2**31 - 1 rows: split the batch")
     bound = row_bound(tokens, K, experts, capacity)
     if positions == 0:
-        # Memory of their own: what an operator of PyTorch returns must not share any.
+        # Outputs of a PyTorch operator must not alias.
         counts_E = expert_SK.new_zeros(experts, dtype=torch.long)
         offsets_E1 = expert_SK.new_zeros(experts + 1, dtype=torch.int32)
         source_N, pair_N, row_N = (expert_SK.new_empty(0, dtype=torch.long) for _ in range(3))

@@ -1,6 +1,6 @@
-"""Rows packed for the wire and unpacked, one program a row or a block of its columns.
+"""Pack and unpack rows for the wire; one program per row or block of its columns.
 
-Rounding is done on the bits, so that it is the same everywhere, also on GPUs that know no fp8.
+Rounds with integer operations on the bits, equal on every GPU, including GPUs without fp8.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.wire import E4M3_MAX, SCALE_BYTES, SCALE_MIN, fp8_dim
 
-# Columns that a program holds at a time; of wider rows it holds so many, again and again.
-_MOST_COLUMNS = 4096
+# Columns held by a program at a time; it loops over wider rows in blocks of _COLUMNS_OF_WIDE_ROWS.
+_MAX_COLUMNS = 4096
 _COLUMNS_OF_WIDE_ROWS = 2048
 
 
 @triton.jit
 def _bf16_bits(x):
-    """float32 -> the bits of the nearest bf16, ties to even; NaN stays NaN."""
+    """Round float32 to the bits of the nearest bf16, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
@@ -28,13 +28,13 @@ def _bf16_bits(x):
 
 @triton.jit
 def _e4m3_bits(x, inverse):
-    """float32, times the inverse scale -> the bits of the nearest e4m3, ties to even; not finite -> NaN."""
+    """Scale float32 and round to the bits of the nearest e4m3, ties to even; non-finite becomes NaN."""
     y = x * inverse
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Three bits of mantissa are left, and the exponent's bias goes from 127 to 7.
+    # Keeps three mantissa bits; the exponent bias changes from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are multiples of 2^-9, and that is what float32 has at 2^14: adding rounds.
+    # e4m3 below 2^-6 is a multiple of 2^-9, the float32 spacing at 2^14: adding 2^14 rounds.
     tiny = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, tiny, normal)
     code = tl.where(tl.abs(x) < float("inf"), code, 0x7F)
@@ -62,7 +62,7 @@ def pack_fp8_kernel(
         for first in range(BLOCK, M, BLOCK):
             more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, _finite_magnitude(more))
-    # Rounded divisions: a reciprocal's error would move numbers to the next code.
+    # Correctly rounded division: an approximate reciprocal could change the code.
     scale = tl.maximum(tl.div_rn(tl.max(largest, 0), LARGEST), SMALLEST_SCALE)
     inverse = tl.div_rn(1.0, scale)
     tl.store(out_ptr + column, _e4m3_bits(x, inverse), mask=column < M)
@@ -70,7 +70,7 @@ def pack_fp8_kernel(
         for first in range(BLOCK, M, BLOCK):
             more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
             tl.store(out_ptr + first + column, _e4m3_bits(more, inverse), mask=first + column < M)
-    # Byte by byte: where M is no multiple of four, four bytes at once would be stored askew.
+    # A 4-byte store would be misaligned unless M is a multiple of four.
     byte = tl.arange(0, 4)
     tl.store(out_ptr + M + byte, ((scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF).to(tl.uint8))
 
@@ -135,7 +135,7 @@ def pack_bf16(rows_NM: Tensor) -> Tensor:
 
 
 def columns(dim: int) -> int:
-    return max(128, triton.next_power_of_2(dim)) if dim <= _MOST_COLUMNS else _COLUMNS_OF_WIDE_ROWS
+    return max(128, triton.next_power_of_2(dim)) if dim <= _MAX_COLUMNS else _COLUMNS_OF_WIDE_ROWS
 
 
 def pack_constants(dim: int) -> dict[str, float]:
@@ -144,5 +144,5 @@ def pack_constants(dim: int) -> dict[str, float]:
 
 
 def launch_options(dim: int) -> dict[str, int]:
-    """A product and a sum contracted to one operation would round differently from the definition."""
+    """Disable FMA contraction, which would round differently from the reference."""
     return {"num_warps": max(1, min(8, columns(dim) // 256)), "enable_fp_fusion": False}

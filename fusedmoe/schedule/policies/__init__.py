@@ -1,21 +1,22 @@
-"""Policies: the published systems, the search among all of them, and users' own, as functions from costs to a plan.
+"""Policies: functions from costs to a plan. Published systems, a search over all of them, and user-defined policies.
 
     plan = POLICIES["fsmoe"].plan(costs)
 
-A policy is pure: the same costs give the same plan, on every rank. All policies order the same tasks; they differ in
-which tasks run at the same time, in how many chunks, and in where gradients are reduced. The longer ones have a file
-each in this folder. A policy of your own is a function from a layer and its costs:
+A policy is a pure function: equal costs give equal plans on every rank. All policies order the same tasks; they differ
+in concurrency, number of chunks, and when gradients are reduced. A user's policy is a function of a layer and its
+costs:
 
     def halves(workload: Workload, costs: StepCosts) -> Plan:
         two = [ChunkedPass(three_queues, 2)] * len(costs.layers)
         return step_plan(costs, two, two)
 
     MoELayer(…, schedule=Schedule(halves))
-    register_policy("halves", halves)       # and then MoELayer(…, schedule="halves")
+    register_policy("halves", halves)       # then MoELayer(…, schedule="halves")
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -33,7 +34,7 @@ from fusedmoe.schedule.policies.flowmoe_plans import (
     joint_split,
     tuned_split,
 )
-from fusedmoe.schedule.policies.fsmoe_plans import partitioned_plan
+from fusedmoe.schedule.policies.fsmoe_plans import fsmoe_plan
 from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
 from fusedmoe.schedule.simulate import best_of
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
@@ -41,23 +42,22 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StepCosts, chun
 from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.workload import Workload
 
-#: The degrees that Tutel tries.
 TUTEL_DEGREES = (1, 2, 4, 8)
 
-#: The size of Lina's gradient buckets.
+#: Bytes of Lina's gradient buckets.
 LINA_BYTES = 30 * 10**6
 
-# Micro-batches that are tried where the number of a batch's samples is not known.
+# Numbers of micro-batches to try if the number of samples is unknown.
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 
-# Names of schedules that are no policies.
-_TAKEN = ("off", "auto", "fused")
+# Names of schedules that are not policies.
+_RESERVED_NAMES = ("off", "auto", "fused")
 
-#: Computes the plan of a step from a layer as one rank sees it, and from what a step of such layers costs.
+#: (workload of one layer per rank, costs of a step of such layers) -> plan of the step.
 PolicyFunction = Callable[[Workload, StepCosts], Plan]
 
-#: Where a policy's gradient all-reduces run: after the backward pass; in places that are chosen between a layer's
-#: chunks and beside its dense part; wherever the links between nodes would be idle.
+#: When a policy reduces gradients: after the backward pass; during and after each layer's pipeline; or whenever the
+#: inter-node link would be idle.
 Gradients = Literal["exposed", "partitioned", "idle slots"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Plan])
@@ -65,25 +65,25 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy and its traits. What else depends on a policy looks at these, and never at its name.
+    """A scheduling policy: a function from the costs of a training step to its plan, and properties of its plans.
 
-    `plan(costs, limit)` returns the plan of a training step, with degrees up to `limit`; a policy of whole layers takes
-    `samples` as well (see `PlanSearch`).
+    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with `whole` has a third
+    argument, `samples` (see `PlanSearch`).
     """
 
     name: str
-    # Functions are left out of the repr, which ranks compare: their addresses differ from rank to rank.
+    # Excluded from the repr, which ranks compare: addresses of functions differ between ranks.
     plan: Callable[..., Plan] = field(repr=False)
     description: str
-    by_layer: bool = True  # it plans layers of which nothing but the pipelines is in chunks
-    whole: bool = False  # micro-batches may go through whole layers, where these can be split (`StepCosts.can_split`)
-    order: Order = field(default=one_queue, repr=False)  # of chunks whose number is given (`step.pass_by_degree`)
+    by_layer: bool = True  # plans chunk only the layers' pipelines
+    whole: bool = False  # micro-batches may pass through whole layers, if `StepCosts.can_split`
+    order: Order = field(default=one_queue, repr=False)  # order for a given number of chunks (`step.pass_by_degree`)
     gradients: Gradients = "partitioned"
-    varies: bool = True  # plans beside its own may be faster, and are worth measuring (`candidates_beside`)
-    own: bool = False  # a user registered or gave it
+    varies: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
+    is_user_defined: bool = False
 
 
-#: Every policy by its name; `register_policy` adds to them.
+#: Policies by name.
 POLICIES: dict[str, Policy] = {}
 
 
@@ -92,7 +92,7 @@ def _described(function: Callable[..., Plan], **traits: Any) -> Policy:
 
 
 def _policy(**traits: Any) -> Callable[[_Function], _Function]:
-    """Puts the function below into `POLICIES` by its name, with these traits and its docstring."""
+    """Register the decorated function in `POLICIES`, with its docstring as description."""
 
     def put(function: _Function) -> _Function:
         POLICIES[function.__name__] = _described(function, **traits)
@@ -103,28 +103,28 @@ def _policy(**traits: Any) -> Callable[[_Function], _Function]:
 
 @_policy(gradients="exposed", varies=False)
 def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """One chunk, one thing after the other; every layer's gradient at the end (DeepSpeed-MoE)."""
+    """One chunk, no overlap; all gradients at the end (DeepSpeed-MoE)."""
     one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
     return step_plan(costs, one, one, exposed=True)
 
 
 @_policy(gradients="exposed")
 def tutel(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """One communication queue; the better one of Tutel's degrees, for both passes; gradients at the end."""
+    """One communication queue; the best of Tutel's degrees, equal in both passes; gradients at the end."""
     both = _one_queue_passes(costs, [degree for degree in TUTEL_DEGREES if degree <= limit])
     return step_plan(costs, both, both, exposed=True)
 
 
 @_policy(gradients="exposed")
 def pipemoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """Tutel's plan with one degree for both passes, the best one by a model of all-to-all and experts (PipeMoE)."""
+    """Tutel's plan with the best degree by PipeMoE's model of all-to-all and experts."""
     both = _pipemoe_passes(costs, limit)
     return step_plan(costs, both, both, exposed=True)
 
 
 @_policy()
 def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """PipeMoE's chunks; each layer's gradient is reduced beside the dense part of the layer that follows backward."""
+    """PipeMoE's chunks; gradients overlap with the next dense part of the backward pass."""
     both = _pipemoe_passes(costs, limit)
     beside = (*map(float, costs.gradient_bytes[1:]), 0.0)
     return step_plan(costs, both, both, Partition((0.0,) * len(costs.layers), beside))
@@ -132,57 +132,57 @@ def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
 
 @_policy(gradients="idle slots")
 def lina(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """PipeMoE's chunks; gradients in buckets of 30 MB, whenever the communication queue would be idle (Lina)."""
+    """PipeMoE's chunks; gradients in buckets of 30 MB when the communication queue is idle (Lina)."""
     both = _pipemoe_passes(costs, limit)
     return idle_slot_plan(costs, both, both, LINA_BYTES)
 
 
 @_policy()
 def fsmoe_no_iio(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """FSMoE with one communication queue: own degrees forward and backward, gradients partitioned."""
-    return partitioned_plan(costs, [one_queue], limit)
+    """FSMoE with one communication queue: separate degrees per pass, partitioned gradients."""
+    return fsmoe_plan(costs, [one_queue], limit)
 
 
 @_policy(order=three_queues)
 def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """Links in a node and between nodes at once, own degrees for both passes, gradients partitioned."""
-    return partitioned_plan(costs, [three_queues], limit)
+    """Concurrent intra-node and inter-node links, separate degrees per pass, partitioned gradients."""
+    return fsmoe_plan(costs, [three_queues], limit)
 
 
 @_policy(by_layer=False, whole=True, gradients="idle slots")
 def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """Micro-batches through all layers, one degree for both passes; gradients in buckets below all-to-all (FlowMoE)."""
+    """Micro-batches through all layers, one degree; gradient buckets below all-to-all in priority (FlowMoE)."""
     return PlanSearch(costs, limit, samples).plan("flowmoe")
 
 
 @_policy(by_layer=False, whole=True, gradients="idle slots", varies=False)
 def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
+    """Micro-batches over ranges of layers forward; weight gradients overlap communication backward (Lancet)."""
     return PlanSearch(costs, limit, samples).plan("lancet")
 
 
 @_policy(whole=True, order=three_queues)
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The best in simulation of all policies, orders, degrees, gradient buckets and weight gradients."""
+    """The least simulated step time over the plans of all policies, orders, degrees, buckets and W tasks."""
     return PlanSearch(costs, limit, samples).plan("joint")
 
 
 def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """FSMoE's plan with the best of all orders for each layer and pass."""
-    return partitioned_plan(costs, (three_queues, alternating, one_queue), limit)
+    """FSMoE's plan with the best order for each layer and pass."""
+    return fsmoe_plan(costs, (three_queues, alternating, one_queue), limit)
 
 
-#: The family of the best orders: no policy that users choose, but `joint` compares its plans with those of the others.
+#: Not selectable by users; a candidate of `joint`.
 ANY_ORDER = _described(any_order, order=three_queues)
 
 
 def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
-    # PipeMoE knows no expert sharding: its model has neither all-gather nor reduce-scatter.
+    # PipeMoE's model has no expert sharding.
     return _one_queue_passes(costs, range(1, limit + 1), all_gather=0.0, reduce_scatter=0.0)
 
 
 def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: float) -> list[ChunkedPass]:
-    """Returns for each layer the best degree for both passes, where some parts take what a model says."""
+    """Return passes with each layer's best degree, equal in both. `modelled_s`: seconds that replace parts' costs."""
 
     def both_s(layer: LayerCosts, degree: int) -> float:
         times = (chunk_times(layer.chunks[phase], degree)._replace(**modelled_s) for phase in PHASES)
@@ -192,24 +192,24 @@ def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: fl
 
 
 def layer_policies() -> tuple[str, ...]:
-    """Returns the names of all policies for layers whose pipelines alone are in chunks, registered ones last."""
+    """Return the names of all policies that chunk only pipelines, registered policies last."""
     return tuple(policy.name for policy in POLICIES.values() if policy.by_layer)
 
 
 def whole_policies() -> tuple[str, ...]:
-    """Returns the names of all policies for micro-batches that go through whole layers, registered ones last."""
+    """Return the names of all policies with micro-batches through whole layers, registered policies last."""
     return tuple(policy.name for policy in POLICIES.values() if policy.whole)
 
 
 class PlanSearch:
-    """The plans of one step by all policies, each made when it is first asked for: what they share is searched once.
+    """Plans of one step by all policies, computed on demand. Policies share parts of their search.
 
     FlowMoE, Lancet and the ablation raise `ConfigError` for layers that cannot be split.
 
     Args:
-        limit: the most chunks, and the most micro-batches.
-        samples: the samples of a batch; micro-batches then have equally many. None: any number of micro-batches.
-        progress: called with how many parts of the search of `joint` are done, and how many it has.
+        limit: maximum number of chunks and of micro-batches.
+        samples: samples per batch, a multiple of every number of micro-batches; None: any number of micro-batches.
+        progress: called with the completed and total number of parts of `joint`'s search.
     """
 
     def __init__(
@@ -224,16 +224,15 @@ class PlanSearch:
         if samples is not None:
             self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
         self._made: dict[str, Plan] = {}
-        # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
+        # Splits tried by FlowMoE, in two rounds of `joint`, and by the ablation; then policies.
         degrees, buckets = len(self._degrees), len(BUCKETS)
         self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
         self._total += len(layer_policies()) + 2 + ROUNDS
         self._done = 0
-        # What these policies search is shared; all others are planned by their own functions.
         self._shared = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
 
     def plan(self, name: str) -> Plan:
-        """Returns the plan by a policy of `POLICIES`."""
+        """Return the plan of a policy of `POLICIES`."""
         if name not in self._made and name in self._shared:
             self._made[name] = self._shared[name]()
         elif name not in self._made:
@@ -244,7 +243,7 @@ class PlanSearch:
 
     @cached_property
     def families(self) -> dict[str, Plan]:
-        """The plans that `joint` takes the best of, by the policy that they come from; its own split is "joint"."""
+        """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
         plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.whole}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
@@ -255,8 +254,11 @@ class PlanSearch:
 
     @cached_property
     def ablation(self) -> dict[str, Plan]:
-        """FlowMoE part by part (Table 5), each plan with all before it: pipelined experts, attention in micro-batches
-        as well, all-reduces in buckets of 1 MiB, buckets of the best size."""
+        """FlowMoE part by part (Table 5): each plan adds a part to the previous plan.
+
+        The parts are pipelined experts, attention in micro-batches, all-reduces in buckets of 1 MiB, the best bucket
+        size.
+        """
         attention, all_reduce = exposed_by_part(self._costs, self._degrees, self._step)
         self._step()
         experts, tuned = self.plan("pipemoe"), self.plan("flowmoe")
@@ -295,75 +297,86 @@ def register_policy(
     gradients: Gradients = "partitioned",
     varies: bool = False,
 ) -> None:
-    """Gives a policy of your own a name, for `MoELayer(schedule=name)`, `plan_step` and `--schedule` of the command;
-    "auto" has its plans among those that it compares. All ranks register the same, before layers are made.
+    """Register a policy for `MoELayer(schedule=name)`, `plan_step` and `--schedule`, and as a candidate of "auto".
+
+    Register the same policies on all ranks, before creating layers.
 
     Args:
-        name: an identifier that no schedule of the library has. A name that was registered before gets this function.
-        function: from a `Workload`, one of the layers as a rank sees it, and the `StepCosts` of a step of such layers
-            to the `Plan` of the step, the same on every rank. `fusedmoe.schedule.step.step_plan` makes plans.
-        whole: its plans let micro-batches go through whole layers: for `plan_step` of blocks, and no layer by itself.
-        gradients: where its plans reduce gradients, so that plans with other chunks beside them do the same.
-        varies: its plans have an order of `fusedmoe.schedule.passes`, and plans with other numbers of chunks in that
-            order may be faster: "auto" then measures these, too.
+        name: an identifier that is no schedule of the library. A name registered before gets the new function.
+        function: returns the `Plan` of a step, equal on all ranks, from a `Workload` (one layer, per rank) and the
+            `StepCosts` of a step of such layers. `fusedmoe.schedule.step.step_plan` makes plans.
+        whole: its plans run micro-batches through whole layers: for `plan_step` of blocks, not for single layers.
+        gradients: when its plans reduce gradients; variations of its plans do the same.
+        varies: its plans use an order of `fusedmoe.schedule.passes`; "auto" also measures other numbers of chunks.
     Raises:
-        ConfigError: the name is taken or no identifier, or what is given cannot be called.
+        ConfigError: the name is taken or not an identifier, or `function` is not callable.
     """
     if not (isinstance(name, str) and name.isidentifier()):
-        raise ConfigError(f"register_policy: {name!r} is no name; give an identifier, such as 'mine'")
-    if name in _TAKEN or (name in POLICIES and not POLICIES[name].own):
-        raise ConfigError(f"register_policy: {name!r} is a schedule of the library; give your policy another name")
+        raise ConfigError(f"register_policy: name {name!r} must be an identifier, such as 'mine'")
+    if name in _RESERVED_NAMES or (name in POLICIES and not POLICIES[name].is_user_defined):
+        raise ConfigError(f"register_policy: {name!r} is a schedule of the library; choose another name")
     if not callable(function):
         raise ConfigError(
-            f"register_policy: {name!r} is a {type(function).__name__}; give a function (workload, costs)"
+            f"register_policy: {name!r} is a {type(function).__name__}; expected a function (workload, costs)"
         )
-    POLICIES[name] = own_policy(function, name, by_layer=not whole, whole=whole, gradients=gradients, varies=varies)
+    POLICIES[name] = user_policy(function, name, by_layer=not whole, whole=whole, gradients=gradients, varies=varies)
 
 
-def own_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
-    """Returns the policy of a user's function; its `plan` raises `ConfigError` for a plan that lacks a part of the
-    step."""
+def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
+    """Return the policy of a user's function. Its `plan` raises `ConfigError` if the plan lacks a part of the step."""
     called = called or str(getattr(function, "__qualname__", type(function).__qualname__))
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"policy {called}: {error}; it is called with (workload, costs)") from error
+    except ValueError:
+        pass  # a callable without a signature
     words = ((getattr(function, "__doc__", None) or "").strip().splitlines() or ["your own"])[0].rstrip(".")
-    return Policy(called, partial(_own_plan, function, called), words, **{"varies": False, **traits}, own=True)
+    return Policy(
+        called, partial(_user_plan, function, called), words, **{"varies": False, **traits}, is_user_defined=True
+    )
 
 
-def own_plans(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, str]:
-    """Returns the fingerprints of the plans by all registered policies, on which what `joint` finds depends."""
+def user_plan_fingerprints(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, str]:
+    """Return the fingerprints of all registered policies' plans, on which `joint` depends."""
     return {
         name: policy.plan(costs, limit).fingerprint
         for name, policy in POLICIES.items()
-        if policy.own and (costs.can_split or not policy.whole)
+        if policy.is_user_defined and (costs.can_split or not policy.whole)
     }
 
 
-def _own_plan(
+def _user_plan(
     function: PolicyFunction, called: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None
 ) -> Plan:
     if not isinstance(costs.workload, Workload):
-        raise ConfigError(f"policy {called} needs costs that say of which layers: Workload.step_costs makes them")
+        raise ConfigError(f"policy {called} needs costs with a workload, as Workload.step_costs returns them")
     try:
         plan: object = function(costs.workload, costs)
         if not isinstance(plan, Plan):
-            raise ConfigError(f"it gave a {type(plan).__name__}, no Plan; fusedmoe.schedule.step.step_plan makes one")
+            raise ConfigError(
+                f"it returned a {type(plan).__name__}, no Plan; fusedmoe.schedule.step.step_plan makes one"
+            )
         _require_whole_step(plan, costs, limit)
     except ConfigError as error:
         raise ConfigError(f"policy {called}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in policy {called}")
+        raise
     return plan
 
 
 def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
-    """Raises `ConfigError` for a plan that is not of the whole step."""
-    costs.seconds(plan)  # raises for tasks that these layers do not have
-    # `Plan` itself has checked that chunks are complete, so any chunk stands for its part.
+    costs.seconds(plan)  # raises for unknown tasks
+    # `Plan` has checked that chunks are complete.
     has = {task._replace(chunk=None, size=None) for task in plan}
     for task in sequential(costs):
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE and task._replace(chunk=None) not in has:
-            raise ConfigError(f"the plan has no {name(task)} ({task.kind}), which is part of the step; add it")
+            raise ConfigError(f"the plan lacks {name(task)} ({task.kind}); add it")
     for (phase, layer), degree in plan.degrees.items():
         if degree > limit:
-            raise ConfigError(f"the {phase} pass of layer {layer} goes in {degree} chunks, more than limit = {limit}")
+            raise ConfigError(f"the {phase} pass of layer {layer} has {degree} chunks, more than limit = {limit}")
     reduced, whole = sum(map(len, gradient_ranges(plan, costs.gradient_bytes).values())), sum(costs.gradient_bytes)
     if reduced < whole:
-        cure = "end it with a gradient-all-reduce without a size for each layer that has some left"
+        cure = "add a gradient-all-reduce without a size for each layer with remaining bytes"
         raise ConfigError(f"the plan reduces {reduced} of {whole} bytes of gradients; {cure}")

@@ -1,9 +1,8 @@
-"""FlowMoE's plan of a step, and the search that goes on from it: micro-batches through all layers (`StepSplit`).
+"""FlowMoE's plan of a step, and the joint search that starts from it. Both split steps into micro-batches.
 
-FlowMoE has one degree for both passes and gradient buckets of one size; `tuned_split` tries some of each. `joint_split`
-goes on from its best split and changes one part of it at a time: degrees of each pass, buckets, weight gradients as W
-tasks, and at last the degrees of each layer. Every order is found by list scheduling, so that a split alone says what
-the plan is.
+FlowMoE has one degree for both passes and one bucket size; `tuned_split` tries several of each. `joint_split` changes
+one part of its best split at a time: degrees per pass, buckets, W tasks, and finally degrees per layer. List scheduling
+determines the order, so a split (`StepSplit`) determines its plan.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimi
 from fusedmoe.schedule.step_costs import StepCosts, resource_bound_s
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
 
-#: Buckets of the largest gradient of a layer that are tried.
+#: Numbers of buckets to try for the largest gradient of a layer.
 BUCKETS = (1, 2, 4, 8, 16)
 
-#: Rounds over the layers at the ends of a stack.
+#: Maximum number of rounds in `_split_by_layer`.
 ROUNDS = 4
 
-# The size of FlowMoE's buckets where nothing tunes them.
+# FlowMoE's bucket size without tuning.
 _UNTUNED_BYTES = 2**20
-# Layers at each end of a stack that may have degrees of their own, and what one more round has to gain.
-_ENDS, _WORTH = 3, 5e-4
-# A list schedule that takes so many times the best split's seconds is not made the best by improving it.
-_HOPELESS = 1.05
+# Number of layers at each end of a stack with individual degrees; minimum relative gain for another round.
+_ENDS, _MIN_GAIN = 3, 5e-4
+# A list schedule slower than the best by this factor is not improved.
+_CUTOFF = 1.05
 
 
 class StepSplit(NamedTuple):
-    """A way to split a step.
+    """Split of a step into micro-batches and gradient buckets.
 
     Attributes:
-        forward, backward: micro-batches of both passes, of all layers or of each.
-        bucket_bytes: bytes of a gradient all-reduce (S_p); None: a bucket for each layer.
+        forward, backward: number of micro-batches in each pass, for all layers or per layer.
+        bucket_bytes: bytes of a gradient all-reduce (S_p); None: one bucket per layer.
         weights: weight gradients are W tasks.
     """
 
@@ -53,36 +52,36 @@ class StepSplit(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> StepSplit:
-        """Returns how a plan of `micro_schedule` is split. Its `bucket_bytes` are those of the largest bucket."""
+        """Return the split of a plan made by `micro_schedule`; `bucket_bytes` becomes the largest bucket."""
         counts = Counter((task.kind, task.phase, task.layer) for task in plan.compute)
 
         def degrees(phase: str) -> int | tuple[Degrees, ...]:
             layers = sorted(layer or 0 for where, layer in plan.degrees if where == phase)
             each = tuple(Degrees(counts[TaskKind.ATTENTION, phase, n], plan.degrees[phase, n]) for n in layers)
             numbers = {number for layer in each for number in layer}
-            return numbers.pop() if len(numbers) == 1 else each  # one number where that says it all
+            return numbers.pop() if len(numbers) == 1 else each  # a single number if all are equal
 
         weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
         return cls(degrees("forward"), degrees("backward"), plan.largest_bucket, weights)
 
     def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
-        """Returns the degrees of each of so many layers, by phase."""
+        """Return the degrees of each layer, by phase."""
         return {
             phase: (Degrees(degree, degree),) * layers if isinstance(degree, int) else degree
             for phase, degree in zip(PHASES, (self.forward, self.backward), strict=True)
         }
 
     def with_degrees(self, degrees: Mapping[str, tuple[Degrees, ...]]) -> StepSplit:
-        """Returns the split with these degrees of each layer, by phase."""
+        """Return the split with these degrees of each layer, by phase."""
         return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
-        """Returns the seconds that no order of a step that is split so beats."""
+        """Return a lower bound of the step time in seconds."""
         buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
         return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
 
     def tasks(self, costs: StepCosts) -> Iterator[Task]:
-        """Yields all tasks of a step that is split so, in an order in which they could run."""
+        """Yield all tasks in a topological order."""
         forward, backward = self.degrees(len(costs.layers)).values()
         for layer, degrees in enumerate(forward):
             yield from pass_tasks(costs, layer, "forward", degrees)
@@ -96,17 +95,17 @@ class StepSplit(NamedTuple):
         yield from optimizer_tasks(costs)
 
 
-def micro_schedule(costs: StepCosts, split: StepSplit, hopeless_s: float = math.inf) -> ListSchedule:
-    """Returns the list schedule of a step that is split so: its plan, and its makespan at a fraction of the cost.
+def micro_schedule(costs: StepCosts, split: StepSplit, cutoff_s: float = math.inf) -> ListSchedule:
+    """Return the list schedule of a step that is split into micro-batches.
 
-    `hopeless_s`: see `ListSchedule`. Raises `ConfigError` for layers that cannot be split (`LayerCosts.micro`).
+    `cutoff_s`: see `ListSchedule`. Raises `ConfigError` for layers that cannot be split (`LayerCosts.micro`).
     """
     tasks = list(split.tasks(costs))
-    return ListSchedule(tasks, costs.durations(tasks), hopeless_s=hopeless_s)
+    return ListSchedule(tasks, costs.durations(tasks), cutoff_s=cutoff_s)
 
 
 def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
-    """Returns the plan of a step that is split so, where all gradients wait for the end of the backward pass."""
+    """Return the plan of a split step that reduces its gradients after the backward pass."""
     late = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.OPTIMIZER)
     every = list(split.tasks(costs))
     tasks = [task for task in every if task.kind not in late]
@@ -116,30 +115,30 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
 
 
-#: The seconds of a split step, and a function that makes its plan.
+#: Seconds of a split step, and a function that makes its plan.
 Evaluation = tuple[float, Callable[[], Plan]]
 
 
-def _listed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """Evaluates a split step by list scheduling. Where it is no better than the best, its seconds may be wrong."""
-    schedule = micro_schedule(costs, split, best_s * _HOPELESS)
+def _evaluate_listed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+    """Evaluate a split by list scheduling. Seconds above `best_s` may be inaccurate."""
+    schedule = micro_schedule(costs, split, best_s * _CUTOFF)
     seconds = schedule.makespan_s()
-    # Contention makes nothing shorter, and takes the event loop: a split that is no better without it is not looked at.
+    # Contention adds time and needs the event loop: skip it for splits that are no better without it.
     return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
 
 
-def _exposed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+def _evaluate_exposed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
     plan = exposed_plan(costs, split)
     return makespan(plan, costs), lambda: plan
 
 
 class SplitSearch:
-    """The best split so far. A split that cannot be better by its bound is not looked at."""
+    """Search for the best split. Skips splits whose lower bound exceeds the best time."""
 
     def __init__(
         self,
         costs: StepCosts,
-        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _listed,
+        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_listed,
         step: Callable[[], None] = lambda: None,
     ) -> None:
         self._costs, self._evaluate, self._step = costs, evaluate, step
@@ -149,14 +148,14 @@ class SplitSearch:
         self.plan: Callable[[], Plan]
 
     def bucket_bytes(self, buckets: int) -> int:
-        """Returns the bytes of a bucket, where the largest gradient of a layer goes in so many."""
+        """Return the bucket size that cuts the largest layer gradient into `buckets` buckets."""
         return max(1, -(-max(self._costs.gradient_bytes) // buckets))
 
     def try_all(self, splits: Iterable[StepSplit]) -> None:
-        """Evaluates what may be better than the best, the least bound first."""
-        splits = list(splits)  # as the best one was when the search began
+        """Evaluate splits by increasing bound, and keep the best."""
+        splits = list(splits)  # evaluate the generator with the current best
         least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
-        # The most promising first: a good one soon makes the bounds of many others too high.
+        # A good early split excludes many others by their bounds.
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self.best_s:
                 seconds, plan = self._evaluate(self._costs, split, self.best_s)
@@ -169,9 +168,9 @@ class SplitSearch:
 
 
 def tuned_split(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> SplitSearch:
-    """Returns the search of FlowMoE's split: the best degree for buckets of one size, then the best size.
+    """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size.
 
-    `degrees`: numbers of micro-batches that may be tried. `step`: called after each split.
+    `step`: called after each split.
     """
     search = SplitSearch(costs, step=step)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
@@ -180,18 +179,18 @@ def tuned_split(costs: StepCosts, degrees: Sequence[int], step: Callable[[], Non
 
 
 def exposed_by_part(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> tuple[Plan, Plan]:
-    """Returns FlowMoE's plans with attention in micro-batches: all gradients at the end, and untuned buckets."""
-    search = SplitSearch(costs, _exposed, step)
+    """Return FlowMoE's plans with attention in micro-batches: with exposed gradients, and with untuned buckets."""
+    search = SplitSearch(costs, _evaluate_exposed, step)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
 
 
 def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> Plan:
-    """Returns the plan of FlowMoE's split with each part of it changed for as long as that is better."""
-    search = copy(tuned)  # it goes on from there, and leaves FlowMoE's as it is
+    """Return the plan of FlowMoE's split, improved one part at a time until no change helps."""
+    search = copy(tuned)  # keep FlowMoE's result
     search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in degrees)
     begun = None
-    while begun != search.best:  # until no such change is better
+    while begun != search.best:
         begun = search.best
         sizes = [search.bucket_bytes(count) for count in BUCKETS]
         search.try_all(
@@ -204,10 +203,8 @@ def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], st
 
 
 def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> StepSplit:
-    """Returns a split with the degrees of each layer's dense part and pipeline changed while that is better."""
     count = len(costs.layers)
-    # Of many layers only those at the ends are searched, as if no others lay between them; the inner ones then have the
-    # degrees of their neighbour at the first end.
+    # In deep stacks, search only the layers at both ends. Inner layers get the degrees of the first end's last layer.
     ends = [*range(count)] if count <= 2 * _ENDS else [*range(_ENDS), *range(count - _ENDS, count)]
     search = SplitSearch(replace(costs, layers=tuple(costs.layers[layer] for layer in ends)))
     search.try_all([best.with_degrees(best.degrees(len(ends)))])
@@ -218,7 +215,7 @@ def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], s
             for layers in [range(len(ends)), *([layer] for layer in range(len(ends)))]:
                 search.try_all(_changed(search.best, phase, layers, degrees))
         step()
-        if search.best_s > begun_s * (1 - _WORTH):
+        if search.best_s > begun_s * (1 - _MIN_GAIN):
             break
     places = [min(layer, _ENDS - 1) if layer < count - _ENDS else layer - count for layer in range(count)]
     by_phase = search.best.degrees(len(ends))
@@ -226,11 +223,11 @@ def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], s
 
 
 def _changed(split: StepSplit, phase: str, layers: Sequence[int], degrees: Sequence[int]) -> Iterator[StepSplit]:
-    """Yields splits with some layers' degrees changed, of the dense part and the pipeline together and of either."""
+    """Yield splits with other degrees of some layers, of dense part and pipeline together or separately."""
     now, last = split.degrees(0), len(degrees) - 1
 
-    def near(degree: int, other: int) -> tuple[int, ...]:
-        """Returns the next smaller and larger degree, twice and half as many, and the one of the other part."""
+    def neighbour_degrees(degree: int, other: int) -> tuple[int, ...]:
+        # Next smaller and larger, double and half, and the other part's degree.
         place = degrees.index(degree)
         beside = degrees[max(0, place - 1)], degrees[min(last, place + 1)]
         return (*beside, *(new if new in degrees else degree for new in (2 * degree, degree // 2, other)))
@@ -240,6 +237,6 @@ def _changed(split: StepSplit, phase: str, layers: Sequence[int], degrees: Seque
             changed = list(now[phase])
             for layer in layers:
                 dense, rows = changed[layer]
-                new = {"dense": near(dense, rows)[which], "rows": near(rows, dense)[which]}
+                new = {"dense": neighbour_degrees(dense, rows)[which], "rows": neighbour_degrees(rows, dense)[which]}
                 changed[layer] = changed[layer]._replace(**{part: new[part] for part in parts})
             yield split.with_degrees({**now, phase: tuple(changed)})

@@ -1,7 +1,6 @@
-"""Removes what is left in a node's memory of a job once its agent (torchrun) has ended, however it ended.
+"""Script that removes a job's files from a node's memory after its agent (torchrun) ends, for whatever reason.
 
-A script of its own, started by path: it imports the standard library alone, and so is a few megabytes of memory and no
-time. It ends with the agent.
+Started by path; imports only the standard library, to start fast and use a few megabytes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# A rank that outlives the agent may be writing still.
+# A rank that outlives the agent may still be writing.
 _AGAIN_S = 2.0
 
 
-def began(process: int) -> str:
-    """Returns when a process began, in the system's ticks; "" if it is gone. With its number that is of no other."""
-    # After the last ")": the name of a process stands before it and may have spaces and brackets.
+def start_time(process: int) -> str:
+    """Return a process's start time in clock ticks, "" if it is gone; with the PID it identifies the process."""
+    # The process name precedes the last ")" and may contain spaces and brackets.
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -29,7 +28,6 @@ def began(process: int) -> str:
 
 
 def remove(folder: Path, prefix: str) -> None:
-    """Removes the files whose names begin so."""
     for path in folder.iterdir():
         if path.name.startswith(prefix):
             with suppress(OSError):
@@ -37,10 +35,13 @@ def remove(folder: Path, prefix: str) -> None:
 
 
 def main(agent: int, since: str, folder: Path, prefix: str) -> None:
-    """Waits for the agent's end. A second keeper of the same memory ends at once."""
+    """Wait until process `agent`, started at `since`, ends; then delete the files in `folder` that start with `prefix`.
+
+    The files are deleted twice, `_AGAIN_S` apart. Returns at once if another keeper holds the lock.
+    """
     try:
         lock = os.open(folder / f"{prefix}keeper", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        if os.fstat(lock).st_uid == os.geteuid():  # a lock of another user's is none: two keepers do no harm
+        if os.fstat(lock).st_uid == os.geteuid():  # ignore another user's lock: two keepers are harmless
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
@@ -48,12 +49,12 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
         pass
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(agent)
-        if began(agent) == since:  # looked at with the handle open: else the number may be another process's by now
+        if start_time(agent) == since:  # checked with the handle open: the PID may have been reused before
             select.select([handle], [], [])
     remove(folder, prefix)
     time.sleep(_AGAIN_S)
     remove(folder, prefix)
 
 
-if __name__ == "__main__" and os.fork() == 0:  # who starts it need not wait for it
+if __name__ == "__main__" and os.fork() == 0:  # the starter need not wait
     main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -1,8 +1,8 @@
-"""Memory of a node that outlives its ranks: files under /dev/shm that live as long as the agent that starts the ranks.
+"""Node memory that outlives its ranks: files in /dev/shm that exist as long as the agent that starts the ranks.
 
-A snapshot is two files: bytes, and a header in JSON that says what they are. The header is removed before the first
-byte changes and comes back, by a rename, after the last one: where it is, the bytes are whole, whenever the writer was
-killed. Nothing is written to a disk. A header has its own digest, and those of the parts of the bytes.
+A snapshot consists of two files: the bytes, and a JSON header with digests of itself and of each part of the bytes. The
+header is removed before the first byte is written and renamed into place after the last: if it exists, the bytes are
+complete, whenever the writer was killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError, RankError, warn
-from fusedmoe.files import MOST_BYTES, sealed, unsealed
+from fusedmoe.files import MAX_TEXT_BYTES, sealed, unsealed
 from fusedmoe.training.survival import keeper
 
 _FAMILY = "fusedmoe-survive-"
@@ -33,55 +33,57 @@ _SLOT = re.compile(r"\d{1,18}-\d{1,9}-\d")
 
 
 class NodeMemory:
-    """Memory of a host for an agent's ranks, those of now and those after a restart.
-
-    Making it removes what agents that are gone have left there.
+    """Memory of a host shared by an agent's ranks across restarts. Removes files of ended agents on construction.
 
     Args:
-        agent: the process that starts this node's ranks; by default this process's parent, as under torchrun.
-        folder: a file system in memory.
+        agent: PID of the process that starts this node's ranks; by default this process's parent, as under torchrun.
+        folder: in a memory file system.
     Attributes:
-        name: tells this node from others of the job, the same on all its ranks.
+        name: identifies the node within the job; equal on all its ranks.
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
 
     def __init__(self, agent: int | None = None, folder: Path = Path("/dev/shm")) -> None:
         if not folder.is_dir():
-            raise ConfigError(f"survival: this system has no {folder}, in which copies are kept; it needs Linux")
+            raise ConfigError(
+                f"survival: {folder} does not exist; survival needs Linux with a memory file system there"
+            )
         self._agent, self._folder = os.getppid() if agent is None else agent, folder
-        # Process numbers are given out again: with its start time an agent is told from a later one of its number.
-        self._since = keeper.began(self._agent)
-        self._prefix = f"{_family()}{self._agent}-{self._since}-"
+        # PIDs are reused; the start time distinguishes agents.
+        self._since = keeper.start_time(self._agent)
+        self._prefix = f"{_name_prefix()}{self._agent}-{self._since}-"
         self.name = f"{socket.gethostname()}:{folder}/{self._prefix}"
         self._sweep()
 
     def _sweep(self) -> None:
-        # An agent that was killed with its keeper has left its memory: the next job on this host removes it.
-        for path in self._folder.glob(f"{_family()}*"):
-            with suppress(OSError, ValueError):  # it is gone already, or no file of ours
-                agent, since = path.name.removeprefix(_family()).split("-")[:2]
-                if keeper.began(int(agent)) != since and path.lstat().st_uid == os.geteuid():
+        # An agent killed together with its keeper leaves files; the next job on the host removes them.
+        for path in self._folder.glob(f"{_name_prefix()}*"):
+            with suppress(OSError, ValueError):  # already removed, or not one of our files
+                agent, since = path.name.removeprefix(_name_prefix()).split("-")[:2]
+                if keeper.start_time(int(agent)) != since and path.lstat().st_uid == os.geteuid():
                     path.unlink()
 
     def keep(self) -> None:
-        """Has a process remove all of it when the agent ends. For one rank of the node; again does no harm."""
+        """Start a detached process that deletes this memory's files when the agent (e.g. torchrun) ends.
+
+        Call on one rank per node; idempotent.
+        """
         command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
         nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        # The process holds nothing of this one, and is no child of it.
+        # The keeper shares no files with this process and is not its child.
         subprocess.run([*command, str(self._folder), self._prefix], **nowhere, start_new_session=True, check=True)
 
     def check(self) -> None:
-        """Raises `RankError` if the agent is gone: what is written now nobody would ever remove."""
-        if keeper.began(self._agent) != self._since:
-            raise RankError("survival: the process that started this rank (torchrun) is gone; start the job again")
+        """Raise `RankError` if the agent has ended: nothing would remove files written now."""
+        if keeper.start_time(self._agent) != self._since:
+            raise RankError("survival: the process that started this rank (torchrun) has ended; restart the job")
 
     def slot(self, name: str) -> Slot:
-        """Returns the slot of this name, whether anything is in it or not."""
         return Slot(self._folder / f"{self._prefix}{name}")
 
     def headers(self) -> dict[str, dict[str, Any] | None]:
-        """Reads the headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
+        """Return the headers of all complete snapshots by slot; None, with a warning, for a damaged header."""
         headers: dict[str, dict[str, Any] | None] = {}
         for path in sorted(self._folder.glob(f"{self._prefix}*{_HEADER}")):
             name = path.name.removeprefix(self._prefix).removesuffix(_HEADER)
@@ -90,42 +92,40 @@ class NodeMemory:
                 if text is not None and _SLOT.fullmatch(name):
                     headers[name] = unsealed(text, f"survival: {path}")
             except ConfigError as error:
-                warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
+                warn(f"{error}; using another copy or an older state", stacklevel=2)
                 headers[name] = None
         return headers
 
     def slots(self) -> list[str]:
-        """Lists all slots of this user that there are, whole or not."""
+        """Return the names of all slots of this user, complete or not."""
         names = set()
         for path in self._folder.glob(f"{self._prefix}*"):
             name = path.name.removeprefix(self._prefix).split(".")[0]
             with suppress(OSError):
-                if _SLOT.fullmatch(name) and _stranger(path.lstat()) is None:
+                if _SLOT.fullmatch(name) and _ownership_problem(path.lstat()) is None:
                     names.add(name)
         return sorted(names)
 
     def remove(self, name: str) -> None:
-        """Removes a slot, if it is there."""
-        # The header first, at any kill: a header without its bytes would pass for a snapshot that is damaged.
+        # Header first: a header without bytes would be reported as damage.
         for suffix in (_HEADER, ""):
             (self._folder / f"{self._prefix}{name}{suffix}").unlink(missing_ok=True)
 
     def write_note(self, note: dict[str, Any]) -> None:
-        """Keeps a few facts of the job, in plain types."""
         _write(self._folder / f"{self._prefix}note", sealed(note))
 
     def note(self) -> dict[str, Any] | None:
-        """Returns what `write_note` was given last, by any rank of this node; None before, `ConfigError` if damaged."""
+        """Return the last note written by any rank of the node, or None. Raise `ConfigError` if damaged."""
         path = self._folder / f"{self._prefix}note"
         try:
             text = _read(path)
             return None if text is None else unsealed(text, f"survival: {path}")
         except ConfigError as error:
-            raise ConfigError(f"{error}. Remove it, and start again from a checkpoint") from error
+            raise ConfigError(f"{error}. Remove it, and restart from a checkpoint") from error
 
 
 class Slot:
-    """Place for one snapshot: its bytes, and the header that says that they are whole."""
+    """Storage of one snapshot: its bytes, and the header that marks them complete."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._header = path, path.with_name(path.name + _HEADER)
@@ -135,61 +135,60 @@ class Slot:
         return str(self._path)
 
     def begin(self, size: int) -> Tensor:
-        """Returns the memory to write into, [size] uint8. What was there before is no snapshot from now on.
+        """Invalidate the slot's snapshot and return writable memory [size] uint8.
 
         Raises:
-            ConfigError: another user has taken its name.
-            OSError: there is no room; the message says how much it takes.
+            ConfigError: another user owns a file of this name.
+            OSError: not enough memory.
         """
-        with _taken(self._header):
+        with _foreign_name_errors(self._header):
             self._header.unlink(missing_ok=True)
-        # Memory of the right size is kept mapped: pages that are there cost nothing at the next refresh.
+        # Memory of the right size stays mapped: allocated pages make the next refresh cheap.
         if self._bytes is None or len(self._bytes) != size:
             self._bytes = None
-            with _made(self._path) as file:
+            with _create_file(self._path) as file:
                 try:
                     os.ftruncate(file.fileno(), size)
-                    os.posix_fallocate(file.fileno(), 0, max(1, size))  # without it a full file system ends the process
+                    os.posix_fallocate(file.fileno(), 0, max(1, size))  # without it, a full file system raises SIGBUS
                 except OSError as error:
                     with suppress(OSError):
                         self._path.unlink()
                     room = os.statvfs(folder := self._path.parent)
                     raise OSError(
                         f"no room in {folder} for a copy of {size / 1e6:.0f} MB ({error.strerror}; "
-                        f"{room.f_bavail * room.f_frsize / 1e6:.0f} MB are free). Give it more (mount -o "
-                        "remount,size=…; docker --shm-size), or train without copies"
+                        f"{room.f_bavail * room.f_frsize / 1e6:.0f} MB are free). Enlarge it (mount -o "
+                        "remount,size=…; docker --shm-size), or train without survival"
                     ) from error
-                self._bytes = _mapped(file.fileno(), size, mmap.ACCESS_WRITE)
+                self._bytes = _map_memory(file.fileno(), size, mmap.ACCESS_WRITE)
         return self._bytes
 
-    def commit(self, header: dict[str, Any]) -> None:
-        """Writes the header: the bytes are whole, and it says what they are."""
+    def complete(self, header: dict[str, Any]) -> None:
         _write(self._header, sealed(header))
 
     def read(self, size: int) -> Tensor:
-        """Returns the bytes of a whole snapshot, [size] uint8; writing into them changes no file."""
+        """Return the bytes of a complete snapshot, [size] uint8, as a copy-on-write mapping."""
         try:
-            file = _opened(self._path, os.O_RDONLY)
+            file = _open_own_file(self._path, os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"survival: {self._path} cannot be read: {error}") from error
         with file:
-            there = os.fstat(file.fileno()).st_size
-            if there < size:
-                raise ConfigError(f"survival: {self._path} is damaged: it has {there} bytes of {size}")
-            return _mapped(file.fileno(), size, mmap.ACCESS_COPY)
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes < size:
+                raise ConfigError(f"survival: {self._path} is damaged: it has {num_bytes} bytes of {size}")
+            return _map_memory(file.fileno(), size, mmap.ACCESS_COPY)
 
 
-def _mapped(file: int, size: int, access: int) -> Tensor:
+def _map_memory(file: int, size: int, access: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(file, size, access=access), dtype=torch.uint8)
 
 
-# Others can write to the folder, too, and know the names: nothing of theirs is read, written or waited for.
+# Other users can write to the folder, and names are predictable: never read, write or wait for their files.
 
 
-def _stranger(found: os.stat_result) -> str | None:
-    """Says why a file is none that `_made` made; None if it is one."""
+def _ownership_problem(found: os.stat_result) -> str | None:
+    """Return why `_create_file` cannot have created a file, or None if it can."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no regular file"
     if found.st_uid != os.geteuid():
@@ -199,49 +198,48 @@ def _stranger(found: os.stat_result) -> str | None:
     return None
 
 
-def _opened(path: Path, flags: int) -> BinaryIO:
-    """Opens a file of this user's own; raises `OSError` where there is none, or it is somebody else's."""
-    # O_NOFOLLOW: no link of another user's leads elsewhere; O_NONBLOCK: no pipe of theirs is waited for.
+def _open_own_file(path: Path, flags: int) -> BinaryIO:
+    """Open a file of this user. Raise `OSError` if it is missing or belongs to another user."""
+    # O_NOFOLLOW rejects symbolic links; O_NONBLOCK avoids blocking on a named pipe.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    # Checked is what was opened, whatever the name means later.
-    why = _stranger(os.fstat(file))
+    # Check the open file: the name may be rebound at any time.
+    why = _ownership_problem(os.fstat(file))
     if why is not None:
         os.close(file)
         raise PermissionError(errno.EPERM, why, str(path))
     return os.fdopen(file, "r+b" if flags & os.O_RDWR else "rb")
 
 
-def _made(path: Path) -> BinaryIO:
-    """Opens a new file for this user alone, in the place of an own one; `ConfigError` where the name is taken."""
-    with _taken(path):
+def _create_file(path: Path) -> BinaryIO:
+    """Create a file only for this user, replacing a file of this user. `ConfigError` if another user owns the name."""
+    with _foreign_name_errors(path):
         with suppress(FileNotFoundError):
-            why = _stranger(path.lstat())
+            why = _ownership_problem(path.lstat())
             if why is not None:
                 raise PermissionError(errno.EPERM, why, str(path))
             path.unlink()
-        return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        return _open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 @contextmanager
-def _taken(path: Path) -> Iterator[None]:
-    """Says what it means that a name cannot be had."""
+def _foreign_name_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (PermissionError, FileExistsError, IsADirectoryError) as error:
         raise ConfigError(
-            f"survival: {path} is not this job's: {error.strerror}. Somebody has taken the name; have it removed, and "
-            "start again"
+            f"survival: {path} is not this job's: {error.strerror}. Another user owns this name; remove "
+            "the file and restart the job"
         ) from error
 
 
 def _read(path: Path) -> str | None:
-    """Reads a file of this user's own; returns None where there is none, with a warning where it is another's."""
+    """Read a file of this user; None if missing or, with a warning, of another user."""
     try:
-        with _opened(path, os.O_RDONLY) as file:
-            if os.fstat(file.fileno()).st_size > MOST_BYTES:
-                raise ConfigError(f"survival: {path} is damaged: it has more than {MOST_BYTES} bytes")
-            return file.read(MOST_BYTES).decode(errors="replace")
-    except FileNotFoundError:  # another rank may have just removed it
+        with _open_own_file(path, os.O_RDONLY) as file:
+            if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+                raise ConfigError(f"survival: {path} is damaged: it has more than {MAX_TEXT_BYTES} bytes")
+            return file.read(MAX_TEXT_BYTES).decode(errors="replace")
+    except FileNotFoundError:  # another rank may have removed it
         return None
     except OSError as error:
         why = error.strerror or error
@@ -250,19 +248,18 @@ def _read(path: Path) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts a file in its place whole. Its part has the same beginning of a name, by which it is removed."""
+    """Write a file atomically. The temporary name has the same prefix, so it is also removed."""
     part = path.with_name(f"{path.name}-{os.getpid()}{_NEW}")
-    with _made(part) as file:
+    with _create_file(part) as file:
         file.write(text.encode())
     try:
-        with _taken(path):
+        with _foreign_name_errors(path):
             part.replace(path)
     except ConfigError:
         part.unlink()
         raise
 
 
-def _family() -> str:
-    """Returns the beginning of names, of agents whose processes can be seen from here."""
-    # The number of the PID namespace: containers that share /dev/shm number their processes apart.
+def _name_prefix() -> str:
+    # PID namespaces: containers that share /dev/shm have overlapping PIDs.
     return f"{_FAMILY}{os.stat('/proc/self/ns/pid').st_ino}-"

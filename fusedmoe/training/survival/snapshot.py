@@ -1,13 +1,11 @@
-"""A job's state in its nodes' memory, at one step: every part on two nodes.
+"""Snapshot of a job's state in its nodes' memory, with every part on two nodes.
 
-What several nodes hold anyway (the dense parts, experts with data-parallel copies) each of them keeps from its own
-ranks. What one node alone holds is also sent to a buddy on another. On a node each part is kept once, whichever of its
-ranks hold it.
+Each node stores parts that several nodes hold (dense parameters, data-parallel replicas of experts) once, from its own
+ranks. Parts that only one node holds are also sent to a buddy rank on another node. Each part has a SHA-256 digest; a
+copy with a flipped bit is not used.
 
-Of each part a digest is kept beside it, the one that checkpoints have: what a flipped bit has changed is no copy.
-
-There are two slots, written in turn. A rank begins a refresh only with all others, and so after all have finished the
-one before: whenever some rank is killed, one of the two slots is whole on every node, of the same step.
+Two slots alternate. A rank starts a refresh only after all ranks have finished the previous one: whenever a rank is
+killed, one slot is complete on every node, for the same step.
 """
 
 from __future__ import annotations
@@ -28,65 +26,59 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
+from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, require_extra
 from fusedmoe.training.checkpoint_folder import require_writable
-from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.plain_values import encode_value, tensor_bytes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
-#: Of the headers.
+#: Version of the headers.
 FORMAT = 3
-# Bytes that travel at once: what a transfer takes of a GPU's memory, twice.
+# Bytes sent at once. A transfer uses twice as much GPU memory.
 CHUNK_BYTES = 2**25
-# Parts begin where any dtype may.
+# Alignment of parts, sufficient for any dtype.
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class JobNodes:
-    """The ranks of a job by node: `of_rank[r]` is the number of rank r's node, from 0."""
+    """Node of each rank of a job: `of_rank[r]` is the node number of rank r, from 0."""
 
     of_rank: tuple[int, ...]
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> JobNodes:
-        """Numbers the nodes from the name of each rank's node, in rank order."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
         return max(self.of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
-        """Lists the ranks of a node."""
         return [rank for rank, its_node in enumerate(self.of_rank) if its_node == node]
 
-    def speaks(self, rank: int) -> bool:
-        """Tells that a rank does what is done once on each node."""
+    def is_node_leader(self, rank: int) -> bool:
+        """True for the first rank of each node, which performs per-node actions."""
         return self.of_rank.index(self.of_rank[rank]) == rank
 
-    def keeps(self, key: str, holders: Sequence[int], rank: int) -> bool:
-        """Returns whether `rank`, one of the holders of `key`, is the one that keeps it on its node."""
-        # Memory is the node's, so one copy serves all its ranks; by a hash, so that they share the work.
-        here = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
-        return here[zlib.crc32(key.encode()) % len(here)] == rank
+    def is_keeper(self, key: str, holders: Sequence[int], rank: int) -> bool:
+        """Return whether `rank` stores `key` for its node: a hash of the key selects one of the node's `holders`."""
+        # The hash distributes the work over the node's ranks.
+        on_node = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
+        return on_node[zlib.crc32(key.encode()) % len(on_node)] == rank
 
-    def on_one(self, holders: Sequence[int]) -> bool:
-        """Returns whether all holders are on one node, with which the part would be lost."""
+    def is_on_one_node(self, holders: Sequence[int]) -> bool:
         return len({self.of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
-        """Returns the rank that gets copies of what only the node of `rank` has; None where there is one node."""
+        """Return the rank on the next node that stores parts only this node holds; None with one node."""
         if self.count == 1:
             return None
-        # On the next node, at the same place there.
         own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
     def sources(self, rank: int) -> list[int]:
-        """Lists the ranks whose buddy is `rank`."""
         return [other for other in range(len(self.of_rank)) if self.buddy(other) == rank]
 
 
@@ -94,10 +86,10 @@ class StatePart(NamedTuple):
     """Part of a tensor, or a whole object, in a slot.
 
     Attributes:
-        key: as in a checkpoint.   start, size: where in the tensor and how large; None of an object.
-        whole: the tensor's shape.   dtype: its name; "" of an object.
-        at, bytes: where in the slot, and how many.
-        sent: only one node holds it, so a buddy gets a copy.
+        key: checkpoint key.   start, size: offsets and shape of the part; None for an object.
+        whole: shape of the full tensor.   dtype: its name; "" for an object.
+        at, bytes: offset and length in the slot.
+        is_sent: only one node holds it; the buddy stores a copy.
     """
 
     key: str
@@ -107,32 +99,31 @@ class StatePart(NamedTuple):
     dtype: str
     at: int
     bytes: int
-    sent: bool
+    is_sent: bool
 
     @property
     def place(self) -> tuple[str, tuple[int, ...] | None]:
-        """Key and start: the same for all copies of the part, whoever holds them."""
+        """Key and offsets, equal for all copies of the part."""
         return self.key, self.start
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> StatePart:
-        """Makes a part from what JSON has made of it: lists in place of tuples."""
         plain: Any = [tuple(value) if isinstance(value, list) else value for value in fields]
         return cls(*plain)
 
 
 @dataclass(frozen=True)
 class Price:
-    """Price of copies: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
+    """Cost of survival for this rank: bytes in its node's memory (both slots), and bytes sent per refresh."""
 
     memory_bytes: int
     sent_bytes: int
 
 
 class Snapshots:
-    """Writes the state of a model and its optimizer into the nodes' memory.
+    """Writer of model and optimizer state to the nodes' memory.
 
-    `generation` is larger than that of any earlier process of the job.
+    `generation` is larger than the generation of every earlier process.
     """
 
     def __init__(self, memory: NodeMemory, topology: Topology, nodes: JobNodes, generation: int) -> None:
@@ -140,7 +131,7 @@ class Snapshots:
         rank = topology.world.index
         self._slots: list[Slot] = [memory.slot(f"{generation}-{rank}-{number}") for number in (0, 1)]
         self._written = 0
-        # This rank's share of the cores: all ranks of the node do this at once.
+        # All ranks of the node compute digests at once.
         self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.of_rank[rank])))
         self._digests: list[str] = []
         self._table: list[list[StatePart]] = []
@@ -148,11 +139,11 @@ class Snapshots:
 
     @torch.no_grad()
     def write(self, step: int, model: nn.Module, optimizer: Optimizers | None, extra: dict[str, Any]) -> None:
-        """Keeps the state after `step` steps. Collective over all ranks.
+        """Store the state after `step` steps. Collective over all ranks.
 
         Raises:
             ConfigError: as for `save_checkpoint`.
-            RankError: a rank has no room for it, failed or did not come; the state kept before stands.
+            RankError: a rank failed, is missing, or lacks memory; the previous snapshot remains.
         """
         nodes, world, operation = self._nodes, self._topology.world, f"keeping the state of step {step}"
         me = world.index
@@ -161,7 +152,7 @@ class Snapshots:
         values: list[Tensor] = []
 
         def collect() -> tuple[str, str]:
-            # Every rank checks its own: `extra` is kept by one rank of each node, and restored on all.
+            # One rank per node stores its `extra`, and all ranks restore it.
             require_extra(extra, operation)
             digest = encode_value(extra, f"{operation}: {EXTRA}").digest()
             for part, value in _own_parts(state, self._topology, nodes, extra, operation):
@@ -171,11 +162,11 @@ class Snapshots:
 
         self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
         bases: dict[int, int] = {}
-        total = end_of(parts)
+        total = slot_bytes(parts)
         for source in nodes.sources(me):
             bases[source] = total
             total += _sent_bytes(self._table[source])
-        # The older slot: until this one is whole, on all nodes, the other one is the state to go on from.
+        # The newer slot remains valid until this one is complete on all nodes.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
         def begin() -> None:
@@ -186,36 +177,32 @@ class Snapshots:
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
             memory[part.at : part.at + part.bytes].copy_(value)
-        # Only what this node alone holds is sent: of all else another node keeps a copy of its own ranks.
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
         if buddy is not None:
             incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
-            held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
+            held += [part._replace(at=base + part.at) for part in self._table[source] if part.is_sent]
         keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
-        # After the last byte: a header says that its bytes are whole.
-        slot.commit(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
+        # After the last byte, because the header marks the bytes complete.
+        slot.complete(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(self, parts: list[StatePart], of_ranks: list[tuple[str, str]], world: Group, operation: str) -> None:
-        """Gather every rank's parts. Raise `RankError` if `extra` differs between ranks.
-
-        Args:
-            of_ranks: digests of each rank's parts and of its `extra`.
-        """
-        # Each node would keep that of one of its ranks.
-        for rank, (_, of_extra) in zip(world.ranks, of_ranks, strict=True):
-            if of_extra != of_ranks[0][1]:
+    def _compare(
+        self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], world: Group, operation: str
+    ) -> None:
+        """Gather every rank's parts. `digests_by_rank`: of the parts, and of `extra`, which must agree."""
+        for rank, (_, of_extra) in zip(world.ranks, digests_by_rank, strict=True):
+            if of_extra != digests_by_rank[0][1]:
                 raise RankError(
-                    f"{operation}: what refresh is given as `extra` differs between rank {world.ranks[0]} and rank "
-                    f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
+                    f"{operation}: the `extra` of refresh differs between rank {world.ranks[0]} and rank {rank}. "
+                    "Pass equal values; gather values that differ between ranks (all_gather_object)."
                 )
-        digests = [of_parts for of_parts, _ in of_ranks]
-        # Parts change where experts change owners, and after a first step of the optimizer: seldom.
+        digests = [of_parts for of_parts, _ in digests_by_rank]
+        # Parts change rarely: when experts migrate, and after the optimizer's first step.
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
@@ -224,12 +211,12 @@ class Snapshots:
 def exchange_bytes(
     world: Group, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], longest: int, operation: str
 ) -> None:
-    """Sends bytes to other ranks and receives theirs, by rank, [n] uint8. Collective over the world.
+    """Exchange byte tensors [n] uint8 by peer rank. Collective over the world.
 
-    `longest`: bytes of the longest of all ranks' tensors: all go through as many exchanges.
+    `longest`, the bytes of the longest tensor on any rank, determines the number of rounds.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # In chunks, because on a GPU they lie in its memory on the way, which training has filled.
+    # In chunks: they pass through GPU memory, which training has nearly filled.
     for start in range(0, longest, CHUNK_BYTES):
         chunk = slice(start, start + CHUNK_BYTES)
         rows = [outgoing.get(rank, nothing)[chunk] for rank in range(world.size)]
@@ -240,23 +227,21 @@ def exchange_bytes(
             place.copy_(part)
 
 
-def generation_of(slot: str) -> int:
-    """Reads the generation of a slot from its name."""
+def parse_generation(slot: str) -> int:
     return int(slot.split("-")[0])
 
 
-def end_of(parts: Iterable[StatePart]) -> int:
-    """Returns the bytes of a slot with these parts."""
+def slot_bytes(parts: Iterable[StatePart]) -> int:
     return max((_aligned(part.at + part.bytes) for part in parts), default=0)
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
-    """Computes the digest of each part's bytes in a slot, with those up to the next part."""
+    """Compute each part's digest, including the padding after it."""
 
     def digest(part: StatePart) -> str:
         return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
 
-    # hashlib lets other threads run while it works.
+    # hashlib releases the GIL.
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(digest, parts))
 
@@ -266,7 +251,7 @@ def _digest(data: Any) -> str:
 
 
 def _sent_bytes(parts: Iterable[StatePart]) -> int:
-    return end_of(part for part in parts if part.sent)
+    return slot_bytes(part for part in parts if part.is_sent)
 
 
 def _aligned(at: int) -> int:
@@ -276,20 +261,20 @@ def _aligned(at: int) -> int:
 def _own_parts(
     state: ModelState, topology: Topology, nodes: JobNodes, extra: dict[str, Any], operation: str
 ) -> Iterator[tuple[StatePart, Tensor]]:
-    """Yield the parts that this rank keeps and their values, parts to send first."""
+    """Yield the parts that this rank stores, with their values. Parts to send form one buffer at the start."""
     me = topology.world.index
     alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
 
-    def wanted(key: str, group: Group) -> bool:
+    def includes(key: str, group: Group) -> bool:
         holders = [places[rank] for rank in group.ranks]
-        if nodes.on_one(holders) and nodes.count > 1:
+        if nodes.is_on_one_node(holders) and nodes.count > 1:
             alone.add(key)
-        return nodes.keeps(key, holders, me)
+        return nodes.is_keeper(key, holders, me)
 
-    entries = state.entries(wanted)
+    entries = state.entries(includes)
     for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
-        if wanted(key, topology.world):
+        if includes(key, topology.world):
             entries[key] = thing
     packed = {
         key: encode_value(entry, f"{operation}: {key}").pack()
@@ -300,7 +285,6 @@ def _own_parts(
     planner.set_up_planner(entries | packed, None, True)
     items = planner.create_local_plan().items
     at = 0
-    # What is sent stands first, so that it goes to the buddy as one piece of memory.
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         assert isinstance(data, Tensor) and item.tensor_data is not None

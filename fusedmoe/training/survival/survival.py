@@ -1,8 +1,4 @@
-"""`Survival`, which a training loop calls so that it goes on after a rank or a node is lost.
-
-It finds the newest state of a job that is whole in its nodes' memory, and hands each rank its parts of it. Whatever
-ranks wrote it, any others read it: a rank reads what its node has, and gets from other nodes what is only there.
-"""
+"""`Survival`: restore the newest complete in-memory snapshot of a job after a rank or a node is lost."""
 
 from __future__ import annotations
 
@@ -28,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, warn
+from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
-from fusedmoe.training.checkpoint_folder import own_part, require_writable
+from fusedmoe.training.checkpoint_folder import local_tensor, require_writable
 from fusedmoe.training.checkpoint_reader import PlainPlanner
-from fusedmoe.training.kept_numbers import refuse_lost, require_convertible
+from fusedmoe.training.lossless_conversion import require_convertible, require_lossless
 from fusedmoe.training.optimizer_state import GROUPS
-from fusedmoe.training.optimizers import Optimizers
 from fusedmoe.training.plain_values import unpack_value
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.snapshot import (
@@ -43,92 +39,91 @@ from fusedmoe.training.survival.snapshot import (
     Snapshots,
     StatePart,
     exchange_bytes,
-    generation_of,
+    parse_generation,
     part_digests,
 )
 
-Place = tuple[str, tuple[int, ...] | None]
+PartKey = tuple[str, tuple[int, ...] | None]
 
 
 class Survival:
-    """Keeps a job's state in the memory of its nodes, each part on two of them (FlowMoE, Appendix K.3).
+    """Keep a job's state in the memory of its nodes, each part on two nodes (FlowMoE, Appendix K.3).
 
-    For jobs that torchrun restarts (`--max-restarts`, `--nnodes MIN:MAX`). When a rank or a node is lost, the other
-    ranks end with their error; torchrun meets with the nodes that are left and starts the program anew, in which
+    For jobs restarted by torchrun (`--max-restarts`, `--nnodes MIN:MAX`). If a rank or a node is lost, the other ranks
+    raise an error, and torchrun restarts the program on the remaining nodes, where
 
         survival = Survival(topology)
-        extra = survival.restore(model, optimizer)  # None in a job that begins
+        extra = survival.restore(model, optimizer)  # None in a new job
 
-    gives back the newest state that is whole, on any number of ranks and in any layout. In the loop,
+    loads the newest complete snapshot, on any number of ranks and in any layout. In the training loop,
 
         survival.refresh(step, model, optimizer, {"step": step})
 
-    keeps a newer one: every step, or every n, after which at most n steps are done again, and none twice. A rank that
-    is killed costs no state: its node's memory outlives it. A node that is lost takes one copy of each part with it.
+    replaces the snapshot. Called every n steps, it limits the repeated steps to n. Snapshots outlive killed ranks; the
+    loss of a node removes one of two copies of each part.
 
-    Collective over all ranks, as are all its methods.
+    Construction and all methods are collective over all ranks.
 
     Args:
-        memory: of this node; by default that of this rank's launcher, with which it goes.
+        memory: of this node; by default bound to the lifetime of this rank's launcher.
     Attributes:
-        step: of the state that was found, None without one.
-        lost: keys of a newer state of which some part was on no node any more, by step.
-        damaged: what of memory was not as it was written, and so was not taken for a copy; a warning named each.
+        step: of the snapshot, or None.
+        lost: newer, incomplete snapshots as {step: keys with a part that no node has}.
+        damaged: descriptions of damaged data, which was ignored with a warning.
     Raises:
-        ConfigError: this system has no memory for it.
-        RankError: a rank failed, or did not come.
+        ConfigError: the system has no memory file system.
+        RankError: a rank failed or is missing.
     """
 
     def __init__(self, topology: Topology, memory: NodeMemory | None = None) -> None:
         self._memory, self._topology = NodeMemory() if memory is None else memory, topology
-        self._earlier = self._memory.slots()  # unfinished ones, too
-        last = max(map(generation_of, self._earlier), default=0)
+        self._earlier_slots = self._memory.slots()  # including incomplete ones
+        last = max(map(parse_generation, self._earlier_slots), default=0)
         of_ranks = all_gather_object(topology.world, (self._memory.name, last), "comparing nodes")
         self._nodes = JobNodes.from_names([name for name, _ in of_ranks])
-        # A memory that was given has an owner that removes it.
-        if memory is None and self._nodes.speaks(topology.world.index):
+        # The caller removes a memory that it passed.
+        if memory is None and self._nodes.is_node_leader(topology.world.index):
             self._memory.keep()
-        self._found, newer, self.damaged = find(self._memory, topology, self._nodes)
-        self.step = None if self._found is None else self._found.step
+        self._stored_state, newer, self.damaged = find_newest_state(self._memory, topology, self._nodes)
+        self.step = None if self._stored_state is None else self._stored_state.step
         self.lost = {state.step: state.missing() for state in newer}
-        # Larger than any before on any node: what this process keeps is newer than what was found, whatever its step.
+        # Exceeds that of every node: snapshots of this process are newer, whatever their step.
         generation = max(last for _, last in of_ranks) + 1
         self._snapshots = Snapshots(self._memory, topology, self._nodes, generation)
-        self._first = True
+        self._keeps_earlier_slots = True
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the job; with one, no part can be kept on two."""
+        """Number of nodes of the job. With one, no part is stored twice."""
         return self._nodes.count
 
     @property
     def price(self) -> Price:
-        """Price of the last refresh, in bytes of this rank's node and link."""
+        """Memory and communication of the last refresh for this rank."""
         return self._snapshots.price
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any] | None:
-        """Loads the newest whole state, in place, and returns the `extra` of its refresh; None without one.
+        """Load the newest complete snapshot in place and return the `extra` of its refresh, or None without a snapshot.
 
         Raises:
-            ConfigError: it is of another model or optimizer, has numbers that the model's dtypes cannot hold, or all
-                there was is damaged.
+            ConfigError: model or optimizer differ, values do not fit the model's dtypes, or all snapshots are damaged.
         """
-        if self._found is None:
+        if self._stored_state is None:
             if self.damaged:
                 raise ConfigError(
-                    f"going on from memory: the state of the job is damaged, and there is no other: "
-                    f"{'; '.join(self.damaged)} is not as it was written. Go on from a checkpoint; the next refresh "
-                    "removes the damaged state."
+                    "restoring from memory: the state of the job is damaged, and there is no other: "
+                    f"{'; '.join(self.damaged)}: digest mismatch. Resume from a checkpoint; the next refresh removes "
+                    "the damaged state."
                 )
             return None
-        operation = "going on from memory"
+        operation = "restoring from memory"
         state = ModelState(model, optimizer, self._topology, operation)
-        reader = Reader(self._found, self._memory, self._topology, self._nodes)
+        reader = Reader(self._stored_state, self._memory, self._topology, self._nodes)
         metadata = reader.metadata
         keys = [key for key in (EXTRA, ABOUT, GROUPS) if key in metadata.state_dict_metadata]
         small: dict[str, Any] = dict.fromkeys(keys)
-        # Small values first: they say whether the rest is of this model and optimizer at all.
+        # Metadata first: it shows whether the snapshot matches model and optimizer.
         reader.read(small, {})
         targets: dict[str, Any] = {}
 
@@ -147,53 +142,51 @@ class Survival:
     def refresh(
         self, step: int, model: nn.Module, optimizer: Optimizers | None, extra: dict[str, Any] | None = None
     ) -> None:
-        """Keeps the state after so many steps; between two steps, never inside one.
+        """Store the state after `step` steps. Call between steps, never inside one.
 
         Args:
-            extra: whatever else the run needs, the same on every rank; as for `save_checkpoint`.
+            extra: additional state as for `save_checkpoint`, the same on every rank.
         Raises:
-            RankError: `extra` differs between ranks, a rank has no room, failed or did not come; the state kept before
-                stands.
+            RankError: `extra` differs between ranks, or a rank failed, is missing, or lacks memory; the previous
+                snapshot remains.
         """
         self._snapshots.write(step, model, optimizer, {} if extra is None else extra)
-        if self._first:
-            # Once all nodes have the new one: until then the state of before is the only whole one. Later refreshes
-            # need no such wait: of two slots the older one is written.
+        if self._keeps_earlier_slots:
+            # Remove earlier slots only after all nodes have the new snapshot. Later refreshes need no barrier: they
+            # overwrite the older of two slots.
             all_gather_object(self._topology.world, None, "keeping the first state")
-            if self._nodes.speaks(self._topology.world.index):
-                for slot in self._earlier:
+            if self._nodes.is_node_leader(self._topology.world.index):
+                for slot in self._earlier_slots:
                     self._memory.remove(slot)
-            self._first, self._earlier, self._found = False, [], None
+            self._keeps_earlier_slots, self._earlier_slots, self._stored_state = False, [], None
 
     def close(self) -> None:
-        """Removes the state: the job is through. Collective; not for a job that ends with an error."""
+        """Remove the snapshots of a completed job. Collective; not for jobs that end with an error."""
         all_gather_object(self._topology.world, None, "ending the job")
-        if self._nodes.speaks(self._topology.world.index):
+        if self._nodes.is_node_leader(self._topology.world.index):
             for slot in self._memory.slots():
                 self._memory.remove(slot)
 
 
 @dataclass(frozen=True)
-class Held:
-    """Copy of a part in a slot of some node."""
-
+class StoredPart:
     node: int
     slot: str
     part: StatePart
     digest: str
 
 
-class KeptState:
-    """The state of a job at one step, as far as the nodes' memory has it.
+class StoredState:
+    """State of a job at one step, as available in the nodes' memory.
 
     Attributes:
-        parts: by what they are of, all that hold them.
-        sizes: of the slots that have it, by node and name; in bytes.
+        parts: copies of each part, by key and offsets.
+        sizes: bytes of each slot, by node and slot name.
     """
 
     def __init__(self, step: int, headers: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
         self.step = step
-        self.parts: dict[Place, list[Held]] = {}
+        self.parts: dict[PartKey, list[StoredPart]] = {}
         self.sizes: dict[tuple[int, str], int] = {}
         self._keys: dict[str, list[int] | None] = {}
         for node, slot, header in headers:
@@ -201,10 +194,9 @@ class KeptState:
             self._keys |= header["keys"]
             for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
-                self.parts.setdefault(part.place, []).append(Held(node, slot, part, digest))
+                self.parts.setdefault(part.place, []).append(StoredPart(node, slot, part, digest))
 
-    def drop(self, damaged: Iterable[Held]) -> None:
-        """Forgets copies."""
+    def drop(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
             place = held.part.place
             self.parts[place].remove(held)
@@ -212,8 +204,8 @@ class KeptState:
                 del self.parts[place]
 
     def missing(self) -> list[str]:
-        """Lists the keys of which some part is on no node."""
-        # Parts of a tensor do not overlap, so it is whole where they have as many elements as it.
+        """List the keys with a part that no node has."""
+        # Parts do not overlap: a tensor is complete if their element counts add up to its size.
         volumes: dict[str, int] = defaultdict(int)
         for (key, _), (held, *_) in self.parts.items():
             volumes[key] += 1 if held.part.size is None else math.prod(held.part.size)
@@ -221,7 +213,6 @@ class KeptState:
         return [key for key, whole in wholes.items() if key not in volumes or volumes[key] < whole]
 
     def metadata(self) -> Metadata:
-        """Returns the index of what it holds, as a checkpoint has it."""
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         entries: dict[str, Any] = {}
         for (key, start), (held, *_) in sorted(self.parts.items(), key=lambda item: repr(item[0])):
@@ -235,28 +226,27 @@ class KeptState:
         return Metadata(entries)
 
 
-def find(
+def find_newest_state(
     memory: NodeMemory, topology: Topology, nodes: JobNodes
-) -> tuple[KeptState | None, list[KeptState], list[str]]:
-    """Looks for the newest state that is whole. Collective; the same on every rank.
+) -> tuple[StoredState | None, list[StoredState], list[str]]:
+    """Find the newest complete state. Collective, with the same result on every rank.
 
-    Every bit of it is as it was written: the ranks of each node check what lies there.
+    The ranks of each node verify the digests of all data stored there.
 
     Returns:
-        The state, None without one; newer ones of which some part is nowhere; and the names of files of which something
-        is not as it was written.
+        The state or None; newer, incomplete states; and the names of damaged files.
     """
     world, me = topology.world, topology.world.index
-    node, operation = nodes.of_rank[me], "looking for the job's state in memory"
+    node, operation = nodes.of_rank[me], "finding the job's state in memory"
 
-    def look() -> dict[str, tuple[str, dict[str, Any] | None]]:
-        headers = memory.headers() if nodes.speaks(me) else {}
+    def read_headers() -> dict[str, tuple[str, dict[str, Any] | None]]:
+        headers = memory.headers() if nodes.is_node_leader(me) else {}
         return {slot: (str(memory.slot(slot)), header) for slot, header in headers.items()}
 
-    headers_of_ranks = on_all_ranks(world, operation, look)
+    headers_of_ranks = on_all_ranks(world, operation, read_headers)
     paths: dict[tuple[int, str], str] = {}
     kept: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
-    newer: list[KeptState] = []
+    newer: list[StoredState] = []
     damaged: list[str] = []
     for rank, headers in enumerate(headers_of_ranks):
         for slot, (path, header) in headers.items():
@@ -266,14 +256,14 @@ def find(
             else:
                 kept[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
 
-    def check(state: KeptState) -> list[Held]:
-        # The ranks of a node share its slots: digests take as long as memory is read.
+    def check(state: StoredState) -> list[StoredPart]:
+        # The ranks of a node share the verification, which takes as long as reading.
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
         return [held for slot in slots[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
 
-    # Of the newest process first: after a restart from an older state the same steps are done again, and differ.
+    # Latest generation first: a restart from an older state repeats steps with different results.
     for generation, step in sorted(kept, reverse=True):
-        state = KeptState(step, kept[generation, step])
+        state = StoredState(step, kept[generation, step])
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
@@ -286,9 +276,11 @@ def find(
     return None, newer, damaged
 
 
-def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> list[Held]:
-    """Lists the parts in a slot that are not as they were written; a warning says so."""
-    copies = [held for every in state.parts.values() for held in every if (held.node, held.slot) == slot]
+def _damaged(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
+    """Return the parts in a slot whose digest does not match. Warn if there are any."""
+    copies = [
+        held for copies_of_part in state.parts.values() for held in copies_of_part if (held.node, held.slot) == slot
+    ]
     try:
         data = memory.slot(slot[1]).read(state.sizes[slot])
         digests = part_digests(data, [held.part for held in copies], 1)
@@ -298,26 +290,26 @@ def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> lis
     wrong = [held for held, digest in zip(copies, digests, strict=True) if held.digest != digest]
     if wrong:
         warn(
-            f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, are not "
-            "as they were written; another copy is looked for, or an older state",
+            f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, do not "
+            "match their digests; using another copy or an older state",
             stacklevel=2,
         )
     return wrong
 
 
 class Reader:
-    """Reads parts of a kept state; every call is collective over all ranks."""
+    """Reader of a stored state; every method is collective over all ranks."""
 
-    def __init__(self, state: KeptState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
+    def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
         self.metadata = state.metadata()
         self._open: dict[str, Tensor] = {}
 
-    def read(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
-        """Reads what `targets` names: tensors in place, objects into the dictionary.
+    def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
+        """Read the entries in `targets`: tensors in place, objects into the dictionary.
 
         Raises:
-            ConfigError, RankError: a number is lost in the dtype that its tensor is to `become`; nothing was read.
+            ConfigError, RankError: a value does not fit the dtype in `target_dtypes`; no tensor was modified.
         """
         planner = PlainPlanner()
         items: list[Any] = []
@@ -325,54 +317,51 @@ class Reader:
         def plan() -> None:
             for key, target in targets.items():
                 if isinstance(target, Tensor):
-                    require_writable(own_part(target), f"going on from memory: {key}")
+                    require_writable(local_tensor(target), f"restoring from memory: {key}")
             planner.set_up_planner(targets, self.metadata, True)
             items.extend(planner.finish_plan(planner.create_local_plan()).items)
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
-        fetched = self._fetch(list(dict.fromkeys(map(_place, items))))
+        fetched = self._fetch(list(dict.fromkeys(map(_part_key, items))))
         tensors = [(item, self._value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
 
-        # All ranks look before one of them writes into its model: a state is loaded by all or by none.
+        # All ranks check before any rank writes: either all load the state or none does.
         def check() -> None:
             for item, value in tensors:
                 key = item.dest_index.fqn
-                require_convertible("going on from memory", key, value.dtype, become[key])
-                refuse_lost("going on from memory", key, value, become[key])
+                require_convertible("restoring from memory", key, value.dtype, target_dtypes[key])
+                require_lossless("restoring from memory", key, value, target_dtypes[key])
 
-        on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
-        # Values before tensors, as in a checkpoint: one that is refused has changed no tensor yet.
+        on_all_ranks(self._topology.world, "checking the values in memory", check)
+        # Values first: an invalid value then leaves all tensors unchanged.
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
-                targets[item.dest_index.fqn] = unpack_value(fetched[_place(item)])
+                targets[item.dest_index.fqn] = unpack_value(fetched[_part_key(item)])
         for item, value in tensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)
 
-    def _value(self, item: Any, fetched: dict[Place, Tensor]) -> Tensor:
-        """Cuts the tensor of an item out of the bytes that were fetched."""
-        part = self._state.parts[_place(item)][0].part
+    def _value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
+        part = self._state.parts[_part_key(item)][0].part
         assert part.size is not None
-        value = fetched[_place(item)].view(getattr(torch, part.dtype)).view(part.size)
+        value = fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size)
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             value = value.narrow(dim, offset, length)
         return value
 
-    def _fetch(self, wanted: list[Place]) -> dict[Place, Tensor]:
-        """Returns the bytes of these parts, from this node's memory or another's."""
+    def _fetch(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
         world, parts = self._topology.world, self._state.parts
         node = self._nodes.of_rank[world.index]
 
-        # A node has a part once, whichever of its ranks hold it.
-        def own(place: Place) -> Held | None:
+        def own(place: PartKey) -> StoredPart | None:
             return next((held for held in parts[place] if held.node == node), None)
 
-        fetched = {place: self._bytes(held) for place in wanted if (held := own(place)) is not None}
-        asked = all_gather_object(world, [place for place in wanted if place not in fetched], "asking for parts")
-        # All ranks make the same table from all requests: nobody has to be told what it sends.
-        streams: dict[tuple[int, int], list[Place]] = defaultdict(list)  # from, to
-        for rank, places in enumerate(asked):
+        fetched = {place: self._bytes(held) for place in keys if (held := own(place)) is not None}
+        requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
+        # All ranks derive the same send table from all requests.
+        streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
+        for rank, places in enumerate(requests):
             for place in places:
                 streams[self._source(place, rank), rank].append(place)
         lengths = {pair: [parts[place][0].part.bytes for place in places] for pair, places in streams.items()}
@@ -390,27 +379,26 @@ class Reader:
         exchange_bytes(world, outgoing, incoming, longest, "reading the state of other nodes")
         for source, received in incoming.items():
             stream = source, world.index
-            # Copied, so that each begins where any dtype may.
+            # Cloned for alignment to any dtype.
             pieces = [piece.clone() for piece in received.split(lengths[stream])]
             fetched |= dict(zip(streams[stream], pieces, strict=True))
         return fetched
 
-    def _source(self, place: Place, reader: int) -> int:
-        """Returns the rank that sends a part to a reader: by chance, but the same everywhere."""
-        # By a hash of the part, so that no node sends everything; and in turn over its ranks, by reader.
-        having = sorted({held.node for held in self._state.parts[place]})
+    def _source(self, place: PartKey, reader: int) -> int:
+        """Return the rank that sends a part to a reader; deterministic on all ranks."""
+        # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
+        holding_nodes = sorted({held.node for held in self._state.parts[place]})
         chance = zlib.crc32(repr(place).encode())
-        ranks = self._nodes.ranks(having[chance % len(having)])
-        return ranks[(chance // len(having) + reader) % len(ranks)]
+        ranks = self._nodes.ranks(holding_nodes[chance % len(holding_nodes)])
+        return ranks[(chance // len(holding_nodes) + reader) % len(ranks)]
 
-    def _bytes(self, held: Held | None) -> Tensor:
+    def _bytes(self, held: StoredPart | None) -> Tensor:
         assert held is not None
-        # Mapped once, however many parts of it are read.
         if held.slot not in self._open:
             self._open[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
         return self._open[held.slot][held.part.at : held.part.at + held.part.bytes]
 
 
-def _place(item: Any) -> Place:
+def _part_key(item: Any) -> PartKey:
     index = item.storage_index
     return index.fqn, None if item.type is LoadItemType.BYTE_IO else tuple(index.offset)

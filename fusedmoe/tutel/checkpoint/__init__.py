@@ -1,6 +1,6 @@
-"""Checkpoints of W ranks as one, and one as those of W ranks: `python -m fusedmoe.tutel.checkpoint.gather --help`.
+"""Merge per-rank checkpoints into one, or split one: `python -m fusedmoe.tutel.checkpoint.gather --help`.
 
-This file has what `gather` and `scatter` share: the layers of a checkpoint, and the split of experts' parameters.
+Shared by `gather` and `scatter`: detection of MoE layers, and joining and splitting of expert parameters.
 """
 
 from __future__ import annotations
@@ -18,95 +18,106 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.tutel.impls.described import NUMBERS
 
 _COUNT = "_num_global_experts"
-# Ranks that share an expert hold ⌈D_out/s⌉ columns of its output bias each, so that the last may hold zeros behind it.
+# Each of s ranks that share an expert holds ⌈D_out/s⌉ columns of its output bias; the last part may be zero-padded.
 _BIAS, _ITS_WEIGHT = "batched_fc2_bias", "batched_fc2_w"
 State = dict[str, Any]
 
 
 def arguments_of(description: str | None, given: Sequence[str] | None, **required: str) -> argparse.Namespace:
-    """Reads the command line of `gather` or `scatter`; `required`: its own options, with their help."""
+    """Parse the command line of `gather` or `scatter`; `required`: option names and their help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, text in required.items():
         parser.add_argument(f"--{name}", type=int if name.endswith("size") else str, required=True, help=text)
-    parser.add_argument("--namespace", default="", help="where in a file the state_dict is: keys, by slashes")
-    parser.add_argument("--default_num_global_experts", type=int, default=0, help="for a file that does not tell")
-    return parser.parse_args(given)
+    parser.add_argument(
+        "--namespace",
+        default="",
+        help="keys that lead to the state_dict inside each file, separated by slashes (default: top level)",
+    )
+    parser.add_argument(
+        "--default_num_global_experts",
+        type=int,
+        default=0,
+        help="global number of experts, for old files that do not store it",
+    )
+    parsed = parser.parse_args(given)
+    for name in (name for name in required if name.endswith("size") and getattr(parsed, name) < 1):
+        parser.error(f"--{name} {getattr(parsed, name)} must be at least 1")
+    return parsed
 
 
 def read(path: str, namespace: str) -> tuple[Any, State]:
-    """Reads a file; returns its content, and the state_dict in it under `namespace`, keys joined by slashes."""
-    # A pipe would be waited for.
+    """Return a file's content and its state_dict under `namespace`, with keys joined by slashes."""
+    # Reading a pipe would block.
     if not os.path.isfile(path):
-        raise ConfigError(f"{path} is not there, or no file")
+        raise ConfigError(f"{path} does not exist or is not a file")
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects beside it"
+            f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects"
         ) from error
-    except Exception as error:  # a parser may raise anything on damage
+    except Exception as error:  # a parser may raise anything on damaged input
         raise ConfigError(f"{path} cannot be read, or is damaged: {error}") from error
     state = whole
     for key in filter(None, namespace.split("/")):
         if not isinstance(state, dict) or key not in state:
             names = ", ".join(map(repr, list(state)[:8])) if isinstance(state, dict) else type(state).__name__
-            raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
+            raise ConfigError(f"{path} has no {namespace!r}; found {names} instead of {key!r}")
         state = state[key]
     for metadata in getattr(state, "_metadata", {}).values():
-        # Experts join or leave, so the numbers in the metadata are no longer true.
         metadata.pop(NUMBERS, None)
     return whole, state
 
 
 def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
-    """Maps the prefix of each layer's expert parameters to the number of experts it has in all.
+    """Map the prefix of each layer's expert parameters to its global number of experts.
 
-    `experts`: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
+    `experts`: for old checkpoints, which do not store the number; 0 if unknown.
     """
-    if not any(_tells(key) for key in state) and experts > 0:
+    if not any(_is_expert_count(key) for key in state) and experts > 0:
         for key in list(state):
             head, found, _ = f".{key}".rpartition(".experts.")
             if found:
                 state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts, device="cpu"))
-    layers = {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if _tells(key)}
+    layers = {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if _is_expert_count(key)}
     if not layers:
         raise ConfigError(
-            f"{path} holds no moe_layer, or is of an old format: give --default_num_global_experts, the number of "
-            "experts in all"
+            f"{path} holds no moe_layer, or has an old format: pass --default_num_global_experts, the "
+            "global number of experts"
         )
     return layers
 
 
-def _tells(key: str) -> bool:
+def _is_expert_count(key: str) -> bool:
     return key.rpartition(".")[2] == _COUNT
 
 
 def layer_of(key: str, layers: dict[str, int]) -> int | None:
-    """Returns the number of experts of the layer whose expert parameter this is; None for other parameters."""
+    """Return the global number of experts of the parameter's layer, or None for non-expert parameters."""
     return next((count for prefix, count in layers.items() if key.startswith(prefix)), None)
 
 
 def joined(parts: list[Tensor], experts: int) -> Tensor:
-    """Joins the parts of W ranks, [e, …] each, or of a shared expert [1, n, …], to [E, …]."""
+    """Join the parts of W ranks, [e, …] each (or shards [1, n, …] of one expert), to [E, …]."""
     whole = torch.cat(parts)
     if parts[0].dim() == 1:
-        # Flat shards are joined without a look inside: padding goes where it was made.
+        # Flat shards are concatenated; padding remains in place.
         return whole
     return whole.view(experts, -1, *whole.shape[2:]).clone()
 
 
 def without_padding(key: str, state: State) -> Tensor:
-    """Returns a joined parameter; of an output bias without the padding behind its expert's results."""
+    """Return a joined parameter, an output bias without its padding."""
     if not key.endswith(_BIAS):
         return state[key]
     return state[key][:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
 
 
 def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
-    """Splits [E, …] into the parts of `size` ranks; experts are shared where there are fewer than ranks."""
+    """Split [E, …] into the parts of `size` ranks; with fewer experts than ranks, ranks get shards."""
     if whole.dim() == 1 or experts % size == 0:
         return _even(whole, size)
-    # Fewer experts than ranks: the ranks that share one hold equal shards of it.
+    # The ranks of an expert hold equal shards.
     shards = size // experts
     if shards and key.endswith(_BIAS):
         whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % shards))

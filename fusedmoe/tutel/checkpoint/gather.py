@@ -1,4 +1,4 @@
-"""One checkpoint with all experts from those of W ranks.
+"""Merge the checkpoints of W ranks into one.
 
 python -m fusedmoe.tutel.checkpoint.gather --inputs 'out/{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt
 """
@@ -15,9 +15,8 @@ from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Joins the checkpoints of all ranks."""
-    names = "file names with {rank} and {size}"
-    args = arguments_of(__doc__, arguments, input_size="W", inputs=names, output="one file")
+    names = "file name pattern with {rank} and {size}"
+    args = arguments_of(__doc__, arguments, input_size="number of ranks W", inputs=names, output="merged file")
     parts: dict[str, list[Tensor]] = {}
     for rank in range(args.input_size):
         path = apply_rank_size_from_pattern(args.inputs, rank, args.input_size, create_dir=False)
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         experts = layer_of(key, layers)
         assert experts is not None
         state[key] = joined(tensors, experts)
-    # Only then: the width of a bias is that of its joined weight.
+    # The width of a bias follows from its joined weight.
     for key in parts:
         state[key] = without_padding(key, state)
     torch.save(whole, args.output)

@@ -1,4 +1,4 @@
-"""Checkpoints for W ranks from one with all experts.
+"""Split a checkpoint with all experts into the checkpoints of W ranks.
 
 python -m fusedmoe.tutel.checkpoint.scatter --input all.ckpt --output_size 8 --outputs 'out/{rank}-of-{size}.ckpt'
 """
@@ -14,18 +14,19 @@ from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Splits the checkpoint for all ranks."""
-    names = "file names with {rank} and {size}"
-    args = arguments_of(__doc__, arguments, output_size="W", input="one file", outputs=names)
+    names = "file name pattern with {rank} and {size}"
+    args = arguments_of(__doc__, arguments, output_size="number of ranks W", input="merged file", outputs=names)
     whole, state = read(args.input, args.namespace)
     layers = layers_of(args.input, state, args.default_num_global_experts)
     counts = {key: experts for key in state if (experts := layer_of(key, layers)) is not None}
     pieces = {key: split(key, state[key], experts, args.output_size) for key, experts in counts.items()}
-    for rank in range(args.output_size):
+    paths = [apply_rank_size_from_pattern(args.outputs, rank, args.output_size) for rank in range(args.output_size)]
+    for rank, path in enumerate(paths):
         for key, parts in pieces.items():
             state[key] = parts[rank]
-        torch.save(whole, apply_rank_size_from_pattern(args.outputs, rank, args.output_size))
-    print(f"{len(pieces)} parameters of experts, for {args.output_size} ranks, are in {args.outputs}")
+        torch.save(whole, path)
+    files = " to ".join(dict.fromkeys((paths[0], paths[-1])))
+    print(f"{len(pieces)} parameters of experts, for {args.output_size} ranks, are in {files}")
 
 
 if __name__ == "__main__":

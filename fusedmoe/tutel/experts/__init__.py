@@ -1,1 +1,1 @@
-"""Expert networks with Tutel's parameters. A module `NAME` here is the experts' type `NAME`."""
+"""Expert networks with Tutel's parameters; module `NAME` implements expert type `NAME`."""

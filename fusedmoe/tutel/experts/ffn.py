@@ -1,4 +1,4 @@
-"""The feed-forward experts, y = act(x·W1ᵀ + b1)·W2 + b2, and functions that both kinds of experts share."""
+"""Feed-forward experts, y = act(x·W1ᵀ + b1)·W2 + b2, and functions shared by both expert types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe.environment import integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import Weights
 from fusedmoe.schedule import Workload
-from fusedmoe.sizes import require_room, require_within
+from fusedmoe.sizes import require_elements, require_within
 from fusedmoe.tutel.impls.communicate import get_world_rank, topology_of, zero_gather
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Shards(NamedTuple):
-    """Parameters [e, n, …] of the ranks of a group, to be joined to [experts, n·parts, …].
+    """Group of ranks that join their parameters [e, n, …] to [experts, …]: whole experts, or larger shards.
 
-    `first`: the number of the first joined shard among those of its expert.
+    `first`: index of the first joined shard within its expert.
     """
 
     group: dist.ProcessGroup | None
@@ -36,18 +36,18 @@ class Shards(NamedTuple):
     first: int
 
     def join(self, parameter: Tensor) -> Tensor:
-        """Joins a parameter; its gradient goes back to the ranks that hold the parts, summed."""
+        """Join a parameter over ranks. Backward sums the gradient and returns each rank its part."""
         if self.members == 1:
             return parameter
         return zero_gather(parameter, group=self.group).view(self.experts, -1, *parameter.shape[2:])
 
 
 def shards_of(ctx: MOELayer) -> Shards:
-    """Returns the shards to join by the layer's adaptive degree r: 0 joins all everywhere, r ≥ 1 leaves r parts."""
+    """Return the shards to join for adaptive degree r: 0 joins everything on all ranks, r ≥ 1 leaves r parts."""
     s, r = ctx.sharded_count, ctx.adaptive_degree
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
-    # s ranks in r blocks: a block joins the shards of its s/r ranks and computes with them.
+    # The s ranks form r blocks of s/r ranks; a block joins its shards and computes with them.
     size = s // r
     place = get_world_rank(ctx.group) % s if s > 1 else 0
     first = place // size * size
@@ -63,8 +63,8 @@ _KNOWN = {F.relu: "relu", torch.relu: "relu", Tensor.relu: "relu", F.silu: "silu
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-class _Watch(TorchFunctionMode):
-    """A mode that sees the first operation of a function, and lets none run."""
+class _FirstOperation(TorchFunctionMode):
+    """Mode that records the first torch operation of a function without executing it."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -76,53 +76,53 @@ class _Watch(TorchFunctionMode):
         options = dict(kwargs or {})
         name = _KNOWN.get(func, "")
         if name == "gelu":
-            # The approximation is an option of one function, and two activations of ours.
+            # The tanh approximation is an option of one torch function, but a separate activation here.
             name = _GELUS.get(options.pop("approximate", "none"), "")
         alone = len(args) == 1 and args[0] is self.x and not options.pop("inplace", False) and not options
         if self.name or not name or not alone:
             raise LookupError("no known activation")
         self.name = name
-        # Returned instead of computing: if it is also what the function returns, nothing followed.
+        # If the function returns this tensor, no further operation followed.
         self.result = torch.empty(0, device="cpu")
         return self.result
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the function's name in `kernels.activation.ACTIVATIONS`, or None if it is several operations.
+    """Return the function's name in `kernels.activation.ACTIVATIONS`, or None if it consists of several operations.
 
-    Nothing is computed: the function's first operation decides.
+    Determined from the function's first operation, without computing.
     """
-    # Made outside the mode, which would take it for the first operation.
+    # Outside the mode, which would record the creation.
     x = torch.empty(0, device="cpu")
-    watch = _Watch(x)
+    watch = _FirstOperation(x)
     try:
         with watch:
             result = function(x)
     except Exception:
-        # The function may also be one that cannot take a tensor without elements.
+        # The function may fail on a tensor without elements.
         return None
     return watch.name if watch.name and result is watch.result else None
 
 
 Activation = Callable[[Tensor], Tensor]
 INITIALISATIONS = ("0.4", "0.3")
-# Measured on a CPU, forward and backward: below so many multiply-adds in a product one batched product over padded
-# blocks is the faster (at 2²¹ by a quarter, at 2²⁴ as fast).
+# Number of multiply-adds below which a batched product over padded blocks is faster. On a CPU, forward and backward: by
+# a quarter at 2²¹, equal at 2²⁴.
 SMALL = 2**23
 
 
 class FusedExpertsNetwork(nn.Module):
-    """A rank's experts, or its shard of one. H is the hidden dimension of an expert, s the ranks that share it.
+    """Feed-forward experts of a rank, or its shard of one. H: hidden dimension of an expert; s: ranks that share it.
 
     Parameters (e local experts):
-        batched_fc1_w [e, H/s, D], batched_fc2_w [e, H/s, D_out], batched_fc1_bias [e, H/s], and batched_fc2_bias
-        [e, ⌈D_out/s⌉], the rank's columns of it. A bias that is not there is None, and has no key in state_dict.
+        batched_fc1_w [e, H/s, D], batched_fc2_w [e, H/s, D_out], batched_fc1_bias [e, H/s], and batched_fc2_bias [e,
+        ⌈D_out/s⌉], this rank's columns. An absent bias is None and has no key in state_dict.
 
     Args:
         activation_fn, activation_fn_with_self: act(x), or act(x, these experts); ReLU by default.
         output_dim: D_out, by default D.
-        init: "0.4", uniform, W1 in ±1/√D and W2 in ±1/√(H/s), and zero biases, as Tutel 0.4 draws; or "0.3", as
-            `nn.Linear` draws, expert by expert, as Tutel 0.3.3 does.
+        init: "0.4", uniform, W1 in ±1/√D and W2 in ±1/√(H/s), with zero biases, as in Tutel 0.4; or "0.3", as
+            `nn.Linear`, expert by expert, as in Tutel 0.3.3.
     """
 
     batched_fc1_w: nn.Parameter
@@ -145,7 +145,7 @@ class FusedExpertsNetwork(nn.Module):
     ) -> None:
         super().__init__()
         require_within("ffn experts", hidden_size_per_expert=hidden_size_per_expert, output_dim=output_dim)
-        require_room("ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
+        require_elements("ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         if hidden_size_per_expert % sharded_count:
             text = f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks"
             raise ConfigError(f"{text}; choose a multiple")
@@ -187,7 +187,7 @@ class FusedExpertsNetwork(nn.Module):
                     b2[i] = down.bias[: b2.shape[1]]
             else:
                 for w, inputs in ((w1[i], self.model_dim), (w2[i], self.hidden_size)):
-                    # Tutel's own order of operations: (rand·2 − 1)·bound has other last bits.
+                    # Tutel's order of operations; other orders differ in the last bits.
                     bound = 1 / math.sqrt(inputs)
                     w.copy_(torch.rand(w.shape, dtype=torch.float32, device=w.device) * (bound + bound) - bound)
                 for b in (b1, b2):
@@ -195,49 +195,52 @@ class FusedExpertsNetwork(nn.Module):
                         b[i].zero_()
 
     def weights(self, shards: Shards) -> Weights:
-        """Returns the weights of this rank's products, joined from other ranks as `shards` says; differentiable."""
+        """Return the weights of this rank's products, joined over ranks as `shards` specifies; differentiable."""
         w1, w2 = shards.join(self.batched_fc1_w), shards.join(self.batched_fc2_w)
         b1 = None if self.batched_fc1_bias is None else shards.join(self.batched_fc1_bias)
         b2, start = None, 0
         if self.batched_fc2_bias is not None:
             b2 = shards.join(self.batched_fc2_bias)
-            # A rank adds only the bias's columns that it holds: the ranks' results are summed.
+            # Results are summed over ranks: a rank adds only its own columns of the bias.
             start = min(shards.first * self.batched_fc2_bias.shape[1], self.output_dim)
             b2 = b2[:, : self.output_dim - start]
         return Weights(w1, w2.transpose(1, 2), b1, b2, start)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """Returns weights in x's dtype and the activation's name for the library's own operation on about `rows` rows;
-        None where `forward` is better, or does something else."""
-        # A subclass with a forward of its own computes something else.
+        """Return weights in x's dtype and the activation name for fusedmoe's kernels, or None to use `forward`."""
+        # A subclass's forward may compute something else.
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
-        # The GPU's kernels return rows of the width that they were given.
-        if x_SM.is_cuda and self.output_dim != self.model_dim or not suits(self, x_SM, rows * self.hidden_size):
+        # The GPU kernels return rows of the input's width.
+        if (
+            x_SM.is_cuda
+            and self.output_dim != self.model_dim
+            or not can_use_kernels(self, x_SM, rows * self.hidden_size)
+        ):
             return None
         name = activation_name(self.activation_fn)
-        return None if name is None else (cast(self.weights(shards_of(ctx)), x_SM), name)
+        return None if name is None else (cast_weights(self.weights(shards_of(ctx)), x_SM), name)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Returns the workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
+        """Return the workload of a pass that sends `rows` rows per rank, to choose a schedule."""
         D, H, E = self.model_dim, self.hidden_size * self.sharded_count, self.local_experts * ep
         matrices = (("w1", "batched_fc1_w"), ("w2", "batched_fc2_w"))
-        trained = tuple(name for name, matrix in matrices if learns(self, matrix))
+        trained = tuple(name for name, matrix in matrices if is_trained(self, matrix))
         return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
     def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
-        """Gather the weights for all chunks of a call. Collective; None where `forward` may communicate by itself."""
-        # A subclass with a forward of its own may want other weights, or none.
+        """Gather the weights for all chunks of a call. Collective. None if `forward` may itself communicate."""
+        # A subclass's forward may need other weights, or none.
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
         weights = self.weights(shards_of(ctx))
         return weights.w1, weights.w2, weights.b1, weights.b2, weights.b2_start
 
     def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
-        """Compute [e, rows, D_out] of [e, rows, D]; with shards this rank's summand.
+        """Compute [e, rows, D_out] from [e, rows, D]; with shards, this rank's summand.
 
         Args:
-            joined: the result of `join`; None: gather the weights here. Collective then.
+            joined: result of `join`. None gathers the weights in this call, which is then collective.
         """
         if self.skip_expert:
             return x
@@ -247,7 +250,7 @@ class FusedExpertsNetwork(nn.Module):
             h = h + weights.b1[:, None]
         y = self.activation_fn(h) @ weights.w2.transpose(1, 2)
         if weights.b2 is not None:
-            # The columns of other shards are zero here; the sum over the ranks has each once.
+            # The sum over ranks contains each column once.
             after = self.output_dim - weights.b2_start - weights.b2.shape[1]
             y = y + nn.functional.pad(weights.b2, (weights.b2_start, after))[:, None]
         return y
@@ -258,24 +261,21 @@ class FusedExpertsNetwork(nn.Module):
         return f"{sizes}, num_experts_per_device={self.local_experts}, {biases}"
 
 
-def learns(module: nn.Module, name: str) -> bool:
-    """Returns whether a parameter, or what it is made of, is trained, without evaluating a parametrisation."""
+def is_trained(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter or its parametrization is trained, without evaluating the parametrization."""
     return any(one.requires_grad for path, one in module.named_parameters() if name in path.split("."))
 
 
-def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
-    """Returns whether the library's operation may replace a call of these experts, and is the faster.
-
-    `hidden`: elements of the hidden activations.
-    """
-    if has_hooks(module):  # a call does more than `forward`
+def can_use_kernels(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
+    """Return whether fusedmoe's kernels may replace a call and are faster; `hidden`: elements of the activations."""
+    if has_hooks(module):  # a call runs more than `forward`
         return False
-    # On a CPU half precision has to be rounded where Tutel rounds, as `forward` does.
+    # On a CPU, only `forward` rounds half precision as Tutel does.
     return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= SMALL
 
 
-def cast(weights: Weights, x_SM: Tensor) -> Weights:
-    """Converts weights to the dtype of the rows; the kernels of a GPU want W2 contiguous."""
+def cast_weights(weights: Weights, x_SM: Tensor) -> Weights:
+    """Convert weights to the dtype of the rows; GPU kernels require a contiguous W2."""
     w1, w2, b1, b2 = (None if t is None else t.to(x_SM.dtype) for t in (weights.w1, weights.w2, weights.b1, weights.b2))
     assert w1 is not None and w2 is not None
     return Weights(w1, w2.contiguous() if x_SM.is_cuda else w2, b1, b2, weights.b2_start)

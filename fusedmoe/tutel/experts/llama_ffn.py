@@ -1,4 +1,4 @@
-"""The gated experts: y = (act(x·W1) ∘ x·W2)·W3."""
+"""Gated experts: y = (act(x·W1) ∘ x·W2)·W3."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fusedmoe.kernels import Weights
 from fusedmoe.schedule import Workload
-from fusedmoe.sizes import require_room, require_within
-from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, learns, suits
+from fusedmoe.sizes import require_elements, require_within
+from fusedmoe.tutel.experts.ffn import Activation, activation_name, can_use_kernels, cast_weights, is_trained
 from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ _GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 class LlamaFFNNetwork(nn.Module):
-    """A rank's gated experts, without biases.
+    """Gated experts of a rank, without biases.
 
-    Parameters, flat, each of s ranks holding an s-th of them: W_fc1 and W_fc2 of [e, D, H], W_fc3 of [e, H, D]; normal
-    with standard deviation 0.01. A flat part is no shard of an expert that could compute, so parts are always joined.
+    Each of s ranks holds a flat 1/s of each parameter: W_fc1 and W_fc2, [e, D, H], and W_fc3, [e, H, D]; normal with
+    standard deviation 0.01. A flat part is not a usable shard of an expert: parts are always joined.
 
     Attributes:
-        whole_only: the layer does not split an expert's work over its ranks, whatever its adaptive degree.
+        whole_only: the work of an expert is never split over its ranks, regardless of the adaptive degree.
     """
 
     whole_only = True
@@ -44,7 +44,7 @@ class LlamaFFNNetwork(nn.Module):
     ) -> None:
         super().__init__()
         require_within("llama_ffn experts", hidden_size_per_expert=hidden_size_per_expert)
-        require_room("llama_ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
+        require_elements("llama_ffn experts", "weights", (num_experts_per_device, hidden_size_per_expert, model_dim))
         e, D, H = num_experts_per_device, model_dim, hidden_size_per_expert
         self.model_dim, self.hidden_size, self.local_experts = D, H, e
         self.sharded_count, self.activation_fn = sharded_count, activation_fn
@@ -59,13 +59,13 @@ class LlamaFFNNetwork(nn.Module):
             nn.init.normal_(parameter, 0, 0.01)
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Joins W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 those of all experts."""
+        """Join W1, W2 [e, D, H] and W3 [e, H, D]; with adaptive degree 0, of all experts."""
         w1, w2 = self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up)
         return w1, w2, self._joined(ctx, self.W_fc3, self._down)
 
     def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:
         if ctx.adaptive_degree == 0 and ctx.world_size > 1:
-            # Flat parts of all experts; each expert's last part may end in padding.
+            # The last part of each expert may be padded.
             experts = zero_gather(flat, group=ctx.group).view(ctx.num_global_experts // shape[0], -1)
             return experts[:, : shape.numel()].reshape(-1, *shape[1:])
         if ctx.sharded_count == 1:
@@ -76,25 +76,22 @@ class LlamaFFNNetwork(nn.Module):
         return zero_gather(flat, shape, sharers.handle)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """Returns weights and activation, as `FusedExpertsNetwork.fused` does."""
         gated = _GATED.get(activation_name(self.activation_fn) or "")
         plain = type(self).forward is LlamaFFNNetwork.forward
-        if gated is None or not plain or not suits(self, x_SM, rows * self.hidden_size):
+        if gated is None or not plain or not can_use_kernels(self, x_SM, rows * self.hidden_size):
             return None
         w1, w2, w3 = self.whole(ctx)
         # The kernels read both up projections as one tensor [e, 2, H, D].
         halves = torch.stack([w1.transpose(1, 2), w2.transpose(1, 2)], 1)
-        return cast(Weights(halves, w3.transpose(1, 2)), x_SM), gated
+        return cast_weights(Weights(halves, w3.transpose(1, 2)), x_SM), gated
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Returns the workload, as `FusedExpertsNetwork.workload` does."""
         D, H, E = self.model_dim, self.hidden_size, self.local_experts * ep
-        up, down = learns(self, "W_fc1") or learns(self, "W_fc2"), learns(self, "W_fc3")
+        up, down = is_trained(self, "W_fc1") or is_trained(self, "W_fc2"), is_trained(self, "W_fc3")
         trained = tuple(name for name, learnt in (("w1", up), ("w2", down)) if learnt)
         return Workload(1, rows, D, H, E, k=1, expert="swiglu", ep=ep, itemsize=itemsize, trained=trained)
 
     def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
-        """Gather the weights, as `FusedExpertsNetwork.join`."""
         return self.whole(ctx) if type(self).forward is LlamaFFNNetwork.forward else None
 
     def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:

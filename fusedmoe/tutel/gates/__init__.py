@@ -1,1 +1,1 @@
-"""Routers: modules from tokens [T, D] to logits [T, E]. A module `NAME` here is the gate type `NAME`."""
+"""Routers, from tokens [T, D] to logits [T, E]; module `NAME` implements gate type `NAME`."""

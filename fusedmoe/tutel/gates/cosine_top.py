@@ -1,4 +1,4 @@
-"""The cosine gate (Chi et al. 2022, X-MoE)."""
+"""Cosine gate (Chi et al. 2022, X-MoE)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.gates import unit_vectors
+from fusedmoe.gates.base import unit_vectors
 from fusedmoe.tutel.gates.top import Float32Linear, refuse_unknown
 from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
@@ -18,14 +18,14 @@ _MAX_LOG_SCALE = math.log(100.0)
 class CosineTopKGate(nn.Module):
     """logits = cos(P·x + b, s_e) · exp(min(temperature, ln 100)).
 
-    Tutel divides by a length of at least 1e-12; here sides shorter than 1e-4 stay as they are (`unit_vectors`).
+    Tutel clamps norms at 1e-12; here vectors shorter than 1e-4 are not normalised (`unit_vectors`).
 
-    Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix`
-    [P, E], normal with standard deviation 0.01. With `fp32_gate` logits are float32, and so are the parameters of the
-    projector, also in a converted model; `sim_matrix` and `temperature` go with the model, as in Tutel.
+    Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix` [P,
+    E], normal with standard deviation 0.01. With `fp32_gate`, logits and the projector's parameters are float32, even
+    after the model is converted; `sim_matrix` and `temperature` follow the model's dtype, as in Tutel.
 
     Args:
-        proj_dim: P.   init_t: τ at the start.   k, options: as for `LinearTopKGate`.
+        proj_dim: P.   init_t: initial τ.   k, options: as for `LinearTopKGate`.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class CosineTopKGate(nn.Module):
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def reset_parameters(self) -> None:
-        """Draw this module's own parameters, as after `to_empty`; the projector has a method of its own."""
+        """Initialise this module's own parameters, for example after `to_empty`."""
         nn.init.constant_(self.temperature, -math.log(self.init_t))
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         project, sim_PE = self.cosine_projector, self.sim_matrix
         token_SP = unit_vectors(project(x.to(project.weight.dtype)), dim=1)
-        # Norms in half precision lose the small angles, so fp32_gate widens the matrix for the product.
+        # Half-precision norms lose small angles.
         cosine_SE = token_SP @ unit_vectors(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
         return cosine_SE * self.temperature.clamp(max=_MAX_LOG_SCALE).exp()
 

@@ -1,4 +1,4 @@
-"""The linear gate, and the parts of both gates: a product with the same bits on every CPU, float32 parameters."""
+"""Linear gate, and parts of both gates: a matrix product with equal bits on every CPU, and float32 parameters."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.gates import router_logits
-from fusedmoe.kernels import Function
+from fusedmoe.gates.base import router_logits
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
-# Up to so large model dimensions, and so many multiply-adds, sums go in an order of their own. It takes 0.1 ms at most,
-# where a matrix library takes 0.01: every step of a sum is an operation by itself.
+# Largest model dimension and number of multiply-adds for ordered summation, which takes at most 0.1 ms (a BLAS: 0.01
+# ms) because every step of a sum is a separate operation.
 ORDERED_M = 64
 ORDERED = 2**15
 
 
 def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """Computes x·Wᵀ in the weights' dtype, or by the library's router in float32."""
+    """Compute x·Wᵀ in the weights' dtype, or in float32 with fusedmoe's router."""
     if fp32:
         x_SM, weight_EM = x_SM.float(), weight_EM.float()
     x_SM = x_SM.to(weight_EM.dtype)
-    # Half precision is rounded as Tutel rounds it; the library's router would compute in float32.
+    # Tutel rounds to half precision; fusedmoe's router would compute in float32.
     if x_SM.dtype.itemsize < 4:
         return nn.functional.linear(x_SM, weight_EM)
     logits_SE = router_logits(x_SM, weight_EM)
-    # A matrix library sums in an order that depends on its version and on the CPU, and gates, softmax and drops turn
-    # its last bit into other numbers. Small products in float32 on a CPU are summed as on the machine where Tutel's
-    # numbers were captured, so small models have the same numbers everywhere.
+    # A BLAS sums in an order that depends on its version and the CPU, and gates, softmax and drops amplify a difference
+    # in the last bit. Small float32 products on a CPU use the order of the machine that recorded Tutel's reference
+    # values: small models yield equal values everywhere.
     M = x_SM.shape[1]
     small = M <= ORDERED_M and logits_SE.numel() * M <= ORDERED
     if not small or logits_SE.device.type != "cpu" or logits_SE.dtype != torch.float32:
@@ -39,8 +39,8 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
 
 
 def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """Computes x·Wᵀ, [S, E], in four sums: sum i takes products i, i + 4, i + 8, …, and all are (0 + 2) + (1 + 3)."""
-    # Each step is an operation by itself and rounds by itself, so that no CPU has a choice.
+    """Compute x·Wᵀ, [S, E], in four partial sums: sum i over products i, i + 4, …; total (0 + 2) + (1 + 3)."""
+    # Separate operations round at each step, on every CPU alike.
     products_SEM = x_SM[:, None] * weight_EM
     whole = nn.functional.pad(products_SEM, (0, -products_SEM.shape[2] % 4))
     first, *rest = whole.split(4, dim=2)
@@ -51,9 +51,9 @@ def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 class _Ordered(Function):
-    """The values of `summed_in_order`, with the gradients of the logits given."""
+    """Replace logits = x·Wᵀ by `summed_in_order`. Backward passes the gradient on to the operation that made logits."""
 
-    operation, twice = "moe_layer: the gate's product", True
+    operation, double_backward = "moe_layer: the gate's product", True
 
     @staticmethod
     def forward(ctx: Any, logits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -65,25 +65,24 @@ class _Ordered(Function):
 
 
 class Float32Linear(nn.Linear):
-    """A linear map that `.to(torch.bfloat16)` and the like leave in float32, with values rounded as they were asked to.
+    """Linear layer that stays in float32 when the model is converted, with its values rounded to the requested dtype.
 
-    FSDP's `fully_shard` wants one dtype for what it shards together: shard this module by itself first.
+    FSDP's `fully_shard` requires one dtype per unit: shard this module separately first.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # At once, where Tutel does it in its first forward: what is built around a model before that, such as DDP's
-        # buckets and optimizers, sees the dtype that stays.
+        # Tutel converts in the first forward; here DDP buckets and optimizers built before it have the final dtype.
         self.float()
 
     def forward(self, input: Tensor) -> Tensor:
-        # Parameters may be in another dtype all the same, as under FSDP's mixed precision.
+        # FSDP's mixed precision may present parameters in another dtype.
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Linear:
         super()._apply(fn, recurse)
-        # A conversion of the whole model has rounded the parameters: they keep those values, in float32.
+        # Conversion has rounded the parameters; keep these values, in float32.
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             super()._apply(lambda t: t.float(), recurse)
         return self
@@ -91,24 +90,20 @@ class Float32Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if self.weight.dtype != torch.float32:
-            # `load_state_dict(assign=True)` has put parameters of another dtype in their place.
+            # `load_state_dict(assign=True)` may have replaced parameters by another dtype.
             self.float()
 
 
-# Options of a gate's description that the layer reads; a gate takes them without using them.
+# Options of a gate description that the layer reads; gates ignore them.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
 
 class Router(nn.Linear):
-    """A router by `gate_product`, in the dtype of the weights."""
-
     def forward(self, input: Tensor) -> Tensor:
         return gate_product(input, self.weight, fp32=False)
 
 
 class Float32Router(Float32Linear):
-    """A router that computes in float32, whatever the model's dtype."""
-
     def forward(self, input: Tensor) -> Tensor:
         return gate_product(input, self.weight, fp32=True)
 
@@ -116,12 +111,12 @@ class Float32Router(Float32Linear):
 class LinearTopKGate(nn.Module):
     """logits = x·Wᵀ, in the dtype of the weights.
 
-    Parameters: `wg.weight` [E, D], initialised as `nn.Linear` is; with `fp32_gate` float32, also in a model that is
-    converted to another dtype.
+    Parameters: `wg.weight` [E, D], initialised as `nn.Linear`; with `fp32_gate` float32, even after the model is
+    converted.
 
     Args:
-        k: experts of a token, from 1 on; more than E are E.
-        options: `capacity_factor` and `gate_noise`, which the layer reads; any other is a `ConfigError`.
+        k: experts per token, at least 1; capped at E.
+        options: `capacity_factor` and `gate_noise`, read by the layer; others raise `ConfigError`.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
-"""Groups of ranks, and collectives with and without gradients (Tutel's signatures).
+"""Process groups, and collectives with and without gradients (Tutel's signatures).
 
-Gradients, of the ranks' losses summed where a result is used differently on every rank:
+Backward of each function, for the sum of the ranks' losses:
 
 | function | forward | backward |
 |---|---|---|
-| all_to_all, all_to_all_single, batch_all_to_all_v | all-to-all | the way back |
-| all_gather | all-gather | own slice: every rank goes on to compute the same |
+| all_to_all, all_to_all_single, batch_all_to_all_v | all-to-all | reverse all-to-all |
+| all_gather | all-gather | own slice: all ranks are assumed to compute the same result |
 | all_gather(fused=True), zero_gather, batch_all_gather_v | all-gather | reduce-scatter |
 | reduce_scatter | reduce-scatter | all-gather |
 | spatial_split | own slice | all-gather |
-| allreduce_forward | all-reduce | as it comes |
-| allreduce_backward | the identity | all-reduce |
+| allreduce_forward | all-reduce | identity |
+| allreduce_backward | identity | all-reduce |
 
-Every backward runs on the group of its forward.
+Every backward uses the group of its forward.
 """
 
 from __future__ import annotations
@@ -31,53 +31,55 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedmoe import Topology
-from fusedmoe.comm import Group, collectives, group_of, init_process_group, make_all_to_all
+from fusedmoe.comm import collectives, init_process_group, make_all_to_all
 from fusedmoe.comm.all_to_all import TwoLevel
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import group_of
 from fusedmoe.environment import integer, seconds
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import Move, linear
+from fusedmoe.kernels.derivatives import LinearMap, linear
 
-#: Bound of every wait for other ranks, in seconds. Tutel's own default is a day; this is PyTorch's for a collective.
+#: Timeout of every wait for other ranks, in seconds: PyTorch's default for collectives; Tutel's is one day.
 TUTEL_GLOBAL_TIMEOUT_SEC = seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
-#: The backend under "", and what `create_groups_from_world` made, by its argument.
+#: The backend under key "", and results of `create_groups_from_world` by argument.
 TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks of a group, by default of the job; 1 where nothing is initialised."""
+    """Return the size of a group, by default of the job; 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_world_rank(group: ProcessGroup | None = None) -> int:
-    """Returns this rank's place in a group; 0 where nothing is initialised."""
+    """Return this rank's index in a group; 0 if torch.distributed is not initialised."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def size_of(handle: ProcessGroup | None) -> int:
-    """Returns the number of ranks of a group, this one among them."""
     size = get_world_size(handle)
     if size < 1:
-        raise ConfigError("this rank is not one of the group's; make layers and collectives over it on its ranks alone")
+        raise ConfigError("this rank is not in the group; construct layers and call collectives on its ranks only")
     return size
 
 
 def as_group(handle: ProcessGroup | None) -> Group:
-    """Returns a group whose waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and whose errors name ranks."""
+    """Return the group with waits bounded by TUTEL_GLOBAL_TIMEOUT_SEC and errors that name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
     world: Any = dist.group.WORLD
     return group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
-# By the world, as a process may end one and make another; then by ranks, shards and degree, ranks of a node.
+# By world, because a process may create several in sequence; then by (ranks, shards, degree, ranks per node).
 _TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
-    """Returns the topology for experts that s = `shards` consecutive ranks of a group share. Collective on first use.
+    """Return the topology for experts shared by `shards` consecutive ranks (s) of a group. Collective on first use.
 
-    An expert's work is split in r = `degree` parts: the s ranks are r blocks of s/r; a block holds one part (gathered
-    from its ranks) and its ranks share the tokens. ep numbers (expert, place in the block), esp the blocks.
+    The work of an expert is split into r = `degree` parts: the s ranks form r blocks of s/r ranks. A block holds one
+    part (gathered from its ranks), and its ranks share the tokens. ep enumerates (expert, index in the block), esp the
+    blocks.
     """
     W = get_world_size(handle)
     if W == 1:
@@ -85,7 +87,7 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     handle = handle or dist.group.WORLD
     per_node = integer("LOCAL_SIZE", None, 1)
     world: Any = dist.group.WORLD
-    # Topologies of an ended world hold dead process groups.
+    # Topologies of a destroyed world hold dead process groups.
     for old in [known for known in _TOPOLOGIES if known is not world]:
         del _TOPOLOGIES[old]
     made, key = (
@@ -105,50 +107,49 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
 
 
 class ParallelEnv(SimpleNamespace):
-    """This rank's place in `group_count` groups of `model_size` consecutive ranks; `_split` has its attributes."""
+    """Position of this rank in `group_count` groups of `model_size` consecutive ranks; attributes as in Tutel."""
 
 
 def create_standalone_group() -> ProcessGroup | None:
-    """Makes a group of this rank alone. Collective over all ranks."""
+    """Create a group that contains only this rank. Collective over all ranks."""
     if not dist.is_initialized():
         return None
-    _meet(None)
+    _wait_for_ranks(None)
     return [dist.new_group(ranks=[rank]) for rank in range(get_world_size())][get_world_rank()]
 
 
 def create_groups_from_world(
     group_count: int, include_init: str | None = None, parent_group: ProcessGroup | None = None
 ) -> ParallelEnv:
-    """Splits the world into `group_count` groups of consecutive ranks; a negative count is minus the size of a group.
+    """Split the world into `group_count` groups of consecutive ranks; a negative count specifies the group size.
 
-    Collective over the parent's ranks; the same arguments give the same object.
+    Collective over the parent's ranks; equal arguments return the same object.
 
     Args:
-        include_init: the backend to initialise with from the launcher's environment ("nccl", "gloo"); without a
-            launcher the result is that of a single process. None: takes what is initialised.
-        parent_group: split this group instead of the world; ranks are then places in it.
+        include_init: backend to initialise from the launcher's environment ("nccl", "gloo"); without a launcher, a
+            single process. None uses the existing initialisation.
+        parent_group: group to split instead of the world; ranks are then indices in it.
     Raises:
-        ConfigError: the groups do not come out even; another backend than before; "nccl" without a GPU.
+        ConfigError: groups of unequal size; a backend other than before; "nccl" without a GPU.
     """
     parent = None if parent_group in (None, dist.group.WORLD) else parent_group
     if include_init is not None:
         _initialise(include_init)
     world = parent if parent is not None else dist.group.WORLD if dist.is_initialized() else None
     key = group_count if parent is None else (group_count, parent)
-    # A world that was ended and made again has other groups under the same key.
+    # A world destroyed and created again has other groups under the same key.
     if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not world:
-        _meet(parent)
+        _wait_for_ranks(parent)
         TUTEL_GROUPING_CACHE[key] = _split(group_count, world)
     return TUTEL_GROUPING_CACHE[key]
 
 
-def _meet(parent: ProcessGroup | None) -> None:
-    """Waits for the ranks that make groups together."""
+def _wait_for_ranks(parent: ProcessGroup | None) -> None:
     members = as_group(parent)
     if members.size > 1:
-        # The store's keys tell who is here; PyTorch's `new_group` waits without a name.
+        # `new_group` would wait without naming a missing rank; keys in the store show which ranks are present.
         timeout_s, cure = TUTEL_GLOBAL_TIMEOUT_SEC, "set TUTEL_GLOBAL_TIMEOUT_SEC to more seconds"
-        members.board.meet(members.ranks, None, timeout_s, operation="making groups", cure=cure)
+        members.board.all_gather_json(members.ranks, None, timeout_s, operation="making groups", cure=cure)
 
 
 def _initialise(backend: str) -> None:
@@ -158,13 +159,13 @@ def _initialise(backend: str) -> None:
         raise ConfigError("backend='nccl' needs a CUDA GPU; give backend='gloo' to run on CPUs")
     if not dist.is_initialized():
         TUTEL_GROUPING_CACHE.clear()
-    # Under Tutel's own key, which clients read.
+    # Tutel's key, which client scripts read.
     known = TUTEL_GROUPING_CACHE.setdefault("", backend)
     if known != backend:
-        raise ConfigError(f"initialised with {known} before, now asked for {backend}: one backend a job")
+        raise ConfigError(f"already initialised with {known}, requested {backend}: a job has one backend")
     if dist.is_initialized():
         return
-    # Open MPI's launcher, which sets neither RANK nor MASTER_PORT.
+    # Open MPI's launcher sets neither RANK nor MASTER_PORT.
     if "LOCAL_RANK" not in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ:
         size = integer("OMPI_COMM_WORLD_SIZE", 1, 1)
         places = {"rank": integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
@@ -217,14 +218,14 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
 
 
 def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> ProcessGroup | None:
-    """Makes the group of one line of a grid of places in the world."""
+    """Create the groups of a grid of ranks, one per row, and return this rank's group."""
     if world is None or len(grid) == 1:
         return world
     timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
     of_place = dist.get_process_group_ranks(world)
     lines = [[of_place[place] for place in line] for line in grid]
     if world is dist.group.WORLD:
-        # `new_group` over the world is collective over all ranks, so every rank makes every line.
+        # `new_group` is collective over the world: every rank creates every group.
         return [dist.new_group(ranks=line, timeout=timeout) for line in lines][own]
     return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
 
@@ -233,31 +234,30 @@ def _local(what: str, default: int, least: int) -> int:
     return integer(f"LOCAL_{what}", integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
-def _part_of(length: int, group: Group) -> int:
-    """Returns the length of each rank's part of a dimension."""
+def _part_length(length: int, group: Group) -> int:
     if length % group.size:
         raise ConfigError(f"a dimension of {length} has no equal parts for the {group.size} ranks of the {group}")
     return length // group.size
 
 
 def _swap_parts(group: Group, rows: Tensor) -> Tensor:
-    """Sends part i of [W·n, …] to rank i, and returns the received parts in rank order. Its own adjoint."""
-    counts = [_part_of(len(rows), group)] * group.size
+    """All-to-all of equal parts of [W·n, …] along dimension 0. Its own adjoint."""
+    counts = [_part_length(len(rows), group)] * group.size
     return collectives.all_to_all_rows(group, rows, counts, counts)
 
 
 def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
-    """Does `_swap_parts` by the two-level algorithm, with nodes of LOCAL_SIZE ranks."""
+    """`_swap_parts` with the two-level algorithm, for nodes of LOCAL_SIZE ranks."""
     algorithm = make_all_to_all("2dh", topology_of(handle))
     assert isinstance(algorithm, TwoLevel)
-    traffic = algorithm.even(_part_of(len(rows), algorithm.group))
-    collectives.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
+    traffic = algorithm.uniform_traffic(_part_length(len(rows), algorithm.group))
+    collectives.compare_calls(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
 def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]:
-    """Starts `_swap_parts` on contiguous rows, and returns the result and a function that waits for it."""
-    _part_of(len(rows), group)
+    """Start `_swap_parts` on contiguous rows; return the result and a function that waits for it."""
+    _part_length(len(rows), group)
     out = torch.empty_like(rows)
     _begin(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
@@ -265,22 +265,19 @@ def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]
 
 
 def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
-    collectives.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
+    collectives.compare_calls(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
 def _gather_parts(group: Group, rows: Tensor) -> Tensor:
-    """Gathers [n, …] of each rank to [W·n, …]."""
     return collectives.all_gather_rows(group, rows, [len(rows)] * group.size)
 
 
 def _sum_and_split(group: Group, rows: Tensor) -> Tensor:
-    """Sums [W·n, …] of each rank, in rank order, and returns this rank's [n, …]."""
-    return collectives.reduce_scatter_rows(group, rows, [_part_of(len(rows), group)] * group.size)
+    return collectives.reduce_scatter_rows(group, rows, [_part_length(len(rows), group)] * group.size)
 
 
 def _own_part(group: Group, rows: Tensor) -> Tensor:
-    """Returns this rank's [n, …] of [W·n, …], a view."""
-    count = _part_of(len(rows), group)
+    count = _part_length(len(rows), group)
     return rows[group.index * count : (group.index + 1) * count]
 
 
@@ -290,19 +287,16 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 
 
 def skips_all_to_all() -> bool:
-    """Returns whether SKIP_A2A is set, for timing: rows then stay where they are, and results are wrong."""
+    """Return whether SKIP_A2A is set: for timing, rows are not sent, and results are wrong."""
     return integer("SKIP_A2A", 0) > 0
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Waits until all ranks of the group are here; ends with an error that names who is not in time, or failed."""
+    """Wait for all ranks of the group. On timeout or failure, raise an error that names the rank."""
     members = as_group(group)
-    # An all-reduce of one number: its wait is bounded and names who did not come. `tolist` waits for the GPU.
+    # An all-reduce has a bounded wait and names missing ranks. `tolist` waits for the GPU.
     arrived = torch.zeros(1, device=collectives.device_of(members))
     collectives.all_reduce(members, arrived, operation="barrier").tolist()
-
-
-# Without gradients.
 
 
 def simple_all_reduce(
@@ -311,7 +305,7 @@ def simple_all_reduce(
     if get_world_size(group) == 1:
         return input
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
-    # Sums, maxima and minima go by the library's own all-reduce; other operations are bounded here.
+    # Other operations get a timeout here.
     if op in _OPS:
         return collectives.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
@@ -321,7 +315,7 @@ def simple_all_reduce(
 
 
 def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, background: bool = False) -> Any:
-    """Swaps equal parts along dimension 0; with `background` returns (result, a function that waits for it)."""
+    """All-to-all of equal parts along dimension 0; with `background` return (result, wait function)."""
     rows = input.detach().contiguous()
     if get_world_size(group) == 1 or skips_all_to_all():
         return (rows, lambda *_: None) if background else rows
@@ -337,19 +331,19 @@ def simple_reduce_scatter(input: Tensor, group: ProcessGroup | None = None, op: 
     members = as_group(group)
     if op == _SUM:
         return _sum_and_split(members, input.detach())
-    # Not every backend has a reduce-scatter for every operation. What has no equal parts is not sent.
-    _part_of(len(input), members)
+    # Not every backend supports reduce-scatter for every operation. Unequal parts raise before communication.
+    _part_length(len(input), members)
     return _own_part(members, simple_all_reduce(input, group, op))
 
 
 def simple_all_gather(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Gathers tensors along dimension 0; numbers without a dimension as [W]."""
+    """All-gather along dimension 0; scalars yield [W]."""
     members = as_group(group)
     return input.detach() if members.size == 1 else _gather_parts(members, torch.atleast_1d(input.detach()))
 
 
 def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = None) -> Tensor:
-    """Sends `input` of rank `src` (its number in the job) to all, in place."""
+    """Broadcast `input` from global rank `src`, in place."""
     if get_world_size(group) > 1:
         members = as_group(group)
         _begin(members, "broadcast", input, f" from rank {src}")
@@ -357,11 +351,8 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
     return input
 
 
-# With gradients.
-
-
 def all_to_all_single(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Swaps equal parts along dimension 0."""
+    """All-to-all of equal parts along dimension 0."""
     if skips_all_to_all():
         return input
     return _along(input, 0, group, "all_to_all_single", _swap_parts, _swap_parts)
@@ -375,14 +366,14 @@ def all_to_all(
     background: bool = False,
     use_2dh: bool = False,
 ) -> Any:
-    """Splits `output_dim` over the ranks and joins the received parts along `input_dim`.
+    """Split `output_dim` over the ranks and concatenate the received parts along `input_dim`.
 
-    `background`: start now; returns a function that waits and gives the result. `use_2dh`: in two levels.
+    `background`: start now and return a function that waits and returns the result. `use_2dh`: two-level algorithm.
     """
     members = as_group(group)
     if input_dim == output_dim or members.size == 1:
         return (lambda *_: input) if background else input
-    _part_of(input.shape[output_dim], members)
+    _part_length(input.shape[output_dim], members)
     parts = input.unflatten(output_dim, (members.size, -1)).movedim(output_dim, 0).contiguous()
 
     def joined(received: Tensor) -> Tensor:
@@ -390,7 +381,7 @@ def all_to_all(
 
     if skips_all_to_all():
         return (lambda *_: joined(parts)) if background else joined(parts)
-    move: Move = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
+    move: LinearMap = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
     if not background:
         return joined(linear(parts, move, move, "all_to_all"))
     if use_2dh:
@@ -399,7 +390,7 @@ def all_to_all(
     begun = [out]
 
     def there(rows: Tensor) -> Tensor:
-        # Begun once: the second derivative sends the same way once more.
+        # Started once: a second derivative communicates again.
         if not begun:
             return move(rows)
         finish()
@@ -421,7 +412,6 @@ def spatial_split(input: Tensor, dim: int, group: ProcessGroup | None = None) ->
 
 
 def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, there: _OfGroup, back: _OfGroup) -> Tensor:
-    """Applies a move of rows along a dimension; its gradient is `back`."""
     members = as_group(group)
     if members.size == 1:
         return input
@@ -434,7 +424,7 @@ def _own_copy(members: Group, rows: Tensor) -> Tensor:
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """Joins the tensor whose flat parts the ranks hold; `full_shape` cuts padding off, by default dimension 0 grows."""
+    """Join a tensor from its flat parts; `full_shape` removes padding. By default dimension 0 is concatenated."""
     members = as_group(group)
     shape = list(full_shape) if full_shape else [input.shape[0] * members.size, *input.shape[1:]]
     flat = all_gather(input.reshape(-1), 0, fused=True, group=group)
@@ -444,7 +434,7 @@ def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: P
 def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """Returns `scatter_fn` (such as `simple_split`) of the flat tensor, padded to equal parts, and the shape."""
+    """Return `scatter_fn` (e.g. `simple_split`) of the flat tensor, padded to equal parts, and the original shape."""
     flat = input.reshape(-1)
     return scatter_fn(torch.nn.functional.pad(flat, (0, -len(flat) % size_of(group))), group=group), input.shape
 
@@ -460,17 +450,17 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Swaps flat tensors of equal length, `partition_sizes[i]` elements of each for rank i; returns received sizes too.
+    """All-to-all of flat tensors of equal length, `partition_sizes[i]` elements for rank i; return received sizes, too.
 
     Raises:
-        ConfigError: not a size for each rank, or tensors of another length than their sum. Nothing has been sent then.
+        ConfigError: the number of sizes differs from the number of ranks, or a tensor's length from their sum. Nothing
+            is sent.
     """
     members = as_group(group)
     send = [int(size) for size in partition_sizes]
     if len(send) != members.size:
         raise ConfigError(f"batch_all_to_all_v: {len(send)} sizes for {members.size} ranks; give one for each")
     _require_length("batch_all_to_all_v", datas, sum(send))
-    # The ranks tell each other how many elements come, so that any sizes fit.
     recv_W = _swap_parts(members, torch.tensor(send, device=datas[0].device))
     recv = recv_W.tolist()
     there = partial(collectives.all_to_all_rows, members, send=send, recv=recv)
@@ -479,10 +469,10 @@ def batch_all_to_all_v(
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
-    """Joins flat tensors, of any length on each rank, in rank order; and returns the lengths.
+    """Concatenate flat tensors of any per-rank length in rank order; also return the lengths.
 
     Raises:
-        ConfigError: this rank's tensors differ in length. Nothing has been sent then.
+        ConfigError: this rank's tensors differ in length. Nothing is sent.
     """
     members = as_group(group)
     _require_length("batch_all_gather_v", datas, datas[0].numel())

@@ -1,4 +1,4 @@
-"""Gates and experts of clients' descriptions (dicts, lists of dicts, old names), and the marks of their states."""
+"""Construction of gates and experts from descriptions (dicts, lists of dicts, old names); expert numbers in states."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from fusedmoe.environment import number
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts.networks import RanksOwn, other_experts
+from fusedmoe.experts.networks import PerRankTensor, wrong_experts_error
 from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.dispatcher import Degree
 
 Description = Mapping[str, Any]
-#: In the metadata of a state_dict, whose keys are Tutel's alone: the numbers of its experts.
+#: Key of the expert numbers in a state_dict's metadata; the keys of the state_dict are Tutel's.
 NUMBERS = "fusedmoe_experts"
 
-# More chunks than any batch has use for; each is a task of a plan.
+# Upper bound; each chunk is a task of a plan.
 _MOST_CHUNKS = 4096
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
@@ -28,13 +28,13 @@ _OLD_OPTIONS = {
     "nn.Dropout(p), and for results apply nn.Dropout(p) to what the layer returns",
     "fused_custom_fn": "write such experts as a module and give {'type': 'custom', 'module': …}",
 }
-# Of a layer, what ranks do not compare. Clients seed experts by rank, and make modules for it; experts of this package
-# are compared as modules.
+# Options that may differ between ranks: clients may seed experts per rank. Experts of this package are compared as
+# modules.
 RANK_SPECIFIC = (
     *("seeds", "experts", "group", "_group", "_marks", "_dispatchers", "_require_wrapper"),
     *("l_aux", "dispatch_count", "protected_shape", "megablocks_size"),
 )
-# By folder: its modules, the name of their class, and the word in errors.
+# By folder: its modules, their class name, and the word used in errors.
 _KINDS = {
     "gates": (("top", "cosine_top"), "Gate", "gate"),
     "experts": (("ffn", "llama_ffn"), "ExpertModule", "experts"),
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> Sequence[Description]:
-    """Returns one description for each gate; 'Top1Gate', 'Top2Gate', … are old forms of one."""
+    """Return one description per gate; also accepts the old names 'Top1Gate', 'Top2Gate', …."""
     if isinstance(gate_type, str):
         named = re.fullmatch(r"Top(\d+)Gate", gate_type)
         if named is None:
@@ -53,35 +53,34 @@ def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> S
 
 
 def make_gate(description: Description, model_dim: int, num_global_experts: int) -> nn.Module:
-    """Makes a gate with `top_k`, `gate_noise` and `capacity_factor`."""
-    # A copy: Tutel's constructor pops keys from the caller's dict, which breaks a second layer.
+    """Create a gate with attributes `top_k`, `gate_noise` and `capacity_factor`."""
+    # Tutel's constructor pops keys from the caller's dict, which breaks a second layer.
     options = dict(description)
     kind = options.pop("type", None)
-    gate = _maker("gates", kind, options)(model_dim=model_dim, num_global_experts=num_global_experts, **options)
+    gate = _find_class("gates", kind, options)(model_dim=model_dim, num_global_experts=num_global_experts, **options)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
         gate.capacity_factor = options.get("capacity_factor", number("CAP_FACTOR", 1.0))
     require_within("moe_layer", capacity_factor=gate.capacity_factor)
     if not hasattr(gate, "top_k"):
-        raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
+        raise ConfigError(f"{type(gate).__name__} has no top_k, the number of experts per token: set self.top_k")
     return gate
 
 
-def wanted_experts(description: Description) -> float:
-    """Returns how many experts each rank is to have, or −n or 1/n: n ranks share one."""
+def experts_per_rank(description: Description) -> float:
+    """Return the number of experts per rank, or −n or 1/n if n ranks share one."""
     return next((description[name] for name in _COUNTS if name in description), 1)
 
 
-def experts_in_all(wanted: float, ranks: int) -> int:
-    """Returns E for n experts on each rank, or for −n or 1/n: n ranks share one."""
-    require_within("moe_layer", num_experts_per_device=wanted)
-    if 0 < wanted < 1:
-        # 1/n and −n both mean that n ranks share an expert.
-        wanted = -round(1 / wanted)
-    if not wanted or wanted != int(wanted):
-        raise ConfigError(f"num_experts_per_device = {wanted}; give a count, or −n for n ranks that share an expert")
-    count = int(wanted)
+def count_global_experts(per_rank: float, ranks: int) -> int:
+    """Return E for n experts per rank; −n and 1/n mean that n ranks share one."""
+    require_within("moe_layer", num_experts_per_device=per_rank)
+    if 0 < per_rank < 1:
+        per_rank = -round(1 / per_rank)
+    if not per_rank or per_rank != int(per_rank):
+        raise ConfigError(f"num_experts_per_device = {per_rank}; give a count, or −n for n ranks that share an expert")
+    count = int(per_rank)
     if count > 0:
         return count * ranks
     if ranks % -count:
@@ -89,8 +88,8 @@ def experts_in_all(wanted: float, ranks: int) -> int:
     return ranks // -count
 
 
-def valid_degree(degree: Any) -> Degree:
-    """Checks a2a_ffn_overlap_degree: "auto", or a whole number of Python, NumPy or a tensor, from 1 on."""
+def parse_degree(degree: Any) -> Degree:
+    """Validate a2a_ffn_overlap_degree: "auto", or a Python, NumPy or tensor integer of at least 1."""
     if degree == "auto":
         return "auto"
     if not isinstance(degree, str) and 0 < degree <= _MOST_CHUNKS and degree == int(degree):
@@ -101,38 +100,37 @@ def valid_degree(degree: Any) -> Degree:
 
 
 def make_experts(description: Description, model_dim: int, count: int, shards: int) -> nn.Module:
-    """Makes `count` experts, or one of `shards` parts of an expert."""
+    """Create `count` experts, or one of `shards` parts of an expert."""
     options = {key: value for key, value in description.items() if key not in _COUNTS}
     kind = options.pop("type", None)
     if kind != "custom":
-        # Silently ignored, they would train another model.
+        # Ignoring these would train a different model.
         for old, cure in _OLD_OPTIONS.items():
             if old in options:
-                raise ConfigError(f"experts take no {old!r}, which Tutel has given up: {cure}")
-    module = _maker("experts", kind, options)
+                raise ConfigError(f"experts no longer support {old!r}, removed in Tutel: {cure}")
+    module = _find_class("experts", kind, options)
     options |= {"model_dim": model_dim, "sharded_count": shards}
     try:
         return module(num_experts_per_device=count, **options)
     except TypeError:
         if kind != "custom":
             raise
-        # The argument had this name in older versions of Tutel.
+        # Argument name in older versions of Tutel.
         return module(local_experts=count, **options)
 
 
-def _maker(folder: str, kind: Any, options: dict[str, Any]) -> Any:
-    """Returns the client's own class, or that of the module `KIND` in `fusedmoe/tutel/gates` or `experts`."""
+def _find_class(folder: str, kind: Any, options: dict[str, Any]) -> Any:
     known, name, kinds = _KINDS[folder]
     if kind == "custom":
         if "module" not in options:
-            raise ConfigError(f"custom {kinds} without a 'module'; give the class that makes them")
+            raise ConfigError(f"custom {kinds} without a 'module'; pass the class that constructs them")
         return options.pop("module")
     if kind not in known:
         raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")
     return getattr(importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}"), name)
 
 
-def say_whose(
+def store_expert_numbers(
     numbers: list[Any],
     num_global_experts: int,
     experts: nn.Module,
@@ -140,17 +138,19 @@ def say_whose(
     prefix: str,
     metadata: dict[str, Any],
 ) -> None:
-    """Notes in a state's metadata which experts it is of; a hook of the experts' `state_dict`."""
+    """Store the expert numbers in a state's metadata; a `state_dict` hook of the experts."""
     metadata[NUMBERS] = numbers
     for name in state if numbers != list(range(num_global_experts)) else ():
-        # DTensors say themselves what a rank has.
+        # DTensors describe their own shard.
         if name.startswith(prefix) and type(state[name]) is Tensor:
-            state[name] = state[name].as_subclass(RanksOwn)
+            state[name] = state[name].as_subclass(PerRankTensor)
 
 
-def require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-    """Refuses another rank's experts; a hook of `load_state_dict`."""
-    # A plain dict, and a state of Tutel's own, do not say whose they are.
+def require_same_experts(
+    numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
+) -> None:
+    """Raise if the state contains another rank's experts; a `load_state_dict` hook."""
+    # A plain dict or a state written by Tutel has no expert numbers.
     given = metadata.get(NUMBERS, numbers)
     if given != numbers:
-        raise other_experts(prefix, given, numbers, "A state put together by hand loads as dict(state)")
+        raise wrong_experts_error(prefix, given, numbers, "A state put together by hand loads as dict(state)")

@@ -1,4 +1,4 @@
-"""CUDA kernels from source, compiled when first called."""
+"""CUDA kernels from source, compiled on first call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAME = re.compile(rf"__global__\b(?:\s+\w+|\s*{_BOUNDS})*?\s*\bvoid\b(?:\s*{_BO
 
 
 class JitCompiler:
-    """`generate_kernel({'N': 4}, source)` makes a function of tensors and numbers.
+    """Compiler of CUDA source: `generate_kernel({'N': 4}, source)` returns a function of tensors and numbers.
 
-    The source holds one `__global__` function, `@NAME@` where numbers are filled in, and comments that tell its grid:
-    `// [thread_extent] blockIdx.x = 128`.
+    The source contains one `__global__` function, `@NAME@` placeholders, and comments that specify its grid: `//
+    [thread_extent] blockIdx.x = 128`.
     """
 
     @staticmethod
     def create_raw(source: str) -> Callable[..., None]:
-        """Makes the function of a complete source. It is called with tensors, then `extra=[numbers]`."""
+        """Return the function of a source without placeholders; call it with tensors, then `extra=[numbers]`."""
         named = _NAME.search(source)
         if named is None:
             raise ConfigError("the source has no `__global__ void name(…)`")
@@ -47,12 +47,11 @@ class JitCompiler:
 
     @staticmethod
     def generate_kernel(keyword_dict: Mapping[str, Any], template: str) -> Callable[..., None]:
-        """Makes the function of a template with `@NAME@` replaced."""
+        """Replace `@NAME@` in a template by the values of `keyword_dict`, and return the kernel's function."""
         for name, value in keyword_dict.items():
             template = template.replace(f"@{name}@", str(value))
         return JitCompiler.create_raw(template)
 
 
 def create_cuda_kernel(source: str, keyword_dict: Mapping[str, Any] | None = None) -> Callable[..., None]:
-    """Makes a function of CUDA source; see `JitCompiler`."""
     return JitCompiler.generate_kernel(keyword_dict or {}, source)

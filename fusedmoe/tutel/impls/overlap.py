@@ -1,4 +1,4 @@
-"""Padded dispatch in chunks, for clients that call it with an expert function of their own; the layer does not."""
+"""Chunked, padded dispatch for clients that call it with their own expert function; the layer does not use it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def a2a_ffn_overlap_forward(
     use_2dh: bool,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Sends [E, C, D] in chunks of C to the experts, through `expert_fn` and back; returns [E, C, D_out]."""
+    """Dispatch [E, C, D] in chunks of C, apply `expert_fn`, and return the combined [E, C, D_out]."""
     if input.shape[1] % a2a_ffn_overlap_degree:
         raise ConfigError(f"{input.shape[1]} places cannot be split into {a2a_ffn_overlap_degree} equal chunks")
     chunks = input.chunk(a2a_ffn_overlap_degree, dim=1)
     if use_2dh:
         received = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
         return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in received], 1)
-    # All chunks are sent at once; a chunk is computed as soon as it is received, while the others travel.
-    arriving = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
-    leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in arriving]
+    # All chunks are sent at once; each is computed on arrival.
+    in_flight = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
+    leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in in_flight]
     return torch.cat([leave() for leave in leaving], 1)

@@ -1,4 +1,4 @@
-"""Running counts of one-hot choices."""
+"""Cumulative counts of one-hot choices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fusedmoe.errors import ConfigError
 
 
 def torch_cumsum_sub_one(mask1: Tensor) -> Tensor:
-    """Returns, down each column, how many ones there are so far, less one."""
+    """Return the cumulative sum down each column, minus one."""
     return mask1.cumsum(0) - 1
 
 
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
-    """Does `torch_cumsum_sub_one` for [T, E]. (FAST_CUMSUM chooses among Tutel's kernels; here there is one way.)"""
+    """`torch_cumsum_sub_one` for [T, E]; Tutel's FAST_CUMSUM variants have a single implementation here."""
     if data.dim() != 2 or dim != 0:
         raise ConfigError(f"fast_cumsum_sub_one takes [T, E] along dimension 0, not {list(data.shape)} along {dim}")
     return torch_cumsum_sub_one(data)

@@ -1,8 +1,8 @@
-"""The three moves of one choice's rows, as functions that write into one of their arguments.
+"""Dispatch, combine and gate gradient for one choice per token. Each function writes into one of its arguments.
 
-Indices, locations and gates have an element for each token, as [T] or [T, 1] (gates also as [T, 2], twice the same);
-tokens and rows may have any leading dimensions. `extra` is [tokens, row length, capacity]; index < 0 and location ≥
-capacity mean no row.
+Indices, locations and gates have one element per token, as [T] or [T, 1] (gates also as [T, 2], duplicated); tokens and
+rows may have any leading dimensions. `extra` contains three integers: number of tokens, row length, capacity. Tokens
+with index < 0 or location ≥ capacity are dropped.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Move = Callable[..., None]
 
 
 def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """Makes `f(gates, indices, locations, tokens, rows, extra)`: rows[place] += gate · token."""
+    """Return `f(gates, indices, locations, tokens, rows, extra)`: rows[slot] += gate · token."""
     return _forward
 
 
 def create_backward_data(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """Makes `f(gates, indices, locations, tokens, rows, extra)`: token = gate · rows[place], zero without a row."""
+    """Return `f(gates, indices, locations, tokens, rows, extra)`: token = gate · rows[slot], zero if dropped."""
     return _backward_data
 
 
 def create_backward_gate(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """Makes `f(dgates, indices, locations, tokens, rows, extra)`: dgate = ⟨token, rows[place]⟩, zero without a row."""
+    """Return `f(dgates, indices, locations, tokens, rows, extra)`: dgate = ⟨token, rows[slot]⟩, zero if dropped."""
     return _backward_gate
 
 
@@ -61,5 +61,5 @@ def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[T
 
 
 def _column(gates: Tensor) -> Tensor:
-    # A view: writes to it are writes to `gates`.
+    # A view: writes modify `gates`.
     return gates[:, None] if gates.dim() == 1 else gates[:, :1]

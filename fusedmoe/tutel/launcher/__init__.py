@@ -1,1 +1,1 @@
-"""Tutel's launchers: ranks from Open MPI's or torchrun's environment."""
+"""Tutel's launchers, for the environment of Open MPI or torchrun."""

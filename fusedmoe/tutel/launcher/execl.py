@@ -1,4 +1,4 @@
-"""Runs one rank's program, bound to its NUMA node: `python -m fusedmoe.tutel.launcher.execl [-m] program …`."""
+"""Run one rank's program, bound to its NUMA node: `python -m fusedmoe.tutel.launcher.execl [-m] program …`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fusedmoe.tutel.system import init_affinity_at_program_beginning
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """Returns the command of a program, where it is one of Python's with this package as `tutel`."""
+    """Return the command line to execute.
+
+    A Python script or `-m module` runs under `fusedmoe.tutel`, which makes `import tutel` import this package.
+    """
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("name a program: a script, `-m module`, or an executable")
     if arguments[0] == "-m" or arguments[0].endswith(".py"):
@@ -24,8 +27,8 @@ def command(arguments: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     try:
         started = command(sys.argv[1:])
-        # Threads of one rank are bound to no node where they are to be many.
-        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a number for each nested level
+        # Ranks with many threads are not bound to a node.
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # one number per nesting level
         if integer("OMP_NUM_THREADS", 1, given={"OMP_NUM_THREADS": threads}) <= 1:
             init_affinity_at_program_beginning()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Starts LOCAL_SIZE ranks on this host, one host for each of Open MPI's processes.
+"""Start LOCAL_SIZE ranks on this host; Open MPI starts one such process per host.
 
 mpirun … -x MASTER_ADDR -x LOCAL_SIZE=8 python -m fusedmoe.tutel.launcher.run -m package.script …
 """
@@ -14,7 +14,7 @@ from fusedmoe.errors import ConfigError
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Returns the torchrun command that starts this host's ranks."""
+    """Return the torchrun command for this host's ranks."""
     hosts = integer("OMPI_COMM_WORLD_SIZE", 1, 1, given=environment)
     own = integer("OMPI_COMM_WORLD_RANK", 0, 0, hosts - 1, given=environment)
     if hosts > 1 and "MASTER_ADDR" not in environment:

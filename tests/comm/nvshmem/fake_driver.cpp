@@ -1,4 +1,4 @@
-// Stands for libcuda.so.1, with one GPU, as far as the library and its binding ask it.
+// Replaces libcuda.so.1, with one GPU, for the calls of the library and its binding.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Stands for libnvshmem_host.so.3 where there is no GPU: symmetric memory is that of files which the processes map,
-// streams run at once. What is asked of the job is written to $FAKE_NVSHMEM/log.PID.
+// Replaces libnvshmem_host.so.3 on machines without a GPU: symmetric memory is in files mapped by the processes, and
+// stream operations run immediately. Calls are logged to $FAKE_NVSHMEM/log.PID.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -96,7 +96,7 @@ void *nvshmem_malloc(size_t bytes) {
     const std::string name = job + ".memory" + std::to_string(allocations++) + ".";
     std::vector<char *> copies(ranks);
     copies[rank] = map(name + std::to_string(rank), bytes, true);
-    // Not cleared, as NVSHMEM's is not.
+    // Uninitialized, like NVSHMEM's memory.
     std::memset(copies[rank], 0xEE, bytes);
     for (int pe = 0; pe < ranks; ++pe)
         if (pe != rank) copies[pe] = map(name + std::to_string(pe), bytes, false);

@@ -1,8 +1,8 @@
-"""A rank of a job over a made-up NVSHMEM, in the memory of this machine; started by test_library.py.
+"""A rank of a job over a fake NVSHMEM in host memory; started by test_library.py.
 
     python -m tests.comm.nvshmem.ranks SCENARIO RANK FOLDER LIBRARY
 
-FOLDER has libcuda.so.1 and libnvshmem_host.so.3, which stand for the real ones. Prints "passed" in the end.
+FOLDER has libcuda.so.1 and libnvshmem_host.so.3, which replace the real libraries. Prints "passed" at the end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WITH_FUNCTIONS, WITHOUT, REFUSED = 11, 12, 13
 
 
 def stand_in(folder: Path, library: Path) -> None:
-    """The made-up libraries and a CPU for a GPU."""
+    """Load the fake libraries, and use a CPU as the GPU."""
     for name in ("libcuda.so.1", "libnvshmem_host.so.3"):
         ctypes.CDLL(str(folder / name))
     nvshmem.LIBRARY = library
     nvshmem.make_current = lambda device: None
-    nvshmem.record = lambda device: lambda: True
+    nvshmem.record_event = lambda device: lambda: True
     nvshmem.tensor_at = at
     torch.version.cuda, torch.cuda.is_available = "13.0", lambda: True
 
@@ -50,7 +50,7 @@ def log(*without: str) -> list[str]:
 
 
 def exchange(heap: NvshmemHeap, group: Group, size: int = 1000) -> None:
-    """Each rank gives each its own bytes, with a signal behind them, by the library's functions on a stream."""
+    """Each rank puts distinct bytes to each rank, followed by a signal, by the library's functions on a stream."""
     call = nvshmem.load().call
     memory = heap.allocate((8 * group.size + size * group.size,), torch.uint8)
     assert memory.own.numel() == 8 * group.size + size * group.size and not memory.own.any()
@@ -74,7 +74,7 @@ def exchange(heap: NvshmemHeap, group: Group, size: int = 1000) -> None:
 
 
 def shared(group: Group) -> None:
-    """Several open it, one job; the last one ends it, and another begins."""
+    """Several heaps share one job; closing the last heap ends it, and a new job starts."""
     first = NvshmemHeap(group, CPU)
     exchange(first, group)
     nvshmem.register_module(WITH_FUNCTIONS)
@@ -101,7 +101,7 @@ def shared(group: Group) -> None:
 
 
 def adopted(group: Group) -> None:
-    """Other code has begun a job, and goes on with it afterwards."""
+    """Other code has started a job and continues to use it afterwards."""
     host = ctypes.CDLL("libnvshmem_host.so.3")
     made = ctypes.create_string_buffer(b"theirs", 128)
     host.nvshmemx_set_attr_uniqueid_args(group.index, group.size, made, None)
@@ -119,7 +119,7 @@ def adopted(group: Group) -> None:
 
 
 def heap(group: Group) -> None:
-    """A heap over it, windows in the heap, and a heap after one that an error has ended."""
+    """A heap over the library, windows in the heap, and a new heap after one ended by an error."""
     far = "FAKE_OTHER_NODE" in os.environ
     with NvshmemHeap(group, CPU) as opened:
         assert (opened.network is not None) == far
@@ -129,7 +129,7 @@ def heap(group: Group) -> None:
         buffers = ReceiveBuffers(opened, BufferSizes(8, 2, 4, 16, torch.float32))
         assert (buffers.tokens.staging is not None) == far
         if opened.network is not None:
-            assert opened.network.pe_W.tolist() == [0, 1] and opened.network.spare.tolist() == [0]
+            assert opened.network.pe_W.tolist() == [0, 1] and opened.network.dummy_signal.tolist() == [0]
             assert Path(opened.network.libraries["libnvshmem_device"]).exists()
             peer_R, place_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
             sent = define_addresses(peer_R, place_R, buffers.returned, 0, 0)
@@ -142,7 +142,7 @@ def heap(group: Group) -> None:
         with NvshmemHeap(group, CPU) as opened:
             raise ZeroDivisionError
     except ZeroDivisionError:
-        assert opened.abandoned and log()[-1] == "malloc"
+        assert opened.is_abandoned and log()[-1] == "malloc"
     with NvshmemHeap(group, CPU) as opened:
         opened.allocate((3,), torch.uint8)
 
@@ -157,7 +157,7 @@ def no_room(group: Group) -> None:
 
 
 def init_fails(group: Group) -> None:
-    """On rank 1; rank 0 waits for it meanwhile, and is told."""
+    """Initialization fails on rank 1; rank 0, which waits for it, gets the error."""
     try:
         NvshmemHeap(group, CPU)
         raise AssertionError("rank 1 does not start")
@@ -166,7 +166,7 @@ def init_fails(group: Group) -> None:
 
 
 def module_refused(group: Group) -> None:
-    """By a module that was loaded before the job, alone and on rank 1 of two: no job stays open, and another begins."""
+    """A module loaded before the job fails, alone and on rank 1 of two: no job stays open, and a new job starts."""
     nvshmem.register_module(WITH_FUNCTIONS)
     if group.index:
         nvshmem.register_module(REFUSED)
@@ -184,7 +184,7 @@ def module_refused(group: Group) -> None:
 
 
 def one_without(group: Group) -> None:
-    """Rank 1 has no GPU: all say so."""
+    """Rank 1 has no GPU: all ranks report it."""
     if group.index:
         os.environ["FAKE_CUINIT"] = "100"
     try:
@@ -203,7 +203,7 @@ def main() -> None:
     globals()[scenario](Topology.from_sizes(ep=2, timeout_s=20).ep)
     dist.barrier()
     print("passed", flush=True)
-    os._exit(0)  # threads that wait for ranks which do not come are left behind
+    os._exit(0)  # threads that wait for missing ranks are left behind
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The C library, built without a GPU: what it exports and says, and jobs over a made-up NVSHMEM (fake_host.cpp)."""
+"""The C library, built without a GPU: exports and errors, and jobs over a fake NVSHMEM (fake_host.cpp)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, why_not
+from fusedmoe.comm.one_sided.nvshmem import FUNCTIONS, PREFIX, unavailable_reason
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -19,7 +19,7 @@ ROOT = HERE.parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def python(site: Path, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+def start_python(site: Path, *arguments: object, **variables: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(
@@ -27,7 +27,7 @@ def python(site: Path, *arguments: object, **variables: str) -> subprocess.Popen
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def output_of(process: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = process.communicate(timeout=120)
     return process.returncode, out
 
@@ -38,7 +38,7 @@ def library(nvshmem_site: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool} to build with")
     into = tmp_path_factory.mktemp("library")
-    code, out = ended(python(nvshmem_site, "csrc/nvshmem/build.py", "--into", into))
+    code, out = output_of(start_python(nvshmem_site, "csrc/nvshmem/build.py", "--into", into))
     if "there is no nvcc" in out:
         pytest.skip("there is no CUDA toolkit, whose headers are needed")
     assert code == 0, out
@@ -48,7 +48,7 @@ def library(nvshmem_site: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libcuda.so.1 and libnvshmem_host.so.3 for a machine without a GPU."""
+    """Build libcuda.so.1 and libnvshmem_host.so.3 for a machine without a GPU."""
     folder = tmp_path_factory.mktemp("stand-ins")
     symbols = folder / "symbols"
     symbols.write_text("NVSHMEM { global: *; };\n")
@@ -58,7 +58,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_exports_what_the_binding_expects_and_nothing_else(library: Path) -> None:
+def test_library_exports_exactly_functions_of_binding(library: Path) -> None:
     said = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     exported = {name for kind, name in re.findall(r" ([A-Z]) (\w+)", said) if kind == "T"}
     assert exported == {PREFIX + name for name in FUNCTIONS}
@@ -70,8 +70,8 @@ from pathlib import Path
 from fusedmoe.comm.one_sided import nvshmem
 
 nvshmem.LIBRARY = Path({library!r})
-nvshmem.no_gpu = lambda: ""  # the binding would not even load it
-print(nvshmem.why_not())
+nvshmem.no_gpu_reason = lambda: ""  # the binding would not even load it
+print(nvshmem.unavailable_reason())
 library = nvshmem.load()
 print(library.versions()[0], library.state())
 word, place = ctypes.c_int(), ctypes.c_void_p()
@@ -86,16 +86,16 @@ for name, arguments in calls.items():
     try:
         library.call(name, *arguments)
         print(name, "worked")
-    except nvshmem._Failed as error:
+    except nvshmem._LibraryError as error:
         print(name, "said", error)
 print("alive")
 """
 
 
-@pytest.mark.skipif(not why_not(), reason="NVSHMEM works here")
-def test_without_a_gpu_every_function_says_why(library: Path, nvshmem_site: Path) -> None:
-    """None ends the process, as NVSHMEM itself does."""
-    code, out = ended(python(nvshmem_site, "-c", NO_GPU.format(library=str(library))))
+@pytest.mark.skipif(not unavailable_reason(), reason="NVSHMEM works here")
+def test_every_function_returns_error_without_gpu(library: Path, nvshmem_site: Path) -> None:
+    """No function ends the process, unlike NVSHMEM itself."""
+    code, out = output_of(start_python(nvshmem_site, "-c", NO_GPU.format(library=str(library))))
     assert code == 0 and out.splitlines()[-1] == "alive", out
     first, second, *calls, _ = out.splitlines()
     assert "driver" in first or "GPU" in first
@@ -119,33 +119,35 @@ def test_without_a_gpu_every_function_says_why(library: Path, nvshmem_site: Path
         ("one_without", {}),
     ],
 )
-def test_two_ranks(
+def test_two_rank_scenarios_over_fake_nvshmem(
     scenario: str, variables: dict[str, str], library: Path, stand_ins: Path, nvshmem_site: Path, tmp_path: Path
 ) -> None:
     module = ("-m", "tests.comm.nvshmem.ranks", scenario)
     variables = {**variables, "FAKE_NVSHMEM": str(tmp_path)}
-    ranks = [python(nvshmem_site, *module, rank, stand_ins, library, **variables) for rank in range(2)]
+    ranks = [start_python(nvshmem_site, *module, rank, stand_ins, library, **variables) for rank in range(2)]
     try:
         for rank in ranks:
-            code, out = ended(rank)
+            code, out = output_of(rank)
             assert code == 0 and out.splitlines()[-1] == "passed", out
     finally:
         for rank in ranks:
             rank.kill()
 
 
-def test_a_thread_without_a_context_is_told(library: Path, stand_ins: Path, nvshmem_site: Path, tmp_path: Path) -> None:
+def test_thread_without_cuda_context_is_reported(
+    library: Path, stand_ins: Path, nvshmem_site: Path, tmp_path: Path
+) -> None:
     lines = (
         "from pathlib import Path",
         "from fusedmoe.comm.one_sided import nvshmem",
         "from tests.comm.nvshmem.ranks import stand_in",
         f"stand_in(Path({str(stand_ins)!r}), Path({str(library)!r}))",
-        "assert nvshmem.why_not() == '', nvshmem.why_not()",
+        "assert nvshmem.unavailable_reason() == '', nvshmem.unavailable_reason()",
         "job = nvshmem.load().unique_id()",
         "nvshmem.load().call('init', job, 128, 0, 1)",
     )
     variables = {"FAKE_NVSHMEM": str(tmp_path), "FAKE_NO_CONTEXT": "1"}
-    code, out = ended(python(nvshmem_site, "-c", "\n".join(lines), **variables))
+    code, out = output_of(start_python(nvshmem_site, "-c", "\n".join(lines), **variables))
     assert code == 1 and out.splitlines()[-1].endswith("this thread has no CUDA context: choose its GPU first"), out
 
 
@@ -153,8 +155,8 @@ def test_a_thread_without_a_context_is_told(library: Path, stand_ins: Path, nvsh
     ("missing", "says"),
     [("cmake", "missing: cmake 3.21 or newer"), ("package", "missing: NVSHMEM's package: pip install")],
 )
-def test_what_a_build_lacks_is_said(missing: str, says: str, nvshmem_site: Path, tmp_path: Path) -> None:
-    # Tools as they are, but the one; a package that cannot be found.
+def test_build_names_missing_requirement(missing: str, says: str, nvshmem_site: Path, tmp_path: Path) -> None:
+    # All tools but one present; a package that cannot be found.
     path = tmp_path / "bin"
     path.mkdir()
     for name in ("c++", "nvcc"):
@@ -169,5 +171,5 @@ def test_what_a_build_lacks_is_said(missing: str, says: str, nvshmem_site: Path,
     ]
     if shutil.which("nvcc") is None:
         pytest.skip("there is no CUDA toolkit")
-    code, out = ended(python(nvshmem_site, "-c", "\n".join(lines), PATH=str(path)))
+    code, out = output_of(start_python(nvshmem_site, "-c", "\n".join(lines), PATH=str(path)))
     assert code == 1 and says in out, out

@@ -1,8 +1,8 @@
-"""Every kernel as it is compiled ahead of time: in all configurations that its launcher can choose.
+"""Every kernel as compiled ahead of time: in all configurations that its launcher can choose.
 
-Each module here has a function `aot_cases() -> list[AotCase]`. The check (tests/kernels/aot.py) finds these functions
-by itself, compiles each case for each target without a GPU, and refuses spills and missing instructions. What it found
-is kept in bench/aot.json; a test fails where a case is not there.
+Each module here has a function `aot_cases() -> list[AotCase]`. The check (tests/kernels/aot.py) discovers these
+functions, compiles each case for each target without a GPU, and rejects spills and missing instructions. The results
+are kept in bench/aot.json; a test fails if a case is missing there.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class AotCase:
     Attributes:
         name: unique among all; starts with the operation, e.g. "gather_sum bf16 K=8 BLOCK=1024".
         kernel: the `triton.jit` function.
-        arguments: every parameter by name. A constexpr parameter: its value. A pointer: the dtype (taken as aligned to
-            16 bytes, as tensors are). A number: an example, specialised as a launch would (1, and multiples of 16), or
-            its type as text ("i32") for one of no special value. Anything else as Triton's signature text, e.g.
-            "tensordesc<bf16[128,64]>". None: the argument is not given.
+        arguments: every parameter by name. A constexpr parameter: its value. A pointer: the dtype (assumed aligned to
+            16 bytes, as tensors are). A number: an example, specialised as in a launch (1, and multiples of 16), or
+            its type as text ("i32") for a number without special value. Anything else as Triton's signature text, e.g.
+            "tensordesc<bf16[128,64]>". None: the argument is absent.
         options: num_warps, num_stages, maxnreg, …
         targets: of `TARGETS`.
-        expect: for a target, instructions that the machine code must have, e.g. {90: ("HGMMA", "UTMALDG")}.
+        expect: for a target, instructions that the machine code must contain, e.g. {90: ("HGMMA", "UTMALDG")}.
         quick: belongs to the small selection that every test run compiles.
-        rare: is left out of the slow tests and of the record, which would take hours; compiled where asked for by name.
-        libraries: gives the libraries of device functions that it is linked with, as a launch's `extern_libs`; raises a
-            ConfigError where they are not installed, and then the case is left out.
+        rare: excluded from the slow tests and from the record, where it would add hours; compiled on request by name.
+        libraries: returns the libraries of device functions to link, as a launch's `extern_libs`; raises a
+            ConfigError if they are not installed, and the case is then skipped.
     """
 
     name: str
@@ -60,7 +60,7 @@ class AotCase:
     libraries: Callable[[], Mapping[str, str]] = dict
 
     def specialise(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-        """What `triton.compiler.ASTSource` takes: signature, constexprs and attributes."""
+        """Return the arguments of `triton.compiler.ASTSource`: signature, constexprs and attributes."""
         signature: dict[str, str] = {}
         constexprs: dict[str, Any] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from bench.aot.standin import TARGETS, table_of
-from fusedmoe.kernels.gate import MOST_CHOSEN, SCORES, GateRule
+from fusedmoe.kernels.gate import MAX_TOP_K, SCORES, GateRule
 from fusedmoe.kernels.triton.gate import router
 from fusedmoe.kernels.triton.gate.choose import (
     choose_kernel,
@@ -18,7 +18,7 @@ from fusedmoe.kernels.triton.gate.choose import (
     launch_options,
     rowwise_tile,
 )
-from fusedmoe.kernels.triton.gate.router import Tile, product_tile, taken_apart
+from fusedmoe.kernels.triton.gate.router import Tile, operand_to_split, product_tile
 from tests.kernels.cases import AotCase
 
 
@@ -29,7 +29,7 @@ def aot_cases() -> list[AotCase]:
 def _of_choices() -> list[AotCase]:
     """Tiles with the costliest rules and every dtype; every combination of a rule's parts, and every K, in one tile.
 
-    Experts that are no multiple of 16 take up to twice the registers: every width of a tile comes with such, too.
+    Expert counts that are no multiple of 16 take up to twice the registers, so every tile width also has such a case.
     """
     half, single = torch.bfloat16, torch.float32
     full: dict[str, Any] = {"statistics": True, "logsumexp": True}
@@ -42,7 +42,7 @@ def _of_choices() -> list[AotCase]:
         (GateRule(10, "none", **full), False),
         (GateRule(2, "sigmoid", normalize=False), False),
     ]
-    # Rule, whether there is a bias, experts, dtypes of the product (None where logits are given).
+    # Rule, whether there is a bias, experts, dtypes of the product (None if logits are passed).
     choices: dict[tuple[GateRule, bool, int, tuple[torch.dtype, torch.dtype] | None], None]
     choices = dict.fromkeys(
         (rule, bias, experts, dtypes)
@@ -58,7 +58,7 @@ def _of_choices() -> list[AotCase]:
         (GateRule(8, score, normalize, statistics=statistics, logsumexp=logsumexp), bias)
         for score, normalize, statistics, logsumexp, bias in product(SCORES, flags, flags, flags, flags)
     ]
-    every_rule += [(GateRule(k, **full), False) for k in range(1, MOST_CHOSEN + 1)]
+    every_rule += [(GateRule(k, **full), False) for k in range(1, MAX_TOP_K + 1)]
     choices |= dict.fromkeys((rule, bias, 128, None) for rule, bias in every_rule)
 
     def is_rare(rule: GateRule, experts: int) -> bool:
@@ -89,7 +89,7 @@ def _choose_cases(
     title = f"gate{' choose' * (x is None)} {_title(rule, bias)} E={experts}"
     if x is not None:
         title += f" {str(x)[6:]} {str(w)[6:]}"
-    apart = "" if x is None or w is None else taken_apart(x, w)
+    apart = "" if x is None or w is None else operand_to_split(x, w)
     targets: dict[Tile, list[int]] = {}
     for target in TARGETS:
         at = table_of(target)
@@ -119,7 +119,7 @@ def _choose_cases(
             "STATISTICS": rule.statistics,
             "PRODUCT": dtypes is not None,
             "EVEN": M % tile.depth == 0,
-            "TAKEN_APART": apart,
+            "SPLIT": apart,
             "INTERPRET": False,
             "BK": tile.depth,
             **launch_options(rule, tile),
@@ -179,7 +179,7 @@ def _of_products() -> list[AotCase]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     pairs = ((bf16, bf16), (bf16, fp32), (fp16, fp16), (fp16, fp32), (fp32, fp32))
     sizes = ((100, 7), (4096, 512), (100, 512), (4096, 7), (4112, 1))
-    # By tokens: few, many, and between.
+    # By token count: small, large, and intermediate.
     kinds = [(op, x, w, M, E, 32768) for op in _KERNELS for x, w in pairs for M, E in sizes]
     kinds += [("logits", bf16, bf16, 4096, E, S) for E in (128, 512) for S in (4096, 262144)]
     kinds += [("logits", bf16, bf16, 4096, 128, 32768)]
@@ -191,7 +191,7 @@ def _of_products() -> list[AotCase]:
 
 def _product_cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: int, S: int) -> list[AotCase]:
     single = torch.float32
-    apart = taken_apart(*{"logits": (x, w), "dx": (single, w), "dw": (single, x)}[operation])
+    apart = operand_to_split(*{"logits": (x, w), "dx": (single, w), "dw": (single, x)}[operation])
     summed = apart == "a" and operation != "logits"
     dlogits, kind, apart = (torch.bfloat16, "summed", "") if summed else (single, apart, apart)
     targets: dict[tuple[Tile, bool], list[int]] = {}

@@ -1,6 +1,6 @@
-"""The Gluon kernels, in every configuration that may be tried of every call that has one.
+"""The Gluon kernels, in every configuration that may be timed of every call that has a Gluon form.
 
-Of calls of the uncommon kind the first configuration is compiled, the others where they are asked for by name.
+For uncommon calls only the first configuration is compiled; the rest are compiled on request by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _case(variant: Variant, config: HopperConfig, first: bool, widens: bool) -> 
         arguments,
         config.options,
         targets=(90,),
-        # Products by groups of warps, bulk copies, and rows that are looked up by copies of threads.
+        # Products by warp groups, bulk copies, and threads' copies of gathered rows.
         expect={90: ("HGMMA", "UTMALDG", *(["LDGSTS"] if variant.gather else []))},
         quick=first and common and variant.dtype == "bfloat16" and not widens,
         rare=not (first or common),

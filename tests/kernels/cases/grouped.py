@@ -1,10 +1,10 @@
-"""The grouped kernels as they are compiled ahead of time: every launch there can be, in all configurations it can have.
+"""The grouped kernels as compiled ahead of time: every possible launch, in all its possible configurations.
 
-What can be launched is enumerated here once more (`variants`); the configurations are those that the choice at run time
-has (`configs.candidates`). A test runs the launchers and finds each launch among these cases.
+`variants` enumerates the possible launches a second time, independently of the launchers; the configurations are those
+of the choice at run time (`configs.candidates`). A test runs the launchers and finds each launch among these cases.
 
-Sizes decide little of the code: whether they are even, and whether they are multiples of 16, or 1. Those that are not
-even come in all these kinds for one variant of each operation and dtype, and odd for the others.
+Sizes hardly affect the code: it depends only on whether they are even, multiples of 16, or 1. Sizes that are not even
+have all these kinds for one variant of each operation and dtype, and are odd for the rest.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fusedmoe.kernels.triton.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.triton.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.triton.grouped.product import product_kernel
 from fusedmoe.kernels.triton.grouped.up import up_kernel
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS
 from tests.kernels.cases import AotCase
 
-# Depth and columns of an expert's matrix: even, and others; the first of these stand for all where kinds do not matter.
+# Depth and columns of an expert's matrix: even, and not even; the first entry represents all if kinds do not matter.
 EVEN = (4096, 1024)
 ODD = ((4101, 1027), (4112, 1040), (4112, 1027), (4101, 1040), (1, 1027), (4101, 1))
-# Sums over an expert's rows, for the gradients of biases, are products with a matrix of one column.
+# Sums over an expert's rows, for bias gradients, are products with a matrix of one column.
 _BIAS_GRADIENTS = ((1, 4096), (1, 1027))
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -44,7 +44,7 @@ _PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 
 
 def variants(bulk_copies: bool) -> Iterator[Variant]:
-    """Everything that the launchers tell apart, on GPUs with or without bulk copies."""
+    """Enumerate every variant that the launchers distinguish, on GPUs with or without bulk copies."""
     for operation, (dtype, precision), even in product(OPERATIONS, _PRECISIONS, (True, False)):
         activations = ACTIVATIONS if operation in _WITH_ACTIVATION else ("",)
         gathers = (True, False) if operation in _WITH_GATHER else (False,)
@@ -54,8 +54,10 @@ def variants(bulk_copies: bool) -> Iterator[Variant]:
 
 
 class _Launch(NamedTuple):
-    """`in_flight`: rows are awaited, or results put; `nvshmem`: from far peers, or to them. `widens`: what is added is
-    of half precision, the sum in float32."""
+    """`in_flight`: rows are awaited, or results put; `nvshmem`: the peers are far.
+
+    `widens`: the addend is in half precision, the sum in float32.
+    """
 
     variant: Variant
     config: Config
@@ -73,7 +75,7 @@ class _Launch(NamedTuple):
         return ACTIVATIONS[self.variant.activation].gated
 
     def box(self, *sizes: int) -> Any:
-        """A descriptor of boxes, or without bulk copies a pointer."""
+        """Descriptor of boxes, or a pointer without bulk copies."""
         text = ", ".join(str(size) for size in sizes)
         return f"tensordesc<{_DTYPES[self.variant.dtype]}[{text}]>" if self.variant.bulk else self.dtype
 
@@ -103,24 +105,24 @@ def _launches(target: int) -> Iterator[_Launch]:
                 yield _Launch(variant, candidate.config, all_sides[0], True)
                 config = candidate.config
                 if variant.operation in ("down", "dinput"):
-                    config = replace(config, registers=MOST_REGISTERS)
+                    config = replace(config, registers=MAX_REGISTERS)
                 yield _Launch(variant, config, all_sides[0], True, True)
 
 
 def _can_be_in_flight(variant: Variant) -> bool:
-    """Rows are read out of a window and awaited, or put: of all these variants of which each stands for some."""
+    """Whether rows are awaited in a window, or results put; some of these variants represent the rest."""
     if variant.operation in ("up", "dhidden"):
         return variant.gather and is_common(variant)
     return variant.operation in ("down", "dinput")
 
 
 def can_widen(variant: Variant) -> bool:
-    """Gradients of matrices in half precision, which are added to those of a first chunk."""
+    """Whether this is a matrix gradient in half precision, added to that of a first chunk."""
     return variant.operation in ("dw1", "dw2") and variant.extra and variant.dtype != "float32"
 
 
 def is_common(variant: Variant) -> bool:
-    """One variant of each operation, dtype and precision; of gradients of matrices two, alone and added to others."""
+    """Select one variant of each operation, dtype and precision; two for matrix gradients: alone, and added."""
     gather, extra = variant.operation in _WITH_GATHER, variant.operation in _WITH_EXTRA
     if variant.operation in ("dw1", "dw2"):
         return variant.gather
@@ -152,7 +154,7 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
 
 
 def _expect(launch: _Launch, target: int) -> tuple[str, ...]:
-    """Instructions of tensor cores, and of copies that pass the registers by."""
+    """Instructions of tensor cores, and of copies that bypass registers."""
     variant = launch.variant
     words = []
     if variant.dtype != "float32":
@@ -240,7 +242,7 @@ def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
 
 
 def totals(variant: Variant, widens: bool) -> dict[str, Any]:
-    """Matrices that are added to, and those of the results."""
+    """Matrices to add to, and result matrices."""
     dtype = getattr(torch, variant.dtype)
     if not variant.extra:
         return {"total_ptr": None, "out_ptr": dtype}
@@ -257,23 +259,24 @@ def _activation(launch: _Launch) -> dict[str, Any]:
 def _waiting(launch: _Launch) -> dict[str, Any]:
     if not launch.in_flight:
         nothing = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr", "limit_ns"))
-        return {**nothing, "AWAITED": 0, "NVSHMEM": False}
+        return {**nothing, "WAIT_ROWS": 0, "NVSHMEM": False}
     words = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr"), torch.int64)
-    return {**words, "limit_ns": "i64", "AWAITED": 128, "NVSHMEM": launch.nvshmem}
+    return {**words, "limit_ns": "i64", "WAIT_ROWS": 128, "NVSHMEM": launch.nvshmem}
 
 
 def _putting(launch: _Launch) -> dict[str, Any]:
-    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch_ptr", "W")
+    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "num_rows_ptr", "signal_ptr", "epoch_ptr", "W")
     far = ("done_ptr", "target_ptr", "pe_ptr")
     if not launch.in_flight:
-        return {**dict.fromkeys((*names, *far)), "PUT": False, "WEIGHTED": False, "NVSHMEM": False}
-    # Of results, not of gradients, weights are applied on the way.
+        return {**dict.fromkeys((*names, *far)), "PUT": False, "WEIGHTED": False, "ALIGNED": False, "NVSHMEM": False}
+    # Weights are applied in the same kernel to results, but not to gradients.
     weighted = launch.variant.operation == "down"
     i32, i64 = torch.int32, torch.int64
     values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, i64, 8)
     more = (i32, i64, i32) if launch.nvshmem else (None,) * 3
     arguments = dict(zip((*names, *far), (*values, *more), strict=True))
-    return {**arguments, "PUT": True, "WEIGHTED": weighted, "NVSHMEM": launch.nvshmem}
+    aligned = launch.sides[1] * launch.dtype.itemsize % 16 == 0
+    return {**arguments, "PUT": True, "WEIGHTED": weighted, "ALIGNED": aligned, "NVSHMEM": launch.nvshmem}
 
 
 def _sides(launch: _Launch, depth: str, columns: str) -> dict[str, int]:

@@ -1,5 +1,7 @@
-"""Kernels that put rows into other ranks' memory, signal, and wait: where no peer is far, and through the network; and
-one that stands for them where something else is timed."""
+"""Kernels that put rows into other ranks' memory, signal, and wait: near peers only, and through the network.
+
+A stand-in kernel serves for timing other operations.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ import torch
 from bench.gpu import returned_rows
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.triton.gather_sum import columns, total_dtype
+from fusedmoe.kernels.triton.gather_sum import accumulation_dtype, columns
 from fusedmoe.kernels.triton.grouped import holder
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS
 from fusedmoe.kernels.triton.one_sided import network, plan, put, receive, remote
 from fusedmoe.kernels.triton.tiles import block_sizes
 from tests.kernels.cases import AotCase
@@ -26,7 +28,7 @@ def aot_cases() -> list[AotCase]:
 def _of_puts() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch_ptr": i64}
+    ends = {"counter_ptr": i32, "num_rows_ptr": i32, "signal_ptr": i64, "epoch_ptr": i64}
     cases = []
 
     def add(
@@ -37,7 +39,7 @@ def _of_puts() -> list[AotCase]:
         options: Callable[[bool], dict[str, int]] = lambda nvshmem: {},
         quick: bool = False,
     ) -> None:
-        """Both ways: where no peer is far, and through the network."""
+        """Add both kinds of cases: near peers only, and through the network."""
         near = {**arguments, **dict.fromkeys(far), "NVSHMEM": False}
         cases.append(AotCase(name, kernel, near, options(False), quick=quick))
         arguments = {**arguments, **far, "NVSHMEM": True}
@@ -49,7 +51,7 @@ def _of_puts() -> list[AotCase]:
     common: dict[str, Any] = {"W": 8, "me": "i32", **stop, "INTERPRET": False}
 
     def sent(dtype: torch.dtype, tile: int, width: int, second: bool = False) -> dict[str, Any]:
-        """Arguments of rows that are sent, but for their staging."""
+        """Arguments of sent rows, except their staging."""
         tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
         more = {"x_ptr": dtype, "source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64}
         found = {**more, **tables, "slot": "i32", "C": 4096, "T": 32, "M": width}
@@ -71,10 +73,10 @@ def _of_puts() -> list[AotCase]:
         (torch.int32, 1024, 2),
     ):
         name = f"{str(dtype)[6:]} {tile}x{width}"
-        far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
+        far = {"staging_ptr": dtype, "pe_ptr": i32, "dummy_ptr": i64}
         quick = name == "bfloat16 128x4096"
         arguments = {**sent(dtype, tile, width), **nothing, **common}
-        options = always_long if put.ragged(width, tile) else put.launch_options
+        options = always_long if put.has_partial_block(width, tile) else put.launch_options
         add(f"put rows {name}", put.put_rows_kernel, arguments, far, options, quick=quick)
         if tile == 128:
             arguments = {**sent(i32, 1024, 2), "C": 65536, "T": 64, **sent(dtype, tile, width, second=True), **common}
@@ -94,18 +96,18 @@ def _of_puts() -> list[AotCase]:
                 f"return rows {str(dtype)[6:]} {width}", returned_rows.return_rows_kernel, back, far, put.launch_options
             )
     credit = {"credits_ptr": i64, "credit_table_ptr": i64, "epoch_ptr": i64, "slot": "i32", "me": "i32"}
-    pointers = {"pe_ptr": i32, "spare_ptr": i64}
+    pointers = {"pe_ptr": i32, "dummy_ptr": i64}
     for count in (1, 2, 3):
         for number, name in enumerate(("second", "third"), 2):
             pointer = i64 if number <= count else None
             credit |= dict.fromkeys((f"{name}_{of}_ptr" for of in ("credits", "table", "epoch")), pointer)
             credit |= {f"{name}_slot": "i32"}
         for told in (None, i64):
-            heard = dict.fromkeys(("told_ptr", "stop_ptr", "record_ptr"), told)
+            heard = dict.fromkeys(("received_ptr", "stop_ptr", "record_ptr"), told)
             name = f"credit {count}" + " told" * (told is not None)
             add(name, put.credit_kernel, {**credit, **heard}, pointers, put.credit_options)
-    faults = {"fault_ptr": i64, "told_ptr": i64, "told_table_ptr": i64, "me": "i32"}
-    add("tell faults", put.tell_faults_kernel, faults, pointers, put.credit_options)
+    faults = {"fault_ptr": i64, "received_ptr": i64, "received_table_ptr": i64, "me": "i32"}
+    add("tell faults", put.send_faults_kernel, faults, pointers, put.credit_options)
     cases += _of_receiving()
     values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
     add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
@@ -113,7 +115,7 @@ def _of_puts() -> list[AotCase]:
 
 
 def _of_receiving() -> list[AotCase]:
-    """With credit in two and three buffers, where the former has numbers of pairs, too; and without."""
+    """With credit in two and three buffers (the former also with pair counts); and without credit."""
     i32, i64, cases = torch.int32, torch.int64, []
     for dtype, width, k in (
         *((torch.bfloat16, 4096, k) for k in (1, 2, 8)),
@@ -123,7 +125,7 @@ def _of_receiving() -> list[AotCase]:
     ):
         block, warps = columns(width)
         summed = {"rows_ptr": dtype, "row_ptr": i64, "y_ptr": dtype, "S": "i32", "M": width, "K": k, "BLOCK": block}
-        summed |= {"TOTAL": total_dtype(dtype), "slot": "i32", "me": "i32", "W": 8}
+        summed |= {"TOTAL": accumulation_dtype(dtype), "slot": "i32", "me": "i32", "W": 8}
         for credited, told in ((0, None), (2, None), (2, i64), (3, None), (3, i64)):
             for valued in (False, True) if credited == 0 else (credited == 2,):
                 given: dict[str, Any] = {"done_ptr": i32 if credited else None}
@@ -133,7 +135,7 @@ def _of_receiving() -> list[AotCase]:
                     pointer = i64 if number <= credited else None
                     given |= dict.fromkeys((f"{of}_{one}_ptr" for one in ("credits", "table", "epoch")), pointer)
                     given |= {f"{of}_slot": "i32"}
-                given |= dict.fromkeys(("told_ptr", "stop_ptr", "record_ptr"), told)
+                given |= dict.fromkeys(("received_ptr", "stop_ptr", "record_ptr"), told)
                 name = f"receive {str(dtype)[6:]} {width} K={k} credit {credited}"
                 name += " told" * (told is not None) + " values" * valued
                 cases.append(AotCase(name, receive.receive_kernel, {**summed, **given}, {"num_warps": warps}))
@@ -149,7 +151,7 @@ def _of_waits() -> list[AotCase]:
     shape = {"C": 65536, "T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, "epoch_ptr": i64, **stop, "behind": "i32", "count": "i32"}
     some["INTERPRET"] = False
-    wide = {"maxnreg": MOST_REGISTERS}
+    wide = {"maxnreg": MAX_REGISTERS}
     kernels: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
         ("wait metadata", remote.wait_metadata_kernel, {**metadata, **shape}, wide),
         ("wait metadata and credits", remote.wait_metadata_kernel, {**metadata, **shape, **credits}, wide),
@@ -169,7 +171,13 @@ def _of_waits() -> list[AotCase]:
 
 def _of_signals() -> list[AotCase]:
     long = torch.int64
-    arguments = {"signals_ptr": long, "place": "i32", "table_ptr": long, "pe_ptr": torch.int32, "spare_ptr": long}
+    arguments = {
+        "signals_ptr": long,
+        "signal_index": "i32",
+        "table_ptr": long,
+        "pe_ptr": torch.int32,
+        "dummy_ptr": long,
+    }
     case = AotCase(
         "signal far nvshmem",
         network.signal_far_kernel,
@@ -194,13 +202,24 @@ def _of_plans() -> list[AotCase]:
         for weight in (torch.float32, None):
             more = {"weight_ptr": weight, **made, "C": "i32", "L": "i32", "TP": blocks, "WEIGHTED": weight is not None}
             title = f"place tokens {name}" + " weighted" * (weight is not None)
-            options = {"maxnreg": MOST_REGISTERS}
+            options = {"maxnreg": MAX_REGISTERS}
             cases.append(AotCase(title, plan.place_tokens_kernel, {**tables, **more, **sizes, **powers}, options))
-            # Of few tokens, which are counted there.
+            # Few tokens, which this kernel counts.
             more |= {"first_ptr": None, "counts_ptr": None, "TP": 1}
             alone = {**tables, **more, **sizes, **powers}
             cases.append(AotCase(f"{title} alone", plan.place_tokens_kernel, alone, options))
         cases += [_of_reading(name, experts, peers, far, most) for far in (False, True) for most in (False, True)]
+        cases += [_of_reading(name, experts, peers, False, most, by_arrival=True) for most in (False, True)]
+        sizes = {"L": "i32", "local": experts, "W": peers, "bound": "i32", "LP": experts, "WP": peers}
+        for tokens in (16, 128):
+            tables = {"metadata_ptr": i32, "position_ptr": i32, "TILE": 128, "TP": tokens, "BLOCK": 512, "OWN": 64}
+            cases.append(
+                AotCase(
+                    f"sort rows {experts} experts {peers} peers {tokens} tiles",
+                    plan.sort_rows_kernel,
+                    {**tables, **sizes},
+                )
+            )
     for dtype in (torch.bfloat16, torch.float32):
         rows = {"x_ptr": dtype, "source_ptr": i64, "peer_ptr": i32, "rows_ptr": dtype, "M": 4096}
         block, warps = columns(4096)
@@ -211,9 +230,9 @@ def _of_plans() -> list[AotCase]:
     return cases
 
 
-def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -> AotCase:
+def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool, by_arrival: bool = False) -> AotCase:
     i32, i64, rows, numbers = torch.int32, torch.int64, torch.bfloat16, torch.float32
-    short = ("metadata_ptr", "offsets_ptr", "peer_ptr", "wanted_ptr", "counter_ptr", "later_counter_ptr")
+    short = ("metadata_ptr", "offsets_ptr", "peer_ptr", "num_rows_ptr", "counter_ptr", "later_counter_ptr")
     read = {**dict.fromkeys(short, i32), "weight_ptr": numbers}
     read |= dict.fromkeys(("count_ptr", "source_ptr", "place_ptr", "pair_ptr"), i64)
     for way, dtype in (("result", rows), ("value", numbers)):
@@ -224,10 +243,12 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool) -
     read |= {"tiles_ptr": i32, "LOWEST": 64, "HEIGHTS": 2, "BT": block_sizes(experts)[1]}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
     read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
-    return AotCase(f"read metadata {name}" + " far" * far + " limited" * limited, plan.read_metadata_kernel, read)
+    read |= {"position_ptr": i32 if by_arrival else None}
+    words = " far" * far + " limited" * limited + " by arrival" * by_arrival
+    return AotCase(f"read metadata {name}{words}", plan.read_metadata_kernel, read)
 
 
 def _held() -> AotCase:
-    arguments = {"flag_ptr": torch.int32, "sink_ptr": torch.int32, "epoch": "i32", "most": "i32"}
+    arguments = {"flag_ptr": torch.int32, "sink_ptr": torch.int32, "epoch": "i32", "max_polls": "i32"}
     arguments["NUMBERS"] = holder.NUMBERS
     return AotCase("hold multiprocessors", holder.hold_kernel, arguments, {"num_warps": holder.WARPS})

@@ -7,8 +7,8 @@ from itertools import product
 import torch
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS
-from fusedmoe.kernels.triton.tiles import block_sizes, tiles_kernel
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS
+from fusedmoe.kernels.triton.tiles import block_sizes, sort_tiles_kernel, tiles_kernel
 from tests.kernels.cases import AotCase
 
 
@@ -51,11 +51,14 @@ def _of_tiles() -> list[AotCase]:
             f"tiles E={experts} BM={block_rows}",
             tiles_kernel,
             {**arguments, **sizes, "BM": block_rows, "BT": block, "EP": padded},
-            {"num_warps": 4, "maxnreg": MOST_REGISTERS},
+            {"num_warps": 4, "maxnreg": MAX_REGISTERS},
             quick=experts == 128,
         )
 
-    return [case(experts, 128) for experts in (1, 7, 128, 256, 512, 2048)] + [case(128, 64), case(128, 32)]
+    tables = {**dict.fromkeys(("tiles_ptr", "ends_ptr", "sorted_ptr"), torch.int32), "source_ptr": torch.int64}
+    sizes = {"n_tiles": "i32", "SIGNALS": "i32", "BM": 128, "ROWS": 128, "BT": 16, "BLOCK": 128}
+    sort = AotCase("sort tiles", sort_tiles_kernel, {**tables, **sizes}, {"num_warps": 4}, quick=True)
+    return [case(experts, 128) for experts in (1, 7, 128, 256, 512, 2048)] + [case(128, 64), case(128, 32), sort]
 
 
 def _of_sums() -> list[AotCase]:
@@ -92,7 +95,7 @@ def _of_sums() -> list[AotCase]:
                     "stride": dim,
                     "K": k,
                     "WEIGHTED": weight is not None,
-                    "TOTAL": gather_sum.total_dtype(dtype),
+                    "TOTAL": gather_sum.accumulation_dtype(dtype),
                     "BLOCK": block,
                 }
                 name = f"gather_sum {str(dtype)[6:]} M={dim} K={k}"

@@ -1,4 +1,7 @@
-"""What a CUDA graph holds, and refuses, without a GPU: operations and launches that are noted once and run again."""
+"""Emulation of CUDA graphs without a GPU: operations and launches are recorded once and rerun.
+
+Operations that a CUDA graph refuses are refused here, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class NoWaitingOperation(TorchDispatchMode):
-    """Refuses operations that on CUDA wait for the device, to learn a value or the shape of their result."""
+    """Reject operations that wait for the device on CUDA, to return a value or the shape of their result."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "repeat_interleave", "equal")
 
@@ -30,7 +33,7 @@ class NoWaitingOperation(TorchDispatchMode):
 
 
 class NoWaitingMethod(TorchFunctionMode):
-    """The same for what reads a CPU tensor without an operation."""
+    """Reject methods that read a CPU tensor without an operation."""
 
     METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu)
 
@@ -43,10 +46,10 @@ class NoWaitingMethod(TorchFunctionMode):
 
 
 class Recording(NoWaitingOperation):
-    """Notes operations and launches inside of `with`, each with the memory that it reads and writes, and its numbers.
+    """Record operations and launches inside `with`, each with its memory and its scalar arguments.
 
-    Collectives and whatever waits are refused. `replay` runs all of it again: in the same memory, with the same
-    numbers, whatever the host has learnt or counted since.
+    Collectives and waiting operations are rejected. `replay` reruns everything in the same memory with the same
+    scalars, even if the host has received or counted new values since.
     """
 
     def __init__(self) -> None:
@@ -87,7 +90,7 @@ class Recording(NoWaitingOperation):
         return made
 
     def _launch(self, kernel: Any, *args: Any, **keywords: Any) -> Any:
-        # An operator's own launches run again with it.
+        # Replaying an operator replays its own launches.
         if not self._inside:
             self._steps.append(partial(self._run, kernel, *args, **keywords))
         with _disable_current_modes():
@@ -101,7 +104,7 @@ class Recording(NoWaitingOperation):
 
 def _again(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
     for old, new in zip(tree_leaves(made), tree_leaves(function(*args, **kwargs)), strict=True):
-        # What is a view, or was written in place, lies where it lay.
+        # Views and tensors written in place keep their memory.
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             assert old.shape == new.shape, f"{function} makes {list(new.shape)} where it made {list(old.shape)}"
             old.copy_(new)
@@ -109,7 +112,7 @@ def _again(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: 
 
 @contextmanager
 def captured(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Captures what is inside, in a CUDA graph where there is a GPU; gives what replays it, to be called afterwards."""
+    """Capture the body, in a CUDA graph on a GPU; yield the function that replays it, for calls after the block."""
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,11 +1,12 @@
-"""Tests of Triton kernels: on the GPU where there is one, in Triton's interpreter elsewhere.
+"""Tests of Triton kernels: on the GPU if present, otherwise in Triton's interpreter.
 
-How to write one: put `test_*.py` into this folder, take the fixture `device` and make tensors there. Import the kernels
-at the top of the file, as anywhere. Nothing else is needed: `pytest -k`, single tests and marks work. Without a GPU
-they run in another process (tests/beside.py); where TRITON_INTERPRET=1 is set by hand (to use a debugger), right here.
+To write a test, put `test_*.py` into this folder, use the fixture `device` and make tensors there. Import the kernels
+at the top of the file, as anywhere. `pytest -k`, single tests and marks work. Without a GPU these tests run in another
+process (tests/beside.py); if TRITON_INTERPRET=1 is set by hand (to use a debugger), in this process.
 
-Mind in such tests: the interpreter takes about 1 ms for each operation on a program's tile, so a few hundred programs
-a test; its bf16 arithmetic is wrong (kernels widen first, behind an `INTERPRET` constexpr), so test numbers in float32.
+The interpreter takes about 1 ms per operation on a program's tile, so a test should have at most a few hundred
+programs. Its bf16 arithmetic is wrong (kernels widen first, behind an `INTERPRET` constexpr), so test values in
+float32.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ def device() -> torch.device:
 
 @pytest.fixture
 def on_a_cpu(device: torch.device) -> None:
-    """Skips on a GPU: ranks are processes that share memory of the host. There virtual ranks are tested."""
+    """Skip on a GPU: ranks are processes that share host memory. On GPUs, virtual ranks are tested."""
     if device.type != "cpu":
         pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
 
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Memory that nobody has written holds NaN, and the greatest integers."""
+    """Fill unwritten memory with NaN, and with the greatest integers."""
     with poisoned():
         yield
 
 
 @pytest.fixture
 def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """`with no_sync(): ...` fails where the host waits for the device (without a GPU: where it would)."""
+    """`with no_sync(): ...` fails if the host waits for the device (without a GPU: if it would)."""
 
     @contextmanager
     def unsynchronised() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A rank that is killed somewhere in the middle of fused operations, and what the others are told."""
+"""A rank is killed at a random point of fused operations; the remaining ranks must raise an error that reports it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.lifetime import left_in_shared_memory
 
 
 def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Sequence[int] = ()) -> tuple[str, float]:
-    """Rank 1 is killed at some moment of a few training steps; what the others are told, and seconds after that."""
+    """Kill rank 1 during a few training steps; return the other ranks' errors and the seconds until each."""
     topology = Topology.from_sizes(ep=world, timeout_s=timeout_s)
     delay_s = random.Random(seed).uniform(0.0, 2.5)
     try:
         with heap_over(topology.ep, nodes) as heap:
             buffers = ReceiveBuffers(heap, BufferSizes(20, SLOTS, EXPERTS, WIDTH, torch.float32))
             case = Case(rank, world, 20, seed, True)
-            topology.agree({}, "test")
+            topology.require_equal_facts({}, "test")
             start = time.monotonic()
             if rank == 1:
                 timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
@@ -42,7 +42,7 @@ def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Seq
 
 
 def check_death(cluster: Cluster, seed: int, nodes: Sequence[int]) -> None:
-    """It is noticed for what it is, not because the time is up. `nodes`: as of `heap_over`."""
+    """Check that the death is reported as a death, rather than as a time-out. `nodes`: as in `heap_over`."""
     timeout_s = 60.0
     survivor, killed = cluster.outcomes(2, die_at_random, seed, timeout_s, nodes)
     assert killed.error is not None and survivor.error is None, survivor.error

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Programs begin, store, and signal or wait by atomics: between any two of these a peer may write.
+# Programs begin, store, and signal or wait with atomics: a peer may write between any two of these operations.
 _OPERATIONS = ("set_grid_idx", "create_atomic_rmw", "create_atomic_cas", "create_store", "create_masked_store")
 
 
@@ -19,7 +19,7 @@ def delayed(rank: int, seed: int) -> Iterator[None]:
     """Delay kernels of this rank at random: many short delays, or few long ones.
 
     Args:
-        seed: the same on all ranks; each rank draws delays of its own.
+        seed: equal on all ranks; each rank draws different delays.
     """
     from triton.runtime.interpreter import interpreter_builder
 

@@ -1,8 +1,9 @@
-"""Ranks of two nodes in the memory of one host: a symmetric heap that hides peers, and a made-up NVSHMEM to reach them.
+"""Ranks of two nodes on one host: a symmetric heap that hides peers, and a simulated NVSHMEM to reach them.
 
-The kernels are those for far peers, in Triton's interpreter; only NVSHMEM's device functions are others (`Wire`). They
-allow whatever NVSHMEM does not forbid: what is put is read late, comes in any order that no fence forbids, is not seen
-by the reader's GPU before it has asked (`arrived`), and a put from memory that is not symmetric is an error.
+The kernels are the real kernels for far peers, in Triton's interpreter; only NVSHMEM's device functions are replaced
+(`Wire`). The replacements allow everything that NVSHMEM does not forbid: put data is read late and arrives in any order
+that no fence forbids; the reader's GPU does not see it before it asks (`arrived`); and a put from memory that is not
+symmetric is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PLACES = {
 
 @dataclass(eq=False)
 class Op:
-    """On its way. `fences`: of this rank before it. `first`: a put that its signal comes after."""
+    """Operation in flight. `fences`: this rank's earlier fences. `first`: the put that must precede this signal."""
 
     kind: str
     pe: int
@@ -50,17 +51,17 @@ class Op:
 
 
 def number(value: Any) -> int:
-    """Of the interpreter's scalars and pointers."""
+    """Convert the interpreter's scalars and pointers."""
     return int(np.asarray(value.handle.data).reshape(-1)[0]) if hasattr(value, "handle") else int(value)
 
 
 @dataclass
 class Wire:
-    """One rank's end. A thread of it sends what kernels have put, another takes what comes.
+    """One rank's end of the network. One thread sends the kernels' puts; one thread per peer receives.
 
     Attributes:
-        breaks: rules that do not hold: "fence" (it orders nothing), "arrived" (asking shows nothing).
-        puts, sizes: what was asked for.
+        breaks: rules to violate: "fence" (a fence orders nothing), "arrived" (asking makes nothing visible).
+        puts: sizes of the puts.   asked: how often `arrived` was called.
     """
 
     draw: random.Random
@@ -86,19 +87,19 @@ class Wire:
             threading.Thread(target=run, daemon=True).start()
 
     def hold(self, most_s: float) -> None:
-        """Nothing is sent until `let_go` is called, or for so long."""
+        """Send nothing until `let_go` is called, or until the given time has passed."""
         self._may_send.clear()
         timer = threading.Timer(most_s, self.let_go)
         timer.daemon = True
         timer.start()
 
     def let_go(self) -> bool:
-        """Whether anything was still held."""
+        """Resume sending; return whether any operation was still held."""
         held = not self._may_send.is_set()
         self._may_send.set()
         return held
 
-    # What kernels call.
+    # Device functions that kernels call.
 
     def put_nbi(self, dest: Any, source: Any, size: Any, pe: Any) -> Op:
         op = Op("put", number(pe), number(dest), self._fences, number(source), number(size))
@@ -140,20 +141,20 @@ class Wire:
             self._limbo.clear()
 
     def _place(self, address: int, size: int) -> tuple[int, int]:
-        """Of symmetric memory: which allocation, and where in it."""
+        """Locate symmetric memory: allocation and offset."""
         for place, (start, length) in enumerate(self.memory):
             if start <= address and address + size <= start + length:
                 return place, address - start
         raise AssertionError(f"{size} bytes at {address:#x} are not symmetric memory")
 
-    # The threads.
+    # Threads.
 
     def _send(self) -> None:
         while self._open:
             self._may_send.wait()
             with self._lock:
                 may = [op for op in self._ops if self._may_go(op)]
-                # Signals first, and rows only where a signal must come after them.
+                # Signals first; rows only if a signal must follow them.
                 ready = [op for op in may if op.kind == "signal"] or [op for op in may if self._must_go(op)]
                 op = self.draw.choice(ready) if ready else None
             if op is None:
@@ -162,11 +163,11 @@ class Wire:
             if self.draw.random() < 0.2:
                 time.sleep(self.draw.random() * 0.002)
             place, offset = self._place(op.dest, op.size or 8)
-            rows = ctypes.string_at(op.source, op.size)  # read as late as this
+            rows = ctypes.string_at(op.source, op.size)  # read as late as possible
             peer = len(self._peers) - 1 - op.pe
             try:
                 self._peers[peer].send((op.kind, place, offset, rows, op.value))
-            except OSError:  # that rank has gone
+            except OSError:  # that rank has exited
                 return
             with self._lock:
                 self._ops.remove(op)
@@ -193,7 +194,7 @@ class Wire:
                 ctypes.c_int64.from_address(self.memory[place][0] + offset).value = value
 
     def settle(self) -> None:
-        """Until all is sent that has to be."""
+        """Wait until every required operation is sent."""
         while any(op.kind == "signal" for op in self._ops):
             time.sleep(0.001)
 
@@ -207,7 +208,7 @@ class FarHeap(HostHeap):
     """Shared memory, in which ranks of other nodes are far.
 
     Args:
-        nodes: of each rank, which node it is on.   breaks: as `Wire.breaks`.
+        nodes: node of each rank.   breaks: as `Wire.breaks`.
     """
 
     def __init__(self, group: Group, device: torch.device, nodes: Sequence[int], breaks: Sequence[str] = ()) -> None:
@@ -217,16 +218,16 @@ class FarHeap(HostHeap):
         self._kept = [(module, name, getattr(module, name)) for name, of in PLACES.items() for module in of]
         for module, name, _ in self._kept:
             setattr(module, name, getattr(self.wire, name))
-        self.wire.connect(group, self._gather)
+        self.wire.connect(group, self._all_gather)
         spare, _ = self._map(256)
-        # A PE is not the rank.
+        # A PE number differs from the rank.
         pe_W = torch.arange(group.size - 1, -1, -1, dtype=torch.int32)
         self.network = Network(pe_W, spare[:8].view(torch.int64), {})
 
     def close(self) -> None:
-        if not self.abandoned:
+        if not self.is_abandoned:
             self.wire.settle()
-            self._gather("settled")
+            self._all_gather("settled")
         super().close()
 
     def abandon(self) -> None:

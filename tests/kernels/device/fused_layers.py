@@ -1,4 +1,4 @@
-"""What ranks do in tests of layers whose kernels send and receive: functions for `Cluster.run`."""
+"""Rank functions for `Cluster.run` in tests of layers whose kernels send and receive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.layers import measure
-from fusedmoe.layers.measure import observe_fused
+from fusedmoe.layers.measure import time_fused
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import Sample
@@ -34,7 +34,7 @@ def layer_of(topology: Topology, schedule: str | fusedmoe.Schedule, experts: fus
 
 
 def train(layer: nn.Module, rank: int, steps: int) -> list[Tensor]:
-    """Outputs, and gradients of inputs and parameters, of some steps on batches of different lengths."""
+    """Return outputs, and gradients of inputs and parameters, of several steps with batches of different lengths."""
     draw = torch.Generator().manual_seed(17 + rank)
     found = []
     for step in range(steps):
@@ -47,7 +47,10 @@ def train(layer: nn.Module, rank: int, steps: int) -> list[Tensor]:
 
 
 def same_as_collectives(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
-    """What differs between both ways, in words; and that kernels did send, in other chunks backward than forward."""
+    """Describe differences between fused operations and collectives.
+
+    Also checks that kernels sent, with other chunks in backward than in forward.
+    """
     topology = Topology.from_sizes(**sizes, timeout_s=30)
     recorder = Recorder(rank)
     layers = {}
@@ -68,7 +71,7 @@ def same_as_collectives(rank: int, world: int, sizes: dict[str, int]) -> list[st
 
 
 def chunks_of(recorder: Recorder) -> tuple[int, ...]:
-    """Of fused operations, forward and backward."""
+    """Return the chunk counts of fused operations, forward and backward."""
     spans = [one for one in recorder.timeline().spans if one.kind in FUSED]
     return tuple(len({one.chunk for one in spans if one.phase == phase}) for phase in PHASES)
 
@@ -87,16 +90,16 @@ def no_room(rank: int, world: int) -> str:
 
 
 def without_a_heap(rank: int, world: int) -> list[str]:
-    """One rank cannot have one: what differs from collectives, in words."""
+    """One rank cannot allocate a heap: describe differences from collectives."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(heaps.HostHeap, "why_not", staticmethod(lambda device: "no memory"))
+            patch.setattr(heaps.HostHeap, "unavailable_reason", staticmethod(lambda device: "no memory"))
         wrong = same_as_collectives(rank, world, {"ep": world})
     return wrong
 
 
 def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
-    """Experts of any kind, which refuse other chunks backward than forward, and doubles."""
+    """Any kind of experts, which reject other chunks in backward than in forward, and doubles."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     recorder = Recorder(rank)
     schedule = fusedmoe.Schedule("fused", degrees=(1, 1))
@@ -113,7 +116,10 @@ def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
 
 
 def hooked(rank: int, world: int) -> list[set[str]]:
-    """Kinds of tasks without a hook on the experts, with one, and without it again; results are those of "off"."""
+    """Return the kinds of tasks without a hook on the experts, with it, and after its removal.
+
+    Results equal those of "off".
+    """
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     schedules = "off", fusedmoe.Schedule("fused", degrees=(1, 1))
     layers = [layer_of(topology, schedule, fusedmoe.experts.SwiGLU(24)) for schedule in schedules]
@@ -132,7 +138,7 @@ def hooked(rank: int, world: int) -> list[set[str]]:
 
 
 def hooked_on_one_rank(rank: int, world: int) -> str:
-    """A hook that one rank alone has: no rank waits longer than it may, and all raise."""
+    """Only one rank has a hook: no rank waits beyond its limit, and all raise."""
     topology = Topology.from_sizes(ep=world, timeout_s=4)
     layer = layer_of(topology, fusedmoe.Schedule("fused", degrees=(1, 1)), fusedmoe.experts.SwiGLU(24))
     train(layer, rank, 1)
@@ -144,9 +150,10 @@ def hooked_on_one_rank(rank: int, world: int) -> str:
 
 
 def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...], list[str]]:
-    """What a layer with "auto" runs by, in which chunks kernels send, and what differs from the layer without a
-    schedule, in words. Kernels are said to take next to nothing in 2 chunks forward and 4 backward (`quick`), or for
-    ever, in place of what is measured."""
+    """Describe a layer with "auto": its plan, the chunks in which kernels send, and differences from "off".
+
+    Instead of measured times, kernels take almost no time in 2 chunks forward and 4 backward (`quick`), or 1e6 s.
+    """
     topology = Topology.from_sizes(ep=world, timeout_s=60)
     recorder, found = Recorder(rank), []
     layers = {name: layer_of(topology, name, fusedmoe.experts.SwiGLU(24)) for name in ("off", "auto")}
@@ -154,7 +161,7 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
     plain = train(layers["off"], rank, 2)
 
     def observe(*args: Any, **more: Any) -> dict[Sample, float]:
-        measured = observe_fused(*args, **more)
+        measured = time_fused(*args, **more)
         found.append(measured)
         best = {Sample(sample.kind, phase, of) for sample in measured for phase, of in zip(PHASES, (2, 4), strict=True)}
         return dict.fromkeys(measured, 1e6) | dict.fromkeys(best, 1e-9 if quick else 1e6)
@@ -162,10 +169,10 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv(cache.CACHE, folder)
         patch.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
-        patch.setattr(measure, "observe_fused", observe)
+        patch.setattr(measure, "time_fused", observe)
         layers["auto"].recorder = recorder
         own = train(layers["auto"], rank, 2)
-        (costs,) = layers["auto"]._plans._costs.values()
+        (costs,) = layers["auto"].plans._costs.values()
     (seen,) = costs.observed.values()
     (measured,) = found
     assert costs.fused is not None and 0 < costs.fused.signal_s["inter"] < 1 and costs.fused.tile_rows == TOKEN_TILE
@@ -179,14 +186,14 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
 
 
 def saved_bytes(rank: int, world: int) -> int:
-    """Bytes that live after a layer's forward more than before it, where there is room for all rows that can come."""
+    """Return the extra bytes alive after a layer's forward, with buffers for the most rows it can receive."""
     topology = Topology.from_sizes(ep=world, timeout_s=60)
     schedule = fusedmoe.Schedule("fused", degrees=(1, 1), row_factor=float(world))
     torch.manual_seed(5)
     gate, experts = fusedmoe.gates.TopK(2 * world, k=2), fusedmoe.experts.SwiGLU(128)
     layer = fusedmoe.MoELayer(256, gate, experts, topology=topology, schedule=schedule)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    layer(x)  # makes buffers
+    layer(x)  # allocates buffers
     gc.collect()
     with PeakMemory() as memory:
         before, y = memory.now, layer(x)

@@ -1,4 +1,4 @@
-"""What ranks do in tests of the fused operations: functions for `Cluster.run`, in Triton's interpreter."""
+"""Rank functions for `Cluster.run` in tests of the fused operations, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fusedmoe.comm.one_sided.heaps import open_heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.collectives_dispatcher import RowBatch, _ByPlan
 from fusedmoe.engine.one_sided_experts import fused_experts
+from fusedmoe.engine.planned import PlannedBatch, PlannedFunction
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.deduplicate import sending
+from fusedmoe.kernels.deduplicate import deduplicate_tokens
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.kernels.one_sided import for_all_shards
+from fusedmoe.kernels.one_sided import expand_to_shards
 from fusedmoe.kernels.triton.one_sided import put, remote
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PHASES, PIPELINE, Task
@@ -43,7 +43,7 @@ EXPERTS, SLOTS, WIDTH, HIDDEN = 4, 2, 40, 24
 
 
 class Case:
-    """Random tokens of one rank, and all experts' parameters, the same on all ranks."""
+    """Random tokens of one rank, and all experts' parameters, equal on all ranks."""
 
     def __init__(self, rank: int, world: int, tokens: int, seed: int, bias: bool) -> None:
         own, common = (torch.Generator().manual_seed(7919 * seed + i) for i in (1 + rank, 0))
@@ -52,7 +52,7 @@ class Case:
         self.dy_SM = torch.randn(tokens, WIDTH, generator=own)
         expert_SK = torch.rand(tokens, EXPERTS, generator=own).argsort(1)[:, :SLOTS]
         if seed % 2:
-            expert_SK = expert_SK % (EXPERTS - 1)  # the last expert has nothing; some tokens want one twice
+            expert_SK = expert_SK % (EXPERTS - 1)  # the last expert has no rows; some tokens choose an expert twice
             expert_SK[:, 1][expert_SK[:, 0] == expert_SK[:, 1]] = -1
         self.expert_SK, self.layout = expert_SK, order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
         shapes = [(EXPERTS, 2, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)]
@@ -74,14 +74,14 @@ def results(y: Tensor, x: Tensor, weight: Tensor, experts: GroupedExperts, dy: T
     return [torch.zeros(0) if one is None else one for one in found]
 
 
-#: Numbers of chunks: of both passes, or of each.
+#: Chunk counts: one for both passes, or one per pass.
 Degree = int | tuple[int, int]
 
 
 def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tensor]:
     x, weight, experts = leaves(case)
     layout = case.layout.exact()
-    sent = sending(layout, topology.ep.size)
+    sent = deduplicate_tokens(layout, topology.ep.size)
     given = make_all_to_all("direct", topology), topology.esp, layout.counts_E, RowForm.of(x, layout, weight)
     exchange = exchange_metadata(*given, tokens=TokenCounts(sent.tokens.counts_E))
     sent = sent.exact(exchange.sent, layout.rows)
@@ -92,8 +92,8 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
-    batch = RowBatch(sent, exchange, experts, run)
-    y = _ByPlan.apply(x, take_pairs(weight, layout), batch, *experts.parameters)
+    batch = PlannedBatch(sent, exchange, experts, run)
+    y = PlannedFunction.apply(x, take_pairs(weight, layout), batch, *experts.parameters)
     return results(y, x, weight, experts, case.dy_SM)
 
 
@@ -107,7 +107,7 @@ def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree, rows: int | Non
 
 
 def heap_over(group: Group, nodes: Sequence[int], breaks: Sequence[str] = ()) -> Heap:
-    """`nodes`: of each rank; none where all share one. `breaks`: as `Wire.breaks`."""
+    """`nodes`: of each rank; none if all ranks share one node. `breaks`: as `Wire.breaks`."""
     return FarHeap(group, CPU, nodes, breaks) if nodes else open_heap(group, CPU)
 
 
@@ -120,7 +120,7 @@ def compare(
     nodes: Sequence[int] = (),
     breaks: Sequence[str] = (),
 ) -> list[str]:
-    """Returns what differs from the collectives, in words."""
+    """Describe differences from the collectives."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
     with heap_over(topology.ep, nodes, breaks) as heap:
@@ -128,19 +128,26 @@ def compare(
         for seed, degree in enumerate(degrees):
             case = Case(rank, world, tokens[rank], seed, bias)
             right = by_collectives(case, topology, degree)
-            # An expert's rows come in another order, so sums over them, gradients of parameters, round otherwise. An
-            # output bias's part of router weights' gradients is a product by BLAS, which rounds by a row's place.
-            near = dict.fromkeys(range(3, len(right)), (1e-5, 1e-4)) | ({2: (1e-4, 1e-3)} if bias else {})
             found = by_puts(case, buffers, degree)
             for place, (one, other) in enumerate(zip(found, right, strict=True)):
-                if not (torch.allclose(one, other, *near[place]) if place in near else torch.equal(one, other)):
+                if not is_equal_up_to_rounding(one, other):
                     worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape
                     wrong.append(f"degree {degree}, result {place}: {worst}")
     return wrong
 
 
+def is_equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return whether no difference is above 2e-6 of the largest value.
+
+    An expert's rows arrive in another order, so sums over them (parameter gradients) round differently. On some CPUs
+    BLAS also rounds the product of a row differently in a matrix of another height.
+    """
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=2e-6 * largest)
+
+
 def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
-    """Experts split over all ranks, each of which has some of the rows: what differs from collectives, in words."""
+    """Describe differences from collectives for experts that are split over all ranks."""
     topology = Topology.from_sizes(esp=world, timeout_s=30)
     wrong = []
     with open_heap(topology.esp, CPU) as heap:
@@ -154,7 +161,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
 
             x, weight, experts = leaves(case)
             one_S1 = weight[:, :1]
-            every = for_all_shards(layout, world)
+            every = expand_to_shards(layout, world)
             y = fused_experts(x, one_S1.expand(-1, world), every, buffers, experts, degree)
             found = results(y, x, weight, experts, case.dy_SM)
 
@@ -167,7 +174,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
             y = torch.zeros_like(x).index_put((layout.source_N,), y_NM)
             wanted = results(y, x, weight, experts, case.dy_SM)
             for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                # Elsewhere sums have another order: over chunks those of parameters, over shards those of tokens.
+                # Otherwise summation orders differ: over chunks for parameters, over shards for tokens.
                 exact = place != 1 and (degree == 1 or place < 3)
                 if not (torch.equal(one, other) if exact else torch.allclose(one, other, atol=1e-3)):
                     wrong.append(f"degree {degree}, result {place}: {(one - other).abs().max()}")
@@ -175,7 +182,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
 
 
 class Exchanges:
-    """Rows of one number, put to all ranks and waited for, exchange after exchange."""
+    """Rows of one value, put to all ranks and awaited, exchange after exchange."""
 
     def __init__(self, buffers: ReceiveBuffers, rank: int, world: int) -> None:
         self.buffers, self.rank, self.world = buffers, rank, world
@@ -189,17 +196,17 @@ class Exchanges:
 
     def put(self, number: int) -> int:
         buffers = self.buffers
-        slot = buffers.begin(buffers.tokens)
+        slot = buffers.next_slot(buffers.tokens)
         x = torch.full((buffers.sizes.tokens, buffers.sizes.width), float(number * self.world + self.rank))
-        with buffers.watch.over():
+        with buffers.watch.guard_launches():
             put.put_rows(buffers.bounds, put.SentRows(x, self.source_WC, self.used_W, buffers.tokens, slot))
         return slot
 
     def take(self, slot: int) -> list[list[float]]:
-        """Of each rank the different numbers that are there."""
+        """Return per rank the distinct received values."""
         buffers, epoch = self.buffers, self.buffers.tokens.epochs[slot]
         index = self.index + slot * buffers.tokens.signals[0].numel()
-        with buffers.watch.over():
+        with buffers.watch.guard_launches():
             remote.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
         rows = buffers.tokens.rows[slot, :, : buffers.sizes.tokens]
         found = [of.unique().tolist() for of in rows]
@@ -217,7 +224,7 @@ def delay(run: Any, most_s: float, draw: random.Random) -> Any:
 
 
 def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequence[int] = ()) -> int:
-    """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
+    """Exchange with random delays. `ahead`: put the next exchange before reading the current one."""
     draw = random.Random(rank)
     places = ((put, "put_rows"), (remote, "wait_signals"), (put, "give_credit"), (put, "signal"))
     kept = [(module, name, getattr(module, name)) for module, name in places]
@@ -241,7 +248,7 @@ def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequen
 
 
 def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str:
-    """Rank 1 fails after some exchanges; what the others are told."""
+    """Rank 1 fails after several exchanges; return the other ranks' errors."""
     topology = Topology.from_sizes(ep=world, timeout_s=timeout_s)
     heap = open_heap(topology.ep, CPU)
     with topology.guard("test"), heap:
@@ -253,16 +260,16 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
                 if how == "raises":
                     raise ValueError("no more")
                 if how == "late":
-                    time.sleep(1.0)  # four looks of the other
+                    time.sleep(1.0)  # four polls of the other rank
                 if how == "never":
                     assert topology.world.board.read(wait_s=60.0) is not None
                     return "never came"
             exchanges.take(exchanges.put(number))
-    return f"done, {heap.abandoned}"
+    return f"done, {heap.is_abandoned}"
 
 
 def refuse(rank: int, world: int) -> str:
-    """A batch with no room is refused before anything is sent: the next one goes through."""
+    """A batch without room is refused before anything is sent, and the next batch succeeds."""
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     with open_heap(topology.ep, CPU) as heap:
         buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))

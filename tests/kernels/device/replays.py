@@ -1,6 +1,6 @@
-"""What ranks do in tests of captured passes: functions for `Cluster.run`, in Triton's interpreter.
+"""Rank functions for `Cluster.run` in tests of captured passes, in Triton's interpreter.
 
-A step is noted once (`Recording`) and replayed with other tokens, loads and parameters: the same launches, with the
+A step is recorded once (`Recording`) and replayed with other tokens, loads and parameters: the same launches, with the
 same arguments.
 """
 
@@ -26,7 +26,15 @@ from tests.kernels.device.capture import Recording
 from tests.kernels.device.delays import delayed
 from tests.kernels.device.fused_layers import WIDTH as MODEL_DIM
 from tests.kernels.device.fused_layers import layer_of
-from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, by_collectives, heap_over
+from tests.kernels.device.on_buffers import (
+    EXPERTS,
+    SLOTS,
+    WIDTH,
+    Case,
+    by_collectives,
+    heap_over,
+    is_equal_up_to_rounding,
+)
 
 
 def _case(rank: int, world: int, tokens: int, seed: int) -> Case:
@@ -36,7 +44,7 @@ def _case(rank: int, world: int, tokens: int, seed: int) -> Case:
 
 
 def _rows(world: int, tokens: Sequence[int], seed: int) -> list[int]:
-    """The rows that come to each rank."""
+    """Count the rows received by each rank."""
     cases = [_case(rank, world, count, seed) for rank, count in enumerate(tokens)]
     return sum(case.layout.counts_E for case in cases).view(world, -1).sum(1).tolist()  # type: ignore[union-attr]
 
@@ -52,12 +60,12 @@ def replay_passes(
     nodes: Sequence[int] = (),
     delays: int | None = None,
 ) -> list[str]:
-    """Replays both passes, some steps; returns what differs from the collectives, in words.
+    """Replay both passes for several steps; describe differences from the collectives.
 
     Args:
         delays: seed of random delays inside kernels; None: no delays.
-        spare: rows for which there is room beside those that the fullest rank gets.
-        old: each replay begins with the numbers of the first, and rank 1 later than others.
+        spare: additional room beyond the fullest rank's rows.
+        old: each replay begins with the numbers of the first, and rank 1 later than the other ranks.
     """
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     rows = spare + max(max(_rows(world, tokens, seed)) for seed in range(steps + 1))
@@ -75,10 +83,10 @@ def replay_passes(
             found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
         numbers = [one.clone() for place in (buffers.metadata, buffers.tokens, buffers.results) for one in place.epochs]
         kept = []
-        # Back to back, so that a step may begin while a slow peer still reads rows of the step before.
+        # Back to back, so a step may begin while a slow peer still reads rows of the previous step.
         for seed in range(steps + 1):
             case = _case(rank, world, tokens[rank], seed)
-            if seed:  # the first has run while it was noted
+            if seed:  # the first step ran while it was recorded
                 given = [case.expert_SK, case.x_SM, case.weight_SK, case.dy_SM, *case.own]
                 with torch.no_grad():
                     for at, value in zip((expert_SK, x, weight, dy, *own), given, strict=True):
@@ -88,19 +96,18 @@ def replay_passes(
                     for at, value in zip((at for place in places for at in place.epochs), numbers, strict=True):
                         at.copy_(value - 1)
                     time.sleep(0.5 * (rank == 1))
-                with buffers.watch.over():
+                with buffers.watch.guard_launches():
                     graph.replay()
             kept.append((case, [one.clone() for one in found]))
         for seed, (case, results) in enumerate(kept):
             for place, (one, other) in enumerate(zip(results, by_collectives(case, topology, degrees), strict=True)):
-                # As in `compare`: sums over rows of parameters' gradients have another order.
-                if not (torch.allclose(one, other, 1e-5, 1e-4) if place > 2 else torch.equal(one, other)):
+                if not is_equal_up_to_rounding(one, other):
                     wrong.append(f"step {seed}, result {place}: {_difference(one, other)}")
     return wrong
 
 
 def _difference(one: Tensor, other: Tensor) -> str:
-    """Describe a difference: a stale row is off by as much as its values, a sum in another order by a few roundings."""
+    """Describe a difference: a stale row is off by its full values, a sum in another order by a few roundings."""
     count, rows = int((one != other).sum()), (one != other).flatten(1).any(1).nonzero().flatten().tolist()
     worst, largest = float((one - other).abs().max()), float(other.abs().max())
     return f"{count} of {one.numel()} elements, in rows {rows}, by up to {worst}; the largest is {largest}"
@@ -111,14 +118,14 @@ def _schedule(row_factor: float) -> fusedmoe.Schedule:
 
 
 def replay_layer(rank: int, world: int, sizes: dict[str, int], steps: int) -> list[str]:
-    """Replays a whole layer's step; returns what differs from the layer without a schedule, in words."""
+    """Replay a whole layer's step; describe differences from the layer without a schedule."""
     topology = Topology.from_sizes(**sizes, timeout_s=30)
     plain = layer_of(topology, "off", fusedmoe.experts.SwiGLU(24))
     layer = layer_of(topology, _schedule(2.0), fusedmoe.experts.SwiGLU(24))
     layer.load_state_dict(plain.state_dict())
     draw, wrong = torch.Generator().manual_seed(17 + rank), []
     x = torch.randn(11, MODEL_DIM, generator=draw, requires_grad=True)
-    layer(x)  # chooses that kernels send
+    layer(x)  # selects sending kernels
     with Recording() as graph:
         y = layer(x)
         (y.square().mean() + layer.aux_loss).backward()
@@ -127,7 +134,7 @@ def replay_layer(rank: int, world: int, sizes: dict[str, int], steps: int) -> li
         given = torch.randn(11, MODEL_DIM, generator=draw)
         with torch.no_grad():
             x.copy_(given)
-        with buffers.watch.over():
+        with buffers.watch.guard_launches():
             graph.replay()
         again = given.clone().requires_grad_()
         right = plain(again)
@@ -146,15 +153,17 @@ def _grads(layer: torch.nn.Module) -> list[Tensor]:
 
 
 def tell_late(rank: int, world: int, how: str) -> str:
-    """What ranks are told of a forward whose rows have no room, or whose logits on rank 1 are bad: by the next forward,
-    where `how` has "eager", or where the layer is asked."""
+    """Return the errors of a forward with too many rows, or with non-finite logits on rank 1.
+
+    The next forward raises them if `how` contains "eager", otherwise `layer.check`.
+    """
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     layer = layer_of(topology, _schedule(1.4), fusedmoe.experts.SwiGLU(24))
     x = torch.randn(12, MODEL_DIM, generator=torch.Generator().manual_seed(rank))
     layer(x)
     layer.check()
     if "rows" in how:
-        layer.gate.weight_EM.data[2:] = 1.0  # those of rank 1
+        layer.gate.weight_EM.data[2:] = 1.0  # rank 1's experts
         x = x.abs()
     elif rank == 1:
         x[3, 4] = float("nan")

@@ -1,4 +1,4 @@
-"""Configurations are timed, chosen and remembered; here with made-up times and faults, then through the launchers."""
+"""Configurations are timed, chosen and cached; first with simulated times and faults, then through the launchers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedmoe.files import write_kept
+from fusedmoe.files import write_cache_file
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dweight
@@ -28,15 +28,15 @@ from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
 from tests.kernels.device.test_configurations import variant
 
-# Warnings of configurations that are named and left out.
+# Warnings that name excluded configurations.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not used.*:RuntimeWarning")
 
 SLOW, FAST, BROKEN = (Config(16 * i, 64, 32, 4, 1) for i in (1, 2, 3))
 KEY = Key(variant("up"), 4096, 1024, 64, 1024)
 
 
-class Fake:
-    """A tuner whose times and faults are made up; it counts what it is asked."""
+class FakeTuner:
+    """Tuner with simulated times and faults; it counts its runs."""
 
     def __init__(self, file: Path | None = None, allowed: bool = True) -> None:
         self.timed = 0
@@ -59,9 +59,9 @@ class Fake:
         return self.tuner.choose(key, self.launched.append)
 
 
-def two(file: Path) -> Fake:
-    """A tuner without the configuration that fails at once."""
-    fake = Fake(file)
+def tuner_without_broken(file: Path) -> FakeTuner:
+    """Build a tuner without the configuration that fails at once."""
+    fake = FakeTuner(file)
     fake.tuner._candidates = lambda key: [SLOW, FAST]
     return fake
 
@@ -71,8 +71,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "grouped.json"
 
 
-def test_the_fastest_of_those_that_run(file: Path) -> None:
-    fake = Fake(file)
+def test_fastest_working_configuration_is_chosen_and_cached(file: Path) -> None:
+    fake = FakeTuner(file)
     assert fake.choose() == FAST
     assert fake.launched == [SLOW, BROKEN, FAST]
     assert fake.choose() == FAST and fake.timed == 2, "tuned again"
@@ -84,13 +84,13 @@ def test_the_fastest_of_those_that_run(file: Path) -> None:
     }
 
 
-def test_one_that_fails_is_told() -> None:
+def test_failing_configuration_warns() -> None:
     with pytest.warns(RuntimeWarning, match=f"{BROKEN} is not used: RuntimeError: misaligned address"):
-        Fake().choose()
+        FakeTuner().choose()
 
 
-def test_a_fault_holds_for_other_keys_of_the_variant_only() -> None:
-    fake = Fake()
+def test_fault_applies_to_all_keys_of_its_variant_only() -> None:
+    fake = FakeTuner()
     fake.choose()
     fake.choose(KEY._replace(rows=2048))
     assert fake.launched.count(BROKEN) == 1 and fake.timed == 4
@@ -98,73 +98,73 @@ def test_a_fault_holds_for_other_keys_of_the_variant_only() -> None:
     assert fake.launched.count(BROKEN) == 2 and fake.timed == 6
 
 
-def test_one_candidate_is_not_timed(file: Path) -> None:
+def test_single_candidate_is_not_timed(file: Path) -> None:
     """As on a GPU without verified configurations."""
-    fake = Fake(file)
+    fake = FakeTuner(file)
     fake.tuner._candidates = lambda key: [SLOW]
     assert fake.choose() == SLOW and not fake.launched and not file.exists()
 
 
-def test_what_is_recorded_is_used(file: Path) -> None:
-    Fake(file).choose()
-    fake = Fake(file)
+def test_recorded_choice_is_reused(file: Path) -> None:
+    FakeTuner(file).choose()
+    fake = FakeTuner(file)
     assert fake.choose() == FAST and not fake.launched and not fake.timed
     assert fake.choose(KEY._replace(experts=8)) == FAST and fake.launched == [SLOW, FAST] and fake.timed == 2
 
 
-def test_a_recorded_choice_that_is_gone_or_fails_is_not_used(file: Path) -> None:
-    Fake(file).choose()
+def test_invalid_or_failing_recorded_choice_is_ignored(file: Path) -> None:
+    FakeTuner(file).choose()
     for config in ("999x64x32 w4 s1 g8", str(BROKEN), 7, None):
         found = json.loads(file.read_text())
         found["choices"][str(KEY)]["config"] = config
-        write_kept(file, json.dumps(found))
-        fake = Fake(file)
+        write_cache_file(file, json.dumps(found))
+        fake = FakeTuner(file)
         assert fake.choose() == FAST and fake.timed == 2
 
 
-def test_a_choice_among_fewer_is_made_again(file: Path) -> None:
-    """Once a configuration has been verified that was not among the candidates."""
-    fake = Fake(file)
+def test_new_candidate_triggers_retuning(file: Path) -> None:
+    """A newly verified configuration that was not among the candidates triggers a new choice."""
+    fake = FakeTuner(file)
     fake.tuner._candidates = lambda key: [SLOW, BROKEN]
     assert fake.choose() == SLOW
-    assert Fake(file).choose() == FAST
+    assert FakeTuner(file).choose() == FAST
 
 
-def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
-    fake = Fake(file)
+def test_hanging_configuration_is_excluded_in_next_run(file: Path) -> None:
+    fake = FakeTuner(file)
     ended = iter([False, False, True])
-    autotune.wait(lambda: next(ended), 60)
+    autotune.poll_until(lambda: next(ended), 60)
     with pytest.raises(TimeoutError, match=r"has not ended after 0.01 seconds") as late:
-        autotune.wait(lambda: False, 0.01)
+        autotune.poll_until(lambda: False, 0.01)
     fake.faults[SLOW] = late.value
-    with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*please start again"):
+    with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*restart the process"):
         fake.choose()
-    again = Fake(file)
+    again = FakeTuner(file)
     assert again.choose() == FAST and SLOW not in again.launched
 
 
-def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an illegal access nothing runs in this process: that is no fault of the configurations behind."""
-    fake, lost = Fake(file), [True]
+def test_illegal_access_excludes_only_one_configuration(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access no launch runs in this process; the later configurations are not at fault."""
+    fake, lost = FakeTuner(file), [True]
     fake.faults = dict.fromkeys((SLOW, BROKEN, FAST), RuntimeError("an illegal memory access was encountered"))
-    monkeypatch.setattr(autotune, "_is_lost", lambda: bool(lost))
-    with pytest.raises(RuntimeError, match="illegal memory access.*nothing else can run.*please start again"):
+    monkeypatch.setattr(autotune, "_gpu_is_lost", lambda: bool(lost))
+    with pytest.raises(RuntimeError, match="illegal memory access.*cannot use the GPU any more.*restart the process"):
         fake.choose()
     assert fake.launched == [SLOW]
     assert json.loads(file.read_text())["faults"] == {
         f"{KEY.variant}, {SLOW}": "RuntimeError: an illegal memory access was encountered"
     }
     lost.clear()
-    again = Fake(file)
+    again = FakeTuner(file)
     assert again.choose() == FAST and SLOW not in again.launched
 
 
 @pytest.mark.parametrize("good", [0, 40])
 @pytest.mark.parametrize("lost", [True, False])
-def test_one_that_fails_at_the_sizes_themselves(
+def test_failure_while_timing_excludes_configuration(
     lost: bool, good: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = two(file)
+    fake = tuner_without_broken(file)
     measure = fake.tuner._measure
 
     def failing(run: Callable[[], object], shared: bool) -> Callable[[], float]:
@@ -181,18 +181,18 @@ def test_one_that_fails_at_the_sizes_themselves(
         return taken
 
     fake.tuner._measure = failing
-    monkeypatch.setattr(autotune, "_is_lost", lambda: lost)
+    monkeypatch.setattr(autotune, "_gpu_is_lost", lambda: lost)
     if lost:
-        with pytest.raises(RuntimeError, match="misaligned address.*please start again"):
+        with pytest.raises(RuntimeError, match="misaligned address.*restart the process"):
             fake.choose()
     else:
         assert fake.choose() == SLOW
     assert "misaligned" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
-    assert two(file).choose() == SLOW
+    assert tuner_without_broken(file).choose() == SLOW
 
 
-def test_all_fail() -> None:
-    fake = Fake()
+def test_error_if_every_configuration_fails() -> None:
+    fake = FakeTuner()
     fake.faults = dict.fromkeys((SLOW, FAST, BROKEN), RuntimeError("no image"))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="every configuration of up float32.*no image.*FUSEDMOE_AUTOTUNE=0"):
@@ -200,16 +200,16 @@ def test_all_fail() -> None:
         fake.allowed = False
 
 
-def test_out_of_memory_is_no_fault(file: Path) -> None:
-    fake = Fake(file)
+def test_out_of_memory_is_not_recorded_as_fault(file: Path) -> None:
+    fake = FakeTuner(file)
     fake.faults = {FAST: torch.OutOfMemoryError("none left")}
     assert fake.choose() == SLOW and fake.choose() == SLOW
-    again = Fake(file)
+    again = FakeTuner(file)
     assert again.choose() == FAST and again.timed == 2, "what lack of memory decided was written down"
 
 
-class Clocked:
-    """A tuner of a GPU whose speed changes as it works: `slow(now)` times slower, `now` its seconds of work so far."""
+class VariableSpeedTuner:
+    """Tuner of a GPU whose speed changes as it works: `slow(now)` times slower, `now` its seconds of work so far."""
 
     def __init__(self, times: dict[Config, float], slow: Callable[[float], float] = lambda now: 1.0) -> None:
         self.now = 0.0
@@ -232,57 +232,57 @@ class Clocked:
         return self.tuner.choose(KEY, lambda config: None)
 
 
-def test_a_gpu_that_idled_is_warm_before_times_count() -> None:
-    clocked = Clocked({SLOW: 2e-3, FAST: 1e-3}, lambda now: max(1.0, 6.0 - 60 * now))
+def test_warmup_launches_precede_timing() -> None:
+    clocked = VariableSpeedTuner({SLOW: 2e-3, FAST: 1e-3}, lambda now: max(1.0, 6.0 - 60 * now))
     assert clocked.choose() == FAST
     assert clocked.tuner.times(KEY) == {str(SLOW): 2000.0, str(FAST): 1000.0}
 
 
 @pytest.mark.parametrize("begin", [0.1, 0.12, 0.13, 0.14])
-def test_what_slows_the_gpu_for_a_while_slows_all(begin: float) -> None:
-    """For more than half of the launches that a configuration has: in a row they would be all that is looked at."""
+def test_transient_slowdown_does_not_change_choice(begin: float) -> None:
+    """The slowdown covers more than half of a configuration's launches: consecutive launches would all be slow."""
     times = {SLOW: 1.2e-3, FAST: 1e-3}
-    clocked = Clocked(times, lambda now: 1.85 if begin < now < begin + 0.02 else 1.0)
+    clocked = VariableSpeedTuner(times, lambda now: 1.85 if begin < now < begin + 0.02 else 1.0)
     assert clocked.choose() == FAST
     assert clocked.tuner.times(KEY) == {str(SLOW): 1200.0, str(FAST): 1000.0}
 
 
-def test_the_fastest_few_are_timed_on() -> None:
+def test_fastest_three_are_timed_further() -> None:
     configs = [Config(16 * number, 64, 32, 4, 1) for number in range(1, 6)]
-    clocked = Clocked({config: number * 1e-3 for number, config in enumerate(configs, 1)})
+    clocked = VariableSpeedTuner({config: number * 1e-3 for number, config in enumerate(configs, 1)})
     assert clocked.choose() == configs[0]
     last = clocked.configs[-(5 * 3 + 3 * 17) :]
     assert [last.count(config) for config in configs] == [20, 20, 20, 3, 3] and last[:5] == configs
 
 
-def test_long_launches_are_timed_three_times() -> None:
-    clocked = Clocked({SLOW: 0.4, FAST: 0.3})
+def test_long_launches_are_timed_in_three_rounds() -> None:
+    clocked = VariableSpeedTuner({SLOW: 0.4, FAST: 0.3})
     assert clocked.choose() == FAST
     assert clocked.configs == [SLOW, FAST] * 2 + [FAST, SLOW] * 2, "first a round that does not count"
 
 
-def test_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotune_variable_disables_tuning(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDMOE_AUTOTUNE", "0")
-    fake = Fake(file)
+    fake = FakeTuner(file)
     assert fake.choose() == SLOW and not fake.launched and not file.exists()
 
 
-def test_not_now(file: Path) -> None:
-    """Under graph capture the table decides, and the next launch is tuned; what is known is used even then."""
-    fake = Fake(file, allowed=False)
+def test_tuning_is_deferred_under_graph_capture(file: Path) -> None:
+    """Under graph capture the table decides, and the next launch is tuned; cached choices are used even then."""
+    fake = FakeTuner(file, allowed=False)
     assert fake.choose() == SLOW and not fake.launched
     fake.allowed = True
     assert fake.choose() == FAST
-    fake = Fake(file, allowed=False)
+    fake = FakeTuner(file, allowed=False)
     assert fake.choose() == FAST
     fake.tuner.record.faults[f"{KEY.variant}, {SLOW}"] = "known to fail"
     assert fake.choose(KEY._replace(experts=8)) == FAST
 
 
-def test_deterministic_algorithms_go_by_the_table_whatever_was_timed(file: Path) -> None:
-    """Times differ from machine to machine, and with them the last bits."""
-    Fake(file).choose()
-    fake = Fake(file)
+def test_deterministic_mode_ignores_timed_choice(file: Path) -> None:
+    """Times differ between machines, and with them the last bits."""
+    FakeTuner(file).choose()
+    fake = FakeTuner(file)
     fake.fixed = True
     assert fake.choose() == fake.choose() == SLOW
     fake.fixed = False
@@ -291,10 +291,10 @@ def test_deterministic_algorithms_go_by_the_table_whatever_was_timed(file: Path)
     assert fake.choose() == SLOW and not fake.timed
 
 
-def test_a_fault_counts_for_launches_without_tuning(file: Path) -> None:
-    """One is found at the sizes of a launch that is tuned later."""
-    Fake(file).choose()
-    fake, small = Fake(file), KEY._replace(rows=1, experts=1)
+def test_recorded_fault_applies_to_untuned_launches(file: Path) -> None:
+    """A fault found by a later, tuned launch also excludes the configuration from untuned launches."""
+    FakeTuner(file).choose()
+    fake, small = FakeTuner(file), KEY._replace(rows=1, experts=1)
     assert fake.choose(small) == SLOW
     fake.faults[SLOW] = RuntimeError("misaligned address")
     assert fake.choose(KEY._replace(experts=8)) == FAST
@@ -302,7 +302,7 @@ def test_a_fault_counts_for_launches_without_tuning(file: Path) -> None:
 
 
 def test_small_launches_are_not_tuned() -> None:
-    fake = Fake()
+    fake = FakeTuner()
     assert fake.choose(KEY._replace(rows=1, experts=1)) == SLOW and not fake.launched
 
 
@@ -310,24 +310,24 @@ def test_small_launches_are_not_tuned() -> None:
     "text",
     ["", "{", "[]", "7", '{"faults": 3, "choices": {}}', '{"faults": {"a": []}, "choices": {"b": 1}}', "\x00\xff"],
 )
-def test_a_damaged_file_is_written_anew(text: str, file: Path) -> None:
+def test_damaged_cache_file_is_rewritten(text: str, file: Path) -> None:
     file.parent.mkdir()
     file.write_bytes(text.encode("latin-1"))
     with pytest.warns(UserWarning, match=str(file)):
-        fake = Fake(file)
+        fake = FakeTuner(file)
         assert fake.choose() == FAST and fake.timed == 2
-    again = Fake(file)
+    again = FakeTuner(file)
     assert again.choose() == FAST and again.timed == 0
 
 
-def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+def test_unwritable_or_unreadable_cache_file_is_tolerated(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder is wanted")
-    assert Fake(blocked / "grouped.json").choose() == FAST
+    assert FakeTuner(blocked / "grouped.json").choose() == FAST
     folder = tmp_path / "grouped.json"
     folder.mkdir()
     with pytest.warns(UserWarning, match=f"{folder} cannot be read"):
-        assert Fake(folder).choose() == FAST
+        assert FakeTuner(folder).choose() == FAST
     assert sorted(os.listdir(tmp_path)) == ["blocked", "grouped.json"], "something is left"
 
 
@@ -338,8 +338,8 @@ def _write(file: Path, names: list[str]) -> None:
         record.save()
 
 
-def test_two_processes_write(file: Path) -> None:
-    """Whoever reads meanwhile finds a whole file; each process's own news are all there once it writes alone."""
+def test_concurrent_writers_keep_cache_file_complete(file: Path) -> None:
+    """Concurrent readers find a complete file; all results of each process are present once it writes alone."""
     context = multiprocessing.get_context("fork")
     names = [[f"{process} {i}" for i in range(40)] for process in "ab"]
     writers = [context.Process(target=_write, args=(file, mine)) for mine in names]
@@ -364,9 +364,9 @@ def test_two_processes_write(file: Path) -> None:
 # --- Through the launchers ---
 
 
-def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real launches: the fastest of those that run."""
-    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+def test_launch_uses_fastest_working_configuration(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real launches: the fastest working configuration is chosen."""
+    monkeypatch.setattr(autotune, "MIN_TUNED_FLOPS", 0)
     broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))
     times = {slow: 3.0, fast: 2.0}
     ran: list[Config] = []
@@ -392,9 +392,9 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in place", "widened"])
-def test_a_launch_that_adds_is_repeated_and_adds_once(total: torch.dtype, device: torch.device) -> None:
-    """However often a gradient of matrices is launched to find its configuration."""
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in_place", "widened"])
+def test_tuned_accumulating_launch_adds_once(total: torch.dtype, device: torch.device) -> None:
+    """A matrix gradient is added once, for any number of launches that tune its configuration."""
     slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (32, 64))
     times, ran = {slow: 3.0, fast: 2.0}, 0
 
@@ -423,10 +423,10 @@ def test_a_launch_that_adds_is_repeated_and_adds_once(total: torch.dtype, device
     assert (out.data_ptr() == total_EPQ.data_ptr()) == in_place and torch.equal(total_EPQ, before) != in_place
 
 
-def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cuda":
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(autotune, "MIN_TUNED_FLOPS", 0)
     monkeypatch.setattr(triton_experts, "tuner", lambda device: pytest.fail("asked for a tuner"))
     layout = contiguous_layout(torch.tensor([3]), 3)
     x_SM, w1, w2 = torch.randn(3, 32), torch.randn(1, 32, 32), torch.randn(1, 32, 32)
@@ -436,12 +436,12 @@ def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_on_a_gpu(shared: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tuning_on_gpu(shared: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if device.type == "cpu":
         pytest.skip("there is no GPU")
-    torch.use_deterministic_algorithms(False)  # the fixture of this folder asks for them
+    torch.use_deterministic_algorithms(False)  # this folder's fixture enables them
     monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(autotune, "MIN_TUNED_FLOPS", 0)
     tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
@@ -460,16 +460,18 @@ def test_on_a_gpu(shared: bool, device: torch.device, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("flag", "epoch", "looks"), [(7, 7, 0), (6, 7, 5)])
-def test_what_holds_a_multiprocessor_ends(flag: int, epoch: int, looks: int, device: torch.device) -> None:
-    """When it is let go, and without that after so many looks."""
+def test_multiprocessor_holder_ends_on_release_or_poll_limit(
+    flag: int, epoch: int, looks: int, device: torch.device
+) -> None:
+    """It ends when released, and without a release after a fixed number of polls."""
     flag_1 = torch.full((1,), flag, dtype=torch.int32, device=device)
     sink = torch.zeros(3 * 32, dtype=torch.int32, device=device)
     hold_kernel[(2,)](flag_1, sink, epoch, looks or 1000, NUMBERS=32, num_warps=1)
     assert sink.tolist() == [looks] * 64 + [0] * 32
 
 
-class Held:
-    """Stands for a holder; says what the measurement does in which order."""
+class FakeHolder:
+    """Stand-in for a holder; records the order of the measurement's calls."""
 
     def __init__(self, said: list[str]) -> None:
         self._said = said
@@ -477,11 +479,11 @@ class Held:
     def hold(self) -> None:
         self._said.append("hold")
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._said.append("let go")
 
 
-def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiprocessors_are_held_around_each_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Event:
@@ -499,16 +501,16 @@ def test_multiprocessors_are_held_around_each_run_that_is_timed(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("all ends"))
-    take = autotune._prepare(torch.device("cpu"), lambda: said.append("run"), Held(said))  # type: ignore[arg-type]
+    take = autotune._prepare(torch.device("cpu"), lambda: said.append("run"), FakeHolder(said))  # type: ignore[arg-type]
     held = ["hold", "event", "run", "event", "let go"]
-    # At last what a launch takes of the host.
+    # The host time per launch is measured last.
     assert said == ["run", *held, "all ends", "run", "event", "event"]
     said.clear()
     assert take() == 1e-3 and said == held
 
 
-def test_the_tuner_of_a_gpu_times_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU whose kind nobody has checked it times nothing."""
+def test_gpu_tuner_times_verified_configurations_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuner times nothing on a GPU type that nobody has verified."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
     monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
     key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)

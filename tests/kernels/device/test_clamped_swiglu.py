@@ -1,4 +1,4 @@
-"""gpt-oss's activation by kernels."""
+"""gpt-oss's activation in kernels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from tests.kernels.clamped_swiglu_cases import DTYPES, SHAPES, check_bounds, che
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_values_and_gradients(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_clamped_swiglu_equals_definition_with_gradients(
+    device: torch.device, rows: int, width: int, dtype: torch.dtype
+) -> None:
     check_shape(rows, width, dtype, device)
 
 
-def test_on_the_bounds_and_beyond(device: torch.device) -> None:
+def test_clamped_swiglu_at_and_beyond_limit(device: torch.device) -> None:
     check_bounds(device)
 
 
-def test_strides(device: torch.device) -> None:
+def test_clamped_swiglu_of_strided_rows(device: torch.device) -> None:
     check_strides(device)

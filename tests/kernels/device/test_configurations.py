@@ -1,4 +1,4 @@
-"""Configurations of the grouped products are right, and checks find one that is not."""
+"""Configurations of the grouped products are correct, and the checks detect an incorrect one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fusedmoe.kernels.triton.grouped.configs import (
     Config,
     Variant,
     bucket,
-    by_shape,
     candidates,
     is_even,
+    order_by_shape,
 )
 from tests.marks import interpreted_slowly, slowly
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
-# Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
+# Two steps and more than a tile; neither a whole number of tiles, nor is the second step whole.
 SIDES = {True: (64, 80), False: (67, 81)}
 SMALL = Config(32, 64, 32, 4, 1, 4)
 
@@ -47,21 +47,21 @@ def variant(
     return Variant(operation, name, "ieee", activation, gather, extra, even, bulk and even)
 
 
-def small(variant: Variant, config: Config, device: torch.device) -> str:
+def check_small(variant: Variant, config: Config, device: torch.device) -> str:
     return check(variant, config, device, COUNTS, SIDES[variant.even])
 
 
 @pytest.mark.parametrize(("even", "bulk"), [(True, True), (False, False), *interpreted_slowly((True, False))])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.device) -> None:
+def test_check_passes_for_correct_kernels(operation: str, even: bool, bulk: bool, device: torch.device) -> None:
     for flag in (True, False):
-        assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
+        assert check_small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *interpreted_slowly(torch.bfloat16, torch.float16)])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
-    """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike."""
+def test_every_configuration_passes_check(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Run every configuration that this machine may choose, at the sizes of the check: outputs and gradients."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     bulk = capability is None or capability >= (9, 0)
     for even, flag in itertools.product((True, False), repeat=2):
@@ -69,23 +69,23 @@ def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.d
             continue
         case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
         choices = [one.config for one in candidates(operation, dtype, capability, even)]
-        faults = {config: (small if capability is None else check)(case, config, device) for config in choices}
+        faults = {config: (check_small if capability is None else check)(case, config, device) for config in choices}
         assert set(faults.values()) == {""}, (case, faults)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("operation", ["up", "dhidden"])
-def test_checks_pass_with_every_activation(operation: str, activation: str, device: torch.device) -> None:
-    assert small(variant(operation)._replace(activation=activation), SMALL, device) == ""
+def test_check_passes_with_every_activation(operation: str, activation: str, device: torch.device) -> None:
+    assert check_small(variant(operation)._replace(activation=activation), SMALL, device) == ""
 
 
 @pytest.mark.parametrize(
     ("operation", "count"), [("down", 1), ("dw1", 1), *slowly(*((operation, None) for operation in OPERATIONS))]
 )
-def test_configurations_of_hopper(operation: str, count: int | None, device: torch.device) -> None:
-    """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them.
+def test_hopper_configurations_pass_check(operation: str, count: int | None, device: torch.device) -> None:
+    """Run Hopper's configurations at the sizes of a GPU's check. The interpreter runs only their tiles.
 
-    count: how many of them, drawn anew each time; all where it is None.
+    count: number of configurations, drawn anew each time; None: all.
     """
     if device.type == "cuda":
         pytest.skip("float32 does not fit them")
@@ -96,14 +96,14 @@ def test_configurations_of_hopper(operation: str, count: int | None, device: tor
             assert check(variant(operation)._replace(activation="gelu"), config, device) == ""
 
 
-def test_real_sizes_are_what_they_are_said_to_be() -> None:
+def test_check_sizes_are_even_and_odd_as_named() -> None:
     assert all(is_even(*correctness.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert not any(is_even(*correctness.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("error", [1e-3, float("nan")])
-def test_check_finds_one_wrong_value(
+def test_check_detects_one_wrong_value(
     operation: str, error: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"down": "product", "dinput": "product", "dw1": "dweight", "dw2": "dweight"}.get(operation, operation)
@@ -116,11 +116,11 @@ def test_check_finds_one_wrong_value(
         return found
 
     monkeypatch.setattr(correctness, name, wrong)
-    assert "wrong" in small(variant(operation), SMALL, device)
+    assert "wrong" in check_small(variant(operation), SMALL, device)
 
 
 @pytest.mark.parametrize("operation", ["up", "down", "dhidden", "dinput"])
-def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiles = grouped_call.make_tiles
 
     def lossy(*args: Any) -> Tiles:
@@ -130,21 +130,21 @@ def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypat
 
     monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
-    assert "wrong" in small(variant(operation), SMALL, device)
+    assert "wrong" in check_small(variant(operation), SMALL, device)
 
 
-def test_buckets() -> None:
+def test_row_bucket_is_power_of_two_per_expert() -> None:
     assert [bucket(rows, 4) for rows in (0, 3, 4, 11, 16, 4095, 4096)] == [1, 1, 1, 2, 4, 512, 1024]
     assert bucket(0, 0) == 1
 
 
-def test_default_depends_on_the_shape() -> None:
+def test_default_configuration_depends_on_shape() -> None:
     choices = candidates("down", torch.bfloat16, (9, 0))
     shapes = [(4096, 1024), (4096, 256), (100, 1024), (16, 1024)]
-    first = [by_shape(choices, rows, depth)[0] for rows, depth in shapes]
+    first = [order_by_shape(choices, rows, depth)[0] for rows, depth in shapes]
     assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
     for shape in shapes:
-        assert sorted(map(str, by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
+        assert sorted(map(str, order_by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
     for operation, dtype, capability, even in itertools.product(
         OPERATIONS, (torch.bfloat16, torch.float32), ((8, 0), (9, 0), (10, 0), (12, 0), None), (True, False)
     ):

@@ -1,4 +1,4 @@
-"""Elements more than 2³¹ away from the first. Of such tensors only the pages in use are ever touched."""
+"""Elements beyond an offset of 2³¹. Only the pages in use of such tensors are ever touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def far_rows(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return rows.copy_(torch.randint(-100, 100, (3, dim)).to(dtype))
 
 
-def test_gather_and_sum(device: torch.device) -> None:
+def test_gather_and_sum_beyond_int32_offsets(device: torch.device) -> None:
     x = far_rows(20, torch.int8, device)
     index = torch.tensor([[2, 0], [1, 2]], device=device)
     every = offsets(torch.tensor([index.numel()], device=device))
@@ -31,7 +31,7 @@ def test_gather_and_sum(device: torch.device) -> None:
     assert torch.equal(sum_rows(x, index, None), x[index].sum(1).to(torch.int8))
 
 
-def test_pack(device: torch.device) -> None:
+def test_pack_beyond_int32_offsets(device: torch.device) -> None:
     x = far_rows(20, torch.float16, device)
     assert torch.equal(pack_fp8(x), define_pack_fp8(x))
     assert torch.equal(pack_bf16(x), x.bfloat16())

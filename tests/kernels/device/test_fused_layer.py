@@ -1,4 +1,4 @@
-"""MoELayer with schedule="fused": kernels send and receive, and nothing else changes."""
+"""MoELayer with schedule="fused": kernels send and receive, and results stay the same."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
     ],
     ids=str,
 )
-def test_same_as_collectives(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
+def test_fused_layer_equals_collectives(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
     assert cluster.run(world, same_as_collectives, sizes) == [[]] * world
 
 
-def test_no_room(cluster: Cluster) -> None:
+def test_fused_layer_rejects_batch_beyond_buffers(cluster: Cluster) -> None:
     here, there = cluster.run(2, no_room)
     assert here.startswith("refused: tokens=200 is more than the receive buffers have room for")
     assert "rank 0 failed in MoELayer.forward: ConfigError: tokens=200 is more than" in there
 
 
-def test_by_collectives_where_it_must(cluster: Cluster) -> None:
+def test_unsupported_layer_falls_back_to_collectives(cluster: Cluster) -> None:
     assert cluster.run(2, by_collectives_where_it_must) == [{"dispatch"}] * 2
 
 
-def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
-    """Found out together: a rank that could would wait for one that cannot."""
+def test_missing_heap_on_one_rank_falls_back_on_all(cluster: Cluster) -> None:
+    """All ranks decide together: a rank with a heap would otherwise wait for one without."""
     for wrong in cluster.run(2, without_a_heap):
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
 
 
-def test_hooks_on_experts(cluster: Cluster) -> None:
+def test_expert_hooks_fall_back_to_collectives(cluster: Cluster) -> None:
     fused, collectives = {"dispatch-expert-combine"}, {"dispatch"}
     assert cluster.run(2, hooked) == [[fused, collectives, fused]] * 2
 
 
 @pytest.mark.slow
-def test_a_hook_on_one_rank() -> None:
-    ranks = Cluster()  # of their own: the job is over
+def test_expert_hook_on_one_rank_raises() -> None:
+    ranks = Cluster()  # a separate cluster: the job is over
     try:
         here, there = ranks.run(2, hooked_on_one_rank)
     finally:
@@ -64,16 +64,16 @@ def test_a_hook_on_one_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
-def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
-    for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=110):
+@pytest.mark.parametrize("quick", [True, False], ids=["fused_faster", "fused_slower"])
+def test_auto_schedule_selects_faster_measured_path(cluster: Cluster, quick: bool) -> None:
+    for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=280):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}
         assert chunks == ((2, 4) if quick else (0, 0))
 
 
 @pytest.mark.slow
-def test_what_is_saved_for_backward(cluster: Cluster) -> None:
-    """With a bound of all rows that can come: rows and pre-activations of the bound, and tables beside the output."""
+def test_saved_bytes_for_backward_are_bounded(cluster: Cluster) -> None:
+    """Forward saves rows and pre-activations for the most rows it can receive, plus tables and the output."""
     bound, row_bytes, output = 4 * 64 * 2, 4 * (256 + 2 * 128), 4 * 64 * 256
     saved = cluster.run(4, saved_bytes)[0] - output
     assert saved == 1_124_328 and bound * row_bytes < saved < bound * (row_bytes + 160)

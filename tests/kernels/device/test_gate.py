@@ -1,4 +1,4 @@
-"""The gate's kernels beside their definition in float64 on fresh numbers; gates that use them beside plain torch."""
+"""The gate's kernels compared with float64, and gates on kernels compared with plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
 from fusedmoe.gates import Routing
 from fusedmoe.gates import base as router
-from fusedmoe.kernels.gate import GateChoice, GateRule, count_bad, define_choice
+from fusedmoe.kernels.gate import GateChoice, GateRule, count_invalid, define_choice
 from fusedmoe.kernels.triton.gate import choose as kernels
 from fusedmoe.kernels.triton.gate import router as products
 from fusedmoe.kernels.triton.gate.router import Tile
@@ -23,7 +23,7 @@ from tests.layers.gate_cases import best_first, make, parts
 from tests.marks import slow_without_gpu
 
 ALL: dict[str, Any] = {"statistics": True, "logsumexp": True}
-# The rule (k is put in), and whether there is a bias.
+# The rule (k is inserted), and whether there is a bias.
 RULES = {
     "softmax": (GateRule(1, **ALL), False),
     "softmax bias": (GateRule(1, scale=0.5, **ALL), True),
@@ -40,7 +40,7 @@ SINGLE = (torch.float32, torch.float32)
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    print("seed", torch.seed())  # shown when a test fails
+    print("seed", torch.seed())  # shown on failure
 
 
 def differentiable(choice: GateChoice) -> list[Tensor]:
@@ -58,7 +58,7 @@ def assert_close(got: Tensor, exact: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def check(got: GateChoice, exact: GateChoice, leaves: list[tuple[Tensor, Tensor]]) -> None:
-    """Results, and gradients of the leaves for random gradients of the results."""
+    """Compare results, and the leaves' gradients for random gradients of the results."""
     assert torch.equal(got.expert_SK, exact.expert_SK)
     assert_close(got.logits_SE, exact.logits_SE)
     assert got.bad is not None and got.bad.dtype == torch.int64 and got.bad == 0
@@ -92,7 +92,7 @@ def operands(
     bias_E: Tensor | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] = SINGLE,
 ) -> tuple[Tensor, Tensor]:
-    """x and W for which rounding does not decide between experts: such tokens are drawn again."""
+    """Draw x and W; tokens whose expert choice depends on rounding are drawn again."""
     sign = (lambda t: t.abs()) if rule.score == "none" else (lambda t: t)  # scores are not negative
     x_SM = sign(torch.randn(S, M, device=device)).to(dtypes[0])
     weight_EM = sign(torch.randn(E, M, device=device) / M**0.5).to(dtypes[1])
@@ -114,7 +114,7 @@ def operands(
         for j in range(3)
     ],
 )
-def test_tokens(
+def test_gate_kernels_equal_float64_definition(
     name: str,
     size: tuple[int, int, int, int],
     one_kernel: bool,
@@ -143,7 +143,7 @@ def test_tokens(
     ],
     ids=str,
 )
-def test_given_logits_and_what_is_asked_for(rule: GateRule, device: torch.device) -> None:
+def test_gate_from_logits_returns_only_requested_results(rule: GateRule, device: torch.device) -> None:
     logits_SE = torch.rand(60, 9, device=device).requires_grad_()
     exact_logits = double(logits_SE)
     choice = gate_from_logits(logits_SE, rule)
@@ -154,7 +154,7 @@ def test_given_logits_and_what_is_asked_for(rule: GateRule, device: torch.device
 
 @pytest.mark.parametrize("used", ["weight_SK", "score_BE", "logsumexp_S"])
 @pytest.mark.parametrize("name", ["softmax", "probability", "sigmoid", "none"])
-def test_gradient_of_one_result(name: str, used: str, device: torch.device) -> None:
+def test_gradient_of_single_gate_result(name: str, used: str, device: torch.device) -> None:
     logits_SE = torch.rand(37, 7, device=device).requires_grad_()
     exact_logits, rule = double(logits_SE), dataclasses.replace(RULES[name][0], k=3)
     result, expected = (
@@ -169,7 +169,7 @@ def test_gradient_of_one_result(name: str, used: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("k", [1, 3, 16])
 @pytest.mark.parametrize("E", [16, 40, 512])
-def test_ties(E: int, k: int, device: torch.device) -> None:
+def test_ties_select_lowest_expert_number(E: int, k: int, device: torch.device) -> None:
     logits_SE = torch.randint(-1, 2, (37, E), device=device).float()
     logits_SE[:3] = 0.25
     logits_SE[2, ::3] = -0.0  # equals 0
@@ -182,11 +182,11 @@ def test_ties(E: int, k: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("k", [1, 8, 16])
 @pytest.mark.parametrize("E", [16, 40, 512])
-def test_logits_that_differ_in_their_last_bits(E: int, k: int, device: torch.device) -> None:
-    """Some rows by a bit, where it is one of the best or the first that is not, or everywhere; some by much."""
+def test_logits_differing_in_last_bit_are_ranked_correctly(E: int, k: int, device: torch.device) -> None:
+    """Some rows differ by a bit at a selected expert, at the first rejected one, or everywhere; some by much."""
     logits_SE = torch.randn(150, E, device=device)
     best_SE = logits_SE.sort(1, descending=True).indices
-    for s in range(100):  # equal to the one before, or a bit lower or higher than that
+    for s in range(100):  # equal to the previous logit, or one bit lower or higher
         place = int(torch.randint(1, min(k + 2, E), ()))
         near = logits_SE[s, best_SE[s, place - 1]].view(torch.int32) + int(torch.randint(-3, 4, ()))
         logits_SE[s, best_SE[s, place]] = near.view(torch.float32)
@@ -197,7 +197,7 @@ def test_logits_that_differ_in_their_last_bits(E: int, k: int, device: torch.dev
 
 
 @pytest.mark.parametrize("sequence", [None, 75])
-def test_programs_with_several_tiles(
+def test_gate_programs_with_several_tiles(
     sequence: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_PROGRAMS", 3)
@@ -208,11 +208,11 @@ def test_programs_with_several_tiles(
 
 
 @pytest.mark.parametrize("name", ["softmax", "probability", "sigmoid", "sigmoid bias"])
-def test_logits_of_minus_infinity(name: str, device: torch.device) -> None:
+def test_logits_of_minus_infinity_are_never_selected(name: str, device: torch.device) -> None:
     rule = dataclasses.replace(RULES[name][0], k=3)
     logits_SE = torch.randn(37, 12, device=device)
     logits_SE[torch.rand_like(logits_SE) < 0.4] = -math.inf
-    logits_SE[0, 1:] = -math.inf  # fewer than k are left
+    logits_SE[0, 1:] = -math.inf  # fewer than k remain
     logits_SE[:, 0] = 1.0
     exact_logits = double(logits_SE)
     bias_E = torch.arange(12, device=device) * 2.0 if RULES[name][1] else None
@@ -224,14 +224,14 @@ def test_logits_of_minus_infinity(name: str, device: torch.device) -> None:
     torch.autograd.backward(results, grads)
     torch.autograd.backward(expected, [grad.double() for grad in grads])
     assert logits_SE.grad is not None and exact_logits.grad is not None and logits_SE.grad.isfinite().all()
-    # Where only scores of zero were chosen, plain torch finds 0 / 0.
+    # If only scores of zero are chosen, plain torch computes 0 / 0.
     for result, want in zip([*results, logits_SE.grad], [*expected, exact_logits.grad.nan_to_num()], strict=True):
         assert_close(result, want)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("biased", [False, True])
-def test_experts_stay_in_range_whatever_the_logits_are(bad: float, biased: bool, device: torch.device) -> None:
+def test_experts_stay_in_range_for_non_finite_logits(bad: float, biased: bool, device: torch.device) -> None:
     logits_SE = torch.randn(9, 7, device=device)
     logits_SE[1], logits_SE[2, 4], logits_SE[3, 2:] = bad, bad, bad
     if math.isnan(bad):  # a sign that arithmetic does not show
@@ -244,21 +244,21 @@ def test_experts_stay_in_range_whatever_the_logits_are(bad: float, biased: bool,
     assert torch.equal(choice.expert_SK, expected.expert_SK)
     torch.testing.assert_close(choice.weight_SK.double(), expected.weight_SK, equal_nan=True)
     assert choice.bad is not None
-    wrong = 1 if bad == -math.inf else 3  # rows 2 and 3 have other logits to choose by
-    assert choice.bad == count_bad(logits_SE) == wrong
+    wrong = 1 if bad == -math.inf else 3  # rows 2 and 3 have other valid logits
+    assert choice.bad == count_invalid(logits_SE) == wrong
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("one_kernel", [True, False])
-def test_tokens_without_a_right_choice_are_counted(name: str, one_kernel: bool, device: torch.device) -> None:
-    """Over several programs and sequences, whatever the rule; a sequence's last program has rows of padding."""
+def test_tokens_with_non_finite_logits_are_counted(name: str, one_kernel: bool, device: torch.device) -> None:
+    """Several programs and sequences, every rule; the last program of a sequence has rows of padding."""
     rule, E, S = dataclasses.replace(RULES[name][0], k=2, sequence=75), 5, 300
     bias_E = torch.randn(E, device=device) if RULES[name][1] else None
     x_SM, weight_EM = torch.randn(S, E, device=device).abs(), torch.eye(E, device=device)
     bad_S = torch.rand(S, device=device) < 0.2
     bad_S[74] = True  # repeated in the padding
     where_S, what = torch.randint(E, (S,), device=device), torch.tensor([math.nan, math.inf], device=device)
-    if one_kernel:  # a product with a NaN is NaN: all logits of such a token are
+    if one_kernel:  # a product with NaN is NaN: all logits of the token are
         x_SM[bad_S, where_S[bad_S]] = math.nan
     else:
         x_SM[bad_S, where_S[bad_S]] = what[torch.randint(2, (int(bad_S.sum()),), device=device)]
@@ -266,14 +266,14 @@ def test_tokens_without_a_right_choice_are_counted(name: str, one_kernel: bool, 
         bad_S[10] = True
     choice = gate(x_SM, weight_EM, rule, bias_E) if one_kernel else gate_from_logits(x_SM, rule, bias_E)
     assert choice.bad is not None
-    assert choice.bad == count_bad(choice.logits_SE) == bad_S.sum()
+    assert choice.bad == count_invalid(choice.logits_SE) == bad_S.sum()
 
 
-def test_more_sequences_than_a_grid_has_room_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_count_beyond_grid_limit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's second axis ends at 65,535; each sequence has two sums."""
     rule, logits_SE = GateRule(2, statistics=True, sequence=2), torch.randn(30, 5, device=device)
     whole = kernels.choose(logits_SE, rule)
-    monkeypatch.setattr(products, "_MOST_SUMS", 4)
+    monkeypatch.setattr(products, "_MAX_SUMS", 4)
     launched = []
     launch = products.sum_kernel.__class__.__getitem__
     monkeypatch.setattr(
@@ -285,7 +285,7 @@ def test_more_sequences_than_a_grid_has_room_for(device: torch.device, monkeypat
     assert max(grid[1] for grid in launched if len(grid) > 1) == 4
 
 
-def test_no_tokens(device: torch.device) -> None:
+def test_gate_without_tokens(device: torch.device) -> None:
     rule = GateRule(2, sequence=5, **ALL)
     x_SM = torch.empty(0, 100, device=device, requires_grad=True)
     weight_EM = torch.randn(7, 100, device=device, requires_grad=True)
@@ -313,8 +313,10 @@ def test_no_tokens(device: torch.device) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("E", [40, 300])  # one kernel or two, on a GPU
-def test_half_precision(E: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> None:
-    """As exact as float32, but for the rounding of the gradients to the operands' dtypes."""
+def test_half_precision_gate_is_as_exact_as_float32(
+    E: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> None:
+    """As exact as float32, except for rounding the gradients to the operands' dtypes."""
     rule = GateRule(2, **ALL)
     x_SM, weight_EM = operands(50, 200, E, rule, device, dtypes=dtypes)
     exact_x, exact_weight = double(x_SM), double(weight_EM)
@@ -323,8 +325,10 @@ def test_half_precision(E: int, dtypes: tuple[torch.dtype, torch.dtype], device:
 
 
 @pytest.mark.parametrize("S, M, E", [(50, 200, 7), (300, 256, 16)])
-def test_experts_as_columns(S: int, M: int, E: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of few experts, in which they are the columns of dW's product."""
+def test_router_gradient_with_experts_as_columns(
+    S: int, M: int, E: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of few experts, whose experts are the columns of dW's product."""
     own = products.product_tile
     few = Tile(16, 128, 64, 4, 2)
     monkeypatch.setattr(products, "product_tile", lambda name, *rest: few if name == "dw" else own(name, *rest))
@@ -336,7 +340,9 @@ def test_experts_as_columns(S: int, M: int, E: int, device: torch.device, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("S, M, E", [(1, 1, 1), (37, 16, 7), (300, 100, 600), (20, 512, 3)])
-def test_router_product(S: int, M: int, E: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_router_product_equals_matmul_with_gradients(
+    S: int, M: int, E: int, dtype: torch.dtype, device: torch.device
+) -> None:
     x_SM = torch.randn(S, M, device=device).to(dtype).requires_grad_()
     weight_EM = torch.randn(E, M, device=device).to(dtype).requires_grad_()
     exact_x, exact_weight = double(x_SM), double(weight_EM)
@@ -351,7 +357,7 @@ def test_router_product(S: int, M: int, E: int, dtype: torch.dtype, device: torc
         assert_close(leaf.grad, want.grad, 1e-5 if dtype == torch.float32 else 1e-3)
 
 
-def test_strides_and_what_lies_behind(device: torch.device) -> None:
+def test_strided_operands_are_read_within_bounds(device: torch.device) -> None:
     rule = GateRule(3, **ALL)
     memory = torch.full((64, 100), math.nan, device=device)
     x_SM, weight_EM = operands(37, 100, 7, rule, device)
@@ -367,13 +373,11 @@ def test_strides_and_what_lies_behind(device: torch.device) -> None:
         choice = gate(x, weight, rule)
         sum(result.square().sum() for result in differentiable(choice)).backward()
         found.append([choice.expert_SK, *differentiable(choice), x.grad, weight.grad])
-    for other in found[1:]:  # bit by bit: a second run of the same sums, too
+    for other in found[1:]:  # bitwise, also for a second run of the same sums
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_nothing_waits_for_the_device(
-    device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_gate_never_synchronizes(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     x_SM, weight_EM = torch.randn(37, 16, device=device), torch.randn(7, 16, device=device)
     x_SM.requires_grad_(), weight_EM.requires_grad_()
     with no_sync():
@@ -381,8 +385,8 @@ def test_nothing_waits_for_the_device(
         sum(result.sum() for result in differentiable(choice)).backward()
 
 
-def test_what_is_saved(device: torch.device) -> None:
-    """x and W themselves, S·E logits and S·K experts."""
+def test_gate_saves_only_inputs_logits_and_experts(device: torch.device) -> None:
+    """Only x and W, S·E logits and S·K experts are saved."""
     S, M, E, K = 37, 64, 7, 2
     x_SM = torch.randn(S, M, device=device, dtype=torch.float16, requires_grad=True)
     weight_EM = torch.randn(E, M, device=device, requires_grad=True)
@@ -446,7 +450,7 @@ def test_gates_with_kernels_equal_plain_torch(
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_float64_and_large_gates_are_left_to_plain_torch(device: torch.device) -> None:
+def test_float64_and_large_gates_use_plain_torch(device: torch.device) -> None:
     for dtype, E, k in ((torch.float64, 7, 2), (torch.float32, 600, 2), (torch.float32, 40, 33)):
         x_SM = torch.randn(5, 8, device=device, dtype=dtype)
         weight_EM = torch.randn(E, 8, device=device, dtype=dtype)

@@ -31,7 +31,7 @@ from tests.marks import interpreted_slowly
     [(True, torch.float32), *interpreted_slowly((False, torch.float32), (False, torch.float64), (True, torch.float64))],
     ids=str,
 )
-def test_gather_sum(
+def test_gather_sum_equals_definition(
     tokens: int,
     slots: int,
     experts: int,
@@ -57,8 +57,8 @@ def test_gather_sum(
     assert torch.equal(got[dropped], torch.zeros_like(got[dropped]))
 
 
-def test_sums_in_slot_order(device: torch.device) -> None:
-    """(1 + ε) − 1 depends on the order in which float32 numbers are added."""
+def test_gather_sum_adds_in_slot_order(device: torch.device) -> None:
+    """(1 + ε) − 1 depends on the order in which float32 values are added."""
     layout = build_layout(choose(20, 3, 8).to(device), 8)
     value_SK = torch.tensor([1e8, 1.0, -1e8], device=device)[torch.rand(20, 3, device=device).argsort(1)]
     rows_NM = take_pairs(value_SK, layout)[:, None].expand(-1, 5)
@@ -75,12 +75,12 @@ def test_half_precision_is_summed_in_float32(
     rows_NM = torch.randn(layout.rows, 64, device=device).to(dtype)
     weight_N = torch.rand(layout.rows, device=device).to(weight_dtype)
     exact = define_gather_sum(rows_NM.double(), layout, weight_N.double())
-    # One rounding at the end, by cutting off in the interpreter; sums in bf16 would be off by several.
+    # One rounding at the end (the interpreter truncates); bf16 sums would be off by several roundings.
     units = (gather_sum(rows_NM, layout, weight_N).double() - exact).abs() / exact.abs().clamp(min=1e-3)
     assert units.max() <= torch.finfo(dtype).eps * 1.01
 
 
-def test_strides_and_integers(device: torch.device) -> None:
+def test_gather_sum_of_strided_rows_and_integers(device: torch.device) -> None:
     layout = build_layout(choose(37, 3, 9, 0.2).to(device), 9, 12)
     wide = torch.randn(2 * layout.rows, 90, device=device)
     weight_N = torch.rand(2 * layout.rows, device=device)[::2]
@@ -95,7 +95,7 @@ def test_strides_and_integers(device: torch.device) -> None:
     "dtype", [torch.bfloat16, torch.uint8, *interpreted_slowly(torch.float32, torch.float64)], ids=str
 )
 @pytest.mark.parametrize(("tokens", "dim"), [(0, 5), (1, 1), (37, 100), (9, 1500)])
-def test_permute(tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_permute_equals_definition(tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     layout = build_layout(choose(tokens, 2, 5, 0.2).to(device), 5, 8)
     x_SM = (torch.randn(tokens, 2 * dim, device=device) * 100).to(dtype)[:, ::2]
     got = permute(x_SM, layout)
@@ -107,7 +107,7 @@ def values(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def exact(value: Tensor) -> list[object]:
-    """Numbers that compare, of any dtype."""
+    """Round-trip values of any dtype for exact comparison."""
     return list(value.cpu().to(torch.complex128).reshape(-1).tolist())
 
 
@@ -115,7 +115,9 @@ def exact(value: Tensor) -> list[object]:
     "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex64, torch.complex128], ids=str
 )
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (37, 4), (300, None)])
-def test_values_of_slots_and_back(tokens: int, capacity: int | None, dtype: torch.dtype, device: torch.device) -> None:
+def test_take_pairs_and_put_pairs_round_trip(
+    tokens: int, capacity: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
     expert_SK = choose(tokens, 3, 6, 0.2)
     layout, right = build_layout(expert_SK.to(device), 6, capacity), define_layout(expert_SK, 6, capacity)
     for value_SK in (values((tokens, 3), dtype, device), values((3, tokens), dtype, device).t()):
@@ -130,7 +132,7 @@ def test_values_of_slots_and_back(tokens: int, capacity: int | None, dtype: torc
             assert put_SK.dtype == dtype and put_SK.shape == (tokens, 3)
             kept = (right.row_SK >= 0).reshape(-1).tolist()
             assert exact(put_SK) == [value if here else 0 for value, here in zip(flat, kept, strict=True)]
-    alike_N = torch.ones(1, device=device).to(dtype).expand(layout.rows)  # as gradients of sums are
+    alike_N = torch.ones(1, device=device).to(dtype).expand(layout.rows)  # strided like gradients of sums
     assert exact(put_pairs(alike_N, layout)) == exact((layout.row_SK >= 0).float())
 
 
@@ -139,11 +141,11 @@ def test_values_of_slots_and_back(tokens: int, capacity: int | None, dtype: torc
     [(torch.bfloat16, (), 1024), (torch.float64, (5, 3), 3), (torch.uint8, (1,), 1)],
     ids=str,
 )
-def test_zero_padding(
+def test_zero_padding_clears_padding_rows_only(
     sizes: tuple[int, ...], programs: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if uses_triton(torch.empty(0, device=device)):
-        monkeypatch.setattr("fusedmoe.kernels.triton.gather_sum._ZEROERS", programs)
+        monkeypatch.setattr("fusedmoe.kernels.triton.gather_sum._ZERO_PROGRAMS", programs)
     for empty in (0.0, 0.2, 1.0):
         layout = build_layout(choose(400, 2, 5, empty).to(device), 5)
         before = values((layout.rows, *sizes), dtype, device)

@@ -1,4 +1,4 @@
-"""Each configuration of the Gluon form on a Hopper GPU, in a process of its own, beside its definition."""
+"""Each configuration of the Gluon form on a Hopper GPU, in a separate process, compared with its definition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_
 @pytest.mark.skipif(not _HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", list(variants()), ids=str)
-def test_right(variant: Variant, dtype: str) -> None:
+def test_gluon_configurations_pass_check(variant: Variant, dtype: str) -> None:
     variant = variant._replace(dtype=dtype)
     cases = [Case(variant, one.config) for one in gluon_candidates(variant, (9, 0))]
     verdicts = dict(check_apart(cases, torch.device("cuda")))
@@ -27,8 +27,8 @@ def test_right(variant: Variant, dtype: str) -> None:
 
 @pytest.mark.skipif(not _HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("variant", list(variants()), ids=str)
-def test_right_with_fewer_programs(variant: Variant) -> None:
-    """As beside communication, with more tiles than programs."""
+def test_gluon_configurations_pass_check_with_fewer_programs(variant: Variant) -> None:
+    """As during communication, with more tiles than programs."""
     device = torch.device("cuda", torch.cuda.current_device())
     free = torch.cuda.get_device_properties(device).multi_processor_count - HELD
     for one in gluon_candidates(variant, (9, 0)):

@@ -1,4 +1,4 @@
-"""The grouped products against float64, through the experts' operation and each by itself."""
+"""The grouped products compared with float64, through the experts' operation and separately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import ALL, Gradients, Wanted, Weights, experts_backward, experts_forward
+from fusedmoe.kernels.experts import ALL, Gradients, NeedsGrad, Weights, experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from tests.kernels.routings import choose
@@ -39,7 +39,7 @@ def double(tensor: Tensor | None) -> Tensor | None:
 def check(
     x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, capacity: int | None, weights: Weights, name: str, no_sync: NoSync
 ) -> None:
-    """Outputs and all gradients, with router weights, beside plain torch in float64."""
+    """Compare outputs and all gradients, with router weights, with plain torch in float64."""
     activation, experts = ACTIVATIONS[name], weights.w1.shape[0]
     layout = build_layout(expert_SK, experts, capacity)
     exact = define_layout(expert_SK, experts, capacity)
@@ -62,11 +62,11 @@ def check(
         assert got.shape == expected.shape, key
         size = expected.norm().clamp(min=1e-20)
         if key == "weight_N":
-            # Products of two rows, whose parts may cancel where there are few of them: what rounding is measured by is
-            # their size without that.
+            # Products of two rows, whose few terms may cancel: rounding is measured relative to their size without
+            # cancellation.
             size = size.clamp(min=float(dy_SM.double().norm() * right_y.norm()) / x_SM.numel() ** 0.5)
         error = float((got.cpu().double() - expected).norm() / size)
-        assert error <= 1e-5, (key, error)  # not so for NaN either
+        assert error <= 1e-5, (key, error)  # false for NaN, too
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def check(
         pytest.param(90, 2, 5, 70, 600, 20, "swiglu", "", marks=pytest.mark.slow),
     ],
 )
-def test_experts(
+def test_grouped_experts_equal_float64(
     tokens: int,
     slots: int,
     experts: int,
@@ -112,9 +112,9 @@ def test_experts(
         torch.full((4, 2), -1),
         torch.tensor([[1, -1], [-1, -1], [6, 1]]),
     ],
-    ids=["all on one expert", "a run of empty experts", "nobody routed", "empty slots"],
+    ids=["single_expert", "empty_experts", "no_routed_token", "empty_slots"],
 )
-def test_ugly_routings(expert_SK: Tensor, device: torch.device, no_sync: NoSync) -> None:
+def test_grouped_experts_with_irregular_routings(expert_SK: Tensor, device: torch.device, no_sync: NoSync) -> None:
     weights = make_weights(7, 32, 24, "swiglu", "full", device)
     # Columns of wider tensors: neither side is contiguous.
     x_SM = torch.randn(len(expert_SK), 64, device=device)[:, ::2]
@@ -124,13 +124,13 @@ def test_ugly_routings(expert_SK: Tensor, device: torch.device, no_sync: NoSync)
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 @pytest.mark.parametrize("gathered", [True, False])
-def test_no_rows_of_some_tokens(
+def test_zero_capacity_or_no_rows_gives_zeros(
     name: str, gathered: bool, device: torch.device, no_sync: NoSync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every expert's capacity is 0, or what has come to this rank is nothing: zeros, and nothing else."""
+    """Every expert's capacity is 0, or this rank received no rows: all results are zeros."""
     empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *sizes, **how: empty(self, *sizes, **how).fill_(77))
-    for dim, hidden in ((64, 32), (36, 30)):  # with descriptors, which there are none of no rows, and without
+    for dim, hidden in ((64, 32), (36, 30)):  # with and without descriptors; zero rows have no descriptors
         weights = make_weights(7, dim, hidden, name, "full", device)
         x_SM, dy_SM = torch.randn(9, dim, device=device), torch.randn(9, dim, device=device)
         if gathered:
@@ -150,12 +150,12 @@ def test_no_rows_of_some_tokens(
         assert all(torch.equal(one, other) for one, other in zip(added.parameters, into.parameters, strict=True))
 
 
-@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in place", "widened"])
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=["in_place", "widened"])
 @pytest.mark.parametrize(("dim", "hidden"), [(64, 32), *interpreted_slowly((36, 30))])
-def test_gradients_are_added_to_those_of_other_rows(
+def test_weight_gradients_accumulate_into_addend(
     dim: int, hidden: int, total: torch.dtype, device: torch.device, no_sync: NoSync
 ) -> None:
-    """In float32, whatever the dtype and the strides of what is there; experts without rows keep it."""
+    """Sums are in float32 for any dtype and strides of the addend; experts without rows keep the addend."""
     swiglu, experts = ACTIVATIONS["swiglu"], 7
     expert_SK = torch.tensor([[0, 6], [6, 0], [0, 6], [2, -1]], device=device).repeat(9, 1)
     layout, exact = build_layout(expert_SK, experts, None), define_layout(expert_SK, experts, None)
@@ -166,7 +166,7 @@ def test_gradients_are_added_to_those_of_other_rows(
     given[1] = given[1].mT.contiguous().mT
     before = [one.double().cpu() for one in given]
     _, h = experts_forward(x_SM, layout, weight_N, weights, swiglu)
-    into, only_w1 = Gradients(None, None, *given), Wanted(False, False, True, False, False, False)
+    into, only_w1 = Gradients(None, None, *given), NeedsGrad(False, False, True, False, False, False)
     with no_sync():
         added = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, swiglu, into)
     whole = Weights(*(double(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
@@ -178,34 +178,34 @@ def test_gradients_are_added_to_those_of_other_rows(
         torch.testing.assert_close(double(found), old + own, rtol=1e-5, atol=1e-5)
         assert torch.equal(found[1].double().cpu(), old[1]), "an expert without rows"
     assert (added.w1.data_ptr() == given[0].data_ptr()) == (total == torch.float32)  # type: ignore[union-attr]
-    # What is not wanted has no sum, either.
+    # An unneeded gradient has no sum, either.
     alone = replace(into, w2=None, b1=None, b2=None)
     one = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, swiglu, alone, only_w1)
     assert one.w1 is not None and one.parameters[1:] == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
-def test_gradients_that_are_wanted_are_those_of_all(name: str, device: torch.device, no_sync: NoSync) -> None:
+def test_requested_gradients_equal_full_backward(name: str, device: torch.device, no_sync: NoSync) -> None:
     layout, activation = build_layout(choose(11, 2, 5, 0.0).to(device), 5, 6), ACTIVATIONS[name]
     weights, weight_N = make_weights(5, 32, 24, name, "slice", device), torch.rand(layout.rows, device=device)
     x_SM, dy_SM = torch.randn(11, 32, device=device), torch.randn(11, 32, device=device)
     _, h = experts_forward(x_SM, layout, weight_N, weights, activation)
     whole = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, activation)
     for wanted in ("x_SM weight_N", "w1", "w2", "weight_N b2", "x_SM b1", "w1 w2 b1", "b2"):
-        asked = Wanted(*(one in wanted.split() for one in Wanted._fields))
+        asked = NeedsGrad(*(one in wanted.split() for one in NeedsGrad._fields))
         given = (x_SM if asked.w1 else None, h if asked.h_NH else None, layout, weight_N, weights, activation)
         with no_sync():
-            grads = experts_backward(dy_SM, *given, wanted=asked)
+            grads = experts_backward(dy_SM, *given, needs_grad=asked)
         for key, value in vars(grads).items():
             assert (value is not None) == getattr(asked, key), (wanted, key)
-            rows = int(layout.counts_E.sum()) if key == "weight_N" else None  # padding has no gradient that counts
+            rows = int(layout.counts_E.sum()) if key == "weight_N" else None  # padding's gradient is ignored
             if value is not None:
-                # A compiler joins products and sums otherwise where less is stored: on a GPU the last bits may differ.
+                # Compilers contract products and sums differently if less is stored: on a GPU the last bits may differ.
                 exact = {"rtol": 0.0, "atol": 0.0} if device.type == "cpu" else {"rtol": 1e-5, "atol": 1e-6}
                 torch.testing.assert_close(value[:rows], getattr(whole, key)[:rows], msg=f"{wanted}, {key}", **exact)
 
 
-def test_rows_in_order_without_weights(device: torch.device) -> None:
+def test_contiguous_rows_without_router_weights(device: torch.device) -> None:
     layout = contiguous_layout(torch.tensor([2, 0, 45], device=device), 47)
     weights = make_weights(3, 48, 32, "gelu", "full", device)
     x_SM, dy_SM = torch.randn(47, 48, device=device), torch.randn(47, 48, device=device)
@@ -222,7 +222,7 @@ def test_rows_in_order_without_weights(device: torch.device) -> None:
 
 
 def test_slack_is_never_read(device: torch.device) -> None:
-    """A layout whose arrays are longer than the rows it holds, as on CUDA, gives the same bits as one that fits."""
+    """A layout with arrays longer than its rows, as on CUDA, gives the same bits as an exact one."""
     exact = build_layout(choose(20, 2, 4, 0.0).to(device), 4)
     assert exact.source_N is not None
     pad = torch.zeros(9, dtype=torch.long, device=device)

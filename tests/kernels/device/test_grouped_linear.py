@@ -1,4 +1,4 @@
-"""A linear map of each expert's rows, values and gradients against float64."""
+"""A linear map of each expert's rows: values and gradients compared with float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E, K, O = 4, 24, 40  # noqa: E741  what a product makes
 
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients(device: torch.device, transposed: bool, bias: bool) -> None:
+def test_grouped_linear_equals_float64_with_gradients(device: torch.device, transposed: bool, bias: bool) -> None:
     """Experts without rows, padding of NaN, strides."""
     layout, kept = padded(device)
     counts = layout.counts_E.cpu()
@@ -50,7 +50,7 @@ def test_values_and_gradients(device: torch.device, transposed: bool, bias: bool
         close(bias_EO.grad, shift.grad)
 
 
-def test_an_expert_without_rows(device: torch.device) -> None:
+def test_grouped_linear_with_empty_experts(device: torch.device) -> None:
     layout = autograd.order(torch.full((5, 1), 2, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
     rows_NK = torch.randn(5, K, device=device)
@@ -61,7 +61,7 @@ def test_an_expert_without_rows(device: torch.device) -> None:
     assert weight.grad is not None and weight.grad[2].any() and not weight.grad[[0, 1, 3]].any()
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_grouped_linear_without_rows(device: torch.device) -> None:
     layout = autograd.order(torch.empty(0, 2, dtype=torch.long, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
     out_NO = autograd.grouped_linear(torch.empty(0, K, device=device), layout, weight)
@@ -69,7 +69,7 @@ def test_no_rows(device: torch.device) -> None:
     assert out_NO.shape == (0, O) and weight.grad is not None and not weight.grad.any()
 
 
-def test_refusals(device: torch.device) -> None:
+def test_grouped_linear_rejects_wrong_shapes(device: torch.device) -> None:
     layout = autograd.order(choose(6, 2, E, 0.0).to(device), E)
     rows_NK, weight = torch.randn(layout.rows, K, device=device), torch.randn(E, O, K, device=device)
     for match, given in {

@@ -1,4 +1,4 @@
-"""The whole layer on its kernels, beside the same layer in float64 on plain torch."""
+"""The whole layer on its kernels, compared with the same layer in float64 on plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tanh_expert(model_dim: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(model_dim, 20), torch.nn.Tanh(), torch.nn.Linear(20, model_dim))
 
 
-@pytest.mark.parametrize("hooks", [(), (fusedmoe.Hooks(),)], ids=["fused", "through the exchange"])
+@pytest.mark.parametrize("hooks", [(), (fusedmoe.Hooks(),)], ids=["fused", "exchange"])
 @pytest.mark.parametrize(
     ("gate", "experts", "order"),
     [
@@ -33,7 +33,7 @@ def tanh_expert(model_dim: int) -> torch.nn.Module:
     ],
     ids=["topk swiglu", "sigmoid feed-forward", "switch custom", "topk einsum"],
 )
-def test_layer(
+def test_layer_on_kernels_equals_float64(
     gate: Gate,
     experts: Experts,
     order: fusedmoe.orders.Order | None,
@@ -62,7 +62,7 @@ def test_layer(
         assert error <= 1e-5, (name, error)
 
 
-def test_metrics_wait_for_nothing(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+def test_metrics_never_synchronize(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     layer = fusedmoe.MoELayer(32, fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), device=device)
     metrics = fusedmoe.metrics.Metrics(layer)
     x = torch.randn(41, 32, device=device)
@@ -70,15 +70,15 @@ def test_metrics_wait_for_nothing(device: torch.device, no_sync: Callable[[], Ab
     routing = layer.gate(x)
     with no_sync():
         layer.load.count(routing, layer.load.kept_E, layer.gate, True, False)
-        if device.type == "cuda":  # on a CPU the layer itself looks at its logits
+        if device.type == "cuda":  # on a CPU the layer itself checks its logits
             layer(x).sum().backward()
     found, load_E = metrics.collect(), layer.load_E.double()
     assert found["moe/max_vio"] == pytest.approx(float(load_E.max() / load_E.mean() - 1))
     assert found["moe/dropped"] > 0
 
 
-class _Wrong(fusedmoe.gates.TopK):
-    """Chooses an expert that there is none of."""
+class _OutOfRangeGate(fusedmoe.gates.TopK):
+    """Choose a nonexistent expert."""
 
     def forward(self, *given: Any) -> Any:
         routing = super().forward(*given)
@@ -86,11 +86,11 @@ class _Wrong(fusedmoe.gates.TopK):
         return routing
 
 
-def test_numbers_of_no_expert_are_looked_for_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the order, on the device: nothing else has to read them, not even those of a user's gate."""
+def test_expert_numbers_are_checked_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order checks expert numbers on the device; nothing else reads them, including a user-defined gate's."""
     if device.type == "cuda":
         pytest.skip("a failed assertion ends the process")
-    layer = fusedmoe.MoELayer(32, _Wrong(5, 2), fusedmoe.experts.SwiGLU(24))
+    layer = fusedmoe.MoELayer(32, _OutOfRangeGate(5, 2), fusedmoe.experts.SwiGLU(24))
     looked: list[str] = []
     assert_async = torch.ops.aten._assert_async.msg
 

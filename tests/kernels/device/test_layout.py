@@ -17,7 +17,7 @@ from tests.marks import interpreted_slowly
 
 
 def compare(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
-    """The layout, seen to be right, rows and slack."""
+    """Compare and validate the layout, rows and slack."""
     got = build_layout(expert_SK, experts, capacity, priority_S)
     expected = define_layout(expert_SK, experts, capacity, priority_S)
     for name in ("counts_E", "offsets_E1", "row_SK"):
@@ -51,16 +51,16 @@ def compare(expert_SK: Tensor, experts: int, capacity: int | None = None, priori
         ),
     ],
 )
-def test_sort(
+def test_sorted_layout_equals_definition(
     tokens: int, slots: int, experts: int, empty: float, capacity: int | None, ranked: bool, device: torch.device
 ) -> None:
     expert_SK = choose(tokens, slots, experts, empty).to(device)
-    # Few distinct priorities, so that ties happen.
+    # Few distinct priorities, to produce ties.
     priority_S = torch.randint(0, 5, (tokens,), device=device).float() if ranked else None
     compare(expert_SK, experts, capacity, priority_S)
 
 
-def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
+def test_layout_of_empty_experts_and_single_expert(device: torch.device) -> None:
     compare((choose(100, 2, 4) * 5 + 40).to(device), 128)
     compare((choose(100, 2, 4) * 5 + 40).to(device), 128, 30)
     for expert in (0, 5, 6):
@@ -70,10 +70,10 @@ def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
 
 @pytest.mark.parametrize("alone", [0, 4096])
 @pytest.mark.parametrize("blocks", [1, 3, *interpreted_slowly(12)])
-def test_few_blocks_of_many_steps(
+def test_layout_of_few_blocks_with_many_steps(
     blocks: int, alone: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps, counts by the block itself and by a launch before, read a few at a time."""
+    """Twelve steps; counts from the block itself and from an earlier launch, read a few at a time."""
     monkeypatch.setattr(kernels, "BLOCKS", blocks)
     monkeypatch.setattr(kernels, "ALONE", alone)
     monkeypatch.setattr(kernels, "WIDE", 256)
@@ -82,13 +82,13 @@ def test_few_blocks_of_many_steps(
     compare(choose(751, 2, 20, 0.1).to(device), 20, None, torch.randint(0, 5, (751,), device=device).float())
 
 
-def test_any_strides_and_integers(device: torch.device) -> None:
+def test_layout_of_strided_and_int32_experts_equals_definition(device: torch.device) -> None:
     compare(choose(3, 50, 50).to(device).t()[:, 1:], 50)
     compare(choose(90, 4, 9).to(device)[::2, ::2], 9, 8)
     compare(choose(37, 2, 9, 0.2).int().to(device), 9)
 
 
-def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> None:
+def test_out_of_range_experts_are_treated_as_empty_slots(device: torch.device) -> None:
     expert_SK = choose(37, 2, 9)
     wild = torch.where(expert_SK < 4, expert_SK, torch.tensor([9, -7, 2**40, 2**32])[torch.randint(4, (37, 2))])
     got = build_layout(wild.to(device), 9)
@@ -98,7 +98,7 @@ def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> No
 @pytest.mark.parametrize("alone", [0, 4096])
 @pytest.mark.parametrize("place", [0, 300])
 @pytest.mark.parametrize("number", [-2, 9, 2**40])
-def test_numbers_that_are_no_experts_fail_an_assertion(
+def test_order_asserts_expert_range(
     number: int, place: int, alone: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cuda":
@@ -111,18 +111,18 @@ def test_numbers_that_are_no_experts_fail_an_assertion(
         order(expert_SK, 9)
 
 
-def test_too_many_rows_for_32_bits() -> None:
+def test_row_count_beyond_int32_raises() -> None:
     with pytest.raises(ValueError, match="split the batch"):
         kernels.sort_pairs(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, 3), (50, None), (50, 7)])
-def test_nobody_waits_for_the_device(
+def test_layout_never_synchronizes(
     tokens: int, capacity: int | None, no_sync: Callable[[], AbstractContextManager[None]], device: torch.device
 ) -> None:
     expert_SK, priority_S = choose(tokens, 2, 9, 0.2).to(device), torch.rand(tokens, device=device)
     value_SK, x_SM = torch.rand(tokens, 2, device=device), torch.rand(tokens, 20, device=device)
-    for _ in range(2):  # compiled at first
+    for _ in range(2):  # the first pass compiles
         with no_sync():
             layout = build_layout(expert_SK, 9, capacity, priority_S)
             gather_sum(permute(x_SM, layout), layout, take_pairs(value_SK, layout))
@@ -133,6 +133,6 @@ def test_nobody_waits_for_the_device(
         layout.offsets_E1[-1].item()
 
 
-def test_no_tokens_through_the_operator(device: torch.device) -> None:
+def test_order_operator_without_tokens(device: torch.device) -> None:
     layout = order(torch.empty((0, 2), dtype=torch.long, device=device), 4)
     assert layout.counts == [0] * 4 and layout.rows == 0 and layout.row_SK.shape == (0, 2)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen experts where grouped kernels serve, with padding, against float64."""
+"""Low-rank adapters of frozen experts with grouped kernels and padding, compared with float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedmoe import autograd
+from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
@@ -30,7 +30,7 @@ def close(values: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_experts(device: torch.device, activation: str) -> None:
+def test_low_rank_experts_equal_float64(device: torch.device, activation: str) -> None:
     layout, kept = padded(device)
 
     def random(*shape: int) -> Tensor:
@@ -43,7 +43,7 @@ def test_experts(device: torch.device, activation: str) -> None:
     adapters = Adapters(LowRank(factors[0], factors[1], 0.5), LowRank(factors[2], factors[3], 1.5))
     x_SM = random(layout.tokens, M).requires_grad_()
     weight_N = rows_of_nan_behind(kept, torch.empty(layout.rows, device=device)).requires_grad_()
-    y_SM = autograd.low_rank_experts(x_SM, layout, weight_N, weights, adapters, activation)
+    y_SM = low_rank_experts(x_SM, layout, weight_N, weights, adapters, activation)
     dy_SM = torch.randn_like(y_SM)
     dx_SM, dweight_N, *dfactors = torch.autograd.grad(y_SM, [x_SM, weight_N, *factors], dy_SM)
     assert not dweight_N[kept:].any()
@@ -58,14 +58,14 @@ def test_experts(device: torch.device, activation: str) -> None:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_linear(device: torch.device, transposed: bool) -> None:
+def test_low_rank_linear_equals_float64(device: torch.device, transposed: bool) -> None:
     layout, kept = padded(device)
     rows_NK = rows_of_nan_behind(kept, torch.empty(layout.rows, M, device=device)).requires_grad_()
     weight = torch.randn(E, H, M, device=device) / M**0.5
     a, b = torch.randn(E, 3, M, device=device) / M**0.5, torch.randn(E, H, 3, device=device)
     adapter = LowRank(a.requires_grad_(), b.requires_grad_(), 0.5)
     w = weight if transposed else weight.mT.contiguous()
-    out_NO = autograd.low_rank_linear(rows_NK, layout, w, adapter, transposed=transposed)
+    out_NO = low_rank_linear(rows_NK, layout, w, adapter, transposed=transposed)
     dout_NO = rows_of_nan_behind(kept, torch.empty(layout.rows, H, device=device))
     drows_NK, *dfactors = torch.autograd.grad(out_NO, [rows_NK, a, b], dout_NO)
     assert not out_NO[kept:].any() and not drows_NK[kept:].any()

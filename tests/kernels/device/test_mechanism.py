@@ -1,4 +1,4 @@
-"""The smallest kernel, as an example and to see that the mechanism runs kernels at all."""
+"""The smallest kernel, as an example and as a check that kernels run at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def double_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2, mask=i < n)
 
 
-def test_a_kernel_runs(device: torch.device) -> None:
+def test_minimal_kernel_runs(device: torch.device) -> None:
     x = torch.randn(37, device=device)
     y = torch.full_like(x, float("nan"))
     assert uses_triton(x)

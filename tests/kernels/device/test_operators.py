@@ -1,4 +1,4 @@
-"""The kernels as operators of `torch.library`, and what they are for: compiled layers and layers in CUDA graphs."""
+"""The kernels as operators of `torch.library`, and their uses: compiled layers and layers in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.marks import interpreted_slowly
 @pytest.mark.parametrize(
     "name", ["take_pairs", "pack_fp8", *interpreted_slowly("order", "permute", "experts", "pack_bf16")]
 )
-def test_operator(name: str, device: torch.device) -> None:
+def test_kernel_operator_passes_opcheck(name: str, device: torch.device) -> None:
     check(name, cases(device)[name])
 
 
-def test_gate_operators(device: torch.device) -> None:
+def test_gate_operators_pass_opcheck(device: torch.device) -> None:
     x_SM = torch.randn(21, 32, device=device, requires_grad=True)
     weight_EM = torch.randn(6, 32, device=device, requires_grad=True)
     logits_SE = torch.randn(21, 6, device=device, requires_grad=True)
@@ -53,7 +53,7 @@ def test_gate_operators(device: torch.device) -> None:
         check(name, several)
 
 
-def test_gradients_that_nobody_asks_for(device: torch.device) -> None:
+def test_frozen_input_gets_no_gradient(device: torch.device) -> None:
     x_SM, weight_EM = torch.randn(21, 32, device=device), torch.randn(6, 32, device=device, requires_grad=True)
     choice = gate(x_SM, weight_EM, GateRule(2, statistics=True))
     assert choice.score_BE is not None
@@ -61,7 +61,7 @@ def test_gradients_that_nobody_asks_for(device: torch.device) -> None:
     assert x_SM.grad is None and weight_EM.grad is not None
 
 
-def a_layer(device: torch.device) -> fusedmoe.MoELayer:
+def make_layer(device: torch.device) -> fusedmoe.MoELayer:
     gate = fusedmoe.gates.TopK(experts=5, k=2, capacity_factor=0.8, aux={"balance": 1.0, "z": 0.1})
     return fusedmoe.MoELayer(32, gate, fusedmoe.experts.SwiGLU(24), shared=fusedmoe.experts.SwiGLU(16), device=device)
 
@@ -73,26 +73,28 @@ def step(call: Callable[[Tensor], Tensor], layer: fusedmoe.MoELayer, x_SM: Tenso
     return [x_SM.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
 
 
-def test_a_layer_never_waits(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
-    layer, x_SM = a_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
+def test_layer_step_never_synchronizes(
+    device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]
+) -> None:
+    layer, x_SM = make_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
     step(layer, layer, x_SM)  # compiles and, on a GPU, tunes
     with no_sync():
         step(layer, layer, x_SM)
     assert layer.dropped > 0
 
 
-def test_a_compiled_layer(device: torch.device) -> None:
-    layer, x_SM = a_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
+def test_compiled_layer_is_bitwise_equal(device: torch.device) -> None:
+    layer, x_SM = make_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(step(compiled, layer, x_SM), step(layer, layer, x_SM), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_a_layer_in_a_cuda_graph(device: torch.device) -> None:
+def test_layer_replays_in_cuda_graph(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    layer, x_SM = a_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
+    layer, x_SM = make_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -110,7 +112,7 @@ def test_a_layer_in_a_cuda_graph(device: torch.device) -> None:
         graph.replay()
         found = [x_SM.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
         plain = x_SM.detach().clone().requires_grad_()
-        twin = a_layer(device)
+        twin = make_layer(device)
         twin.load_state_dict(layer.state_dict())
         for ours, theirs in zip(found, step(twin, twin, plain), strict=True):
             assert torch.equal(ours, theirs)
@@ -121,8 +123,8 @@ def test_a_layer_in_a_cuda_graph(device: torch.device) -> None:
         layer.check()
 
 
-def test_bad_logits_are_told_later(device: torch.device) -> None:
-    layer, x_SM = a_layer(device), torch.randn(41, 32, device=device)
+def test_non_finite_logits_are_reported_asynchronously(device: torch.device) -> None:
+    layer, x_SM = make_layer(device), torch.randn(41, 32, device=device)
     x_SM[3, 4] = float("nan")
     layer(x_SM)
     with pytest.raises(ConfigError, match=r"1 tokens with router logits .* before this one"):
@@ -136,7 +138,7 @@ def test_bad_logits_are_told_later(device: torch.device) -> None:
                 torch.cuda.synchronize()
 
 
-def test_slack_of_the_operator_equals_that_of_the_kernel(device: torch.device) -> None:
+def test_operator_slack_equals_kernel_slack(device: torch.device) -> None:
     expert_SK = choose(20, 3, 4, 0.3).to(device)
     for capacity in (None, 7):
         layout = build_layout(expert_SK, 4, capacity)

@@ -1,4 +1,4 @@
-"""Rows of padding: zeros in what operations return, gradients included, and never read in what they are given."""
+"""Padding rows: operations return zeros there, in gradients too, and never read them in inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe import autograd
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
 from tests.kernels.routings import choose
@@ -14,18 +15,18 @@ S, K, E, M, H = 13, 3, 4, 16, 16
 
 
 def padded(device: torch.device) -> tuple[Layout, int]:
-    """A layout with padding, and its true rows: an expert has none, so the room of its capacity is left."""
+    """Return a layout with padding, and its true rows: one expert has none, so its capacity is all padding."""
     layout = autograd.order(choose(S, K, E - 1, 0.4).to(device), E, 7)
     kept = int(layout.offsets_E1[-1])
     assert layout.rows > kept
     return layout, kept
 
 
-def test_moves_of_rows(device: torch.device) -> None:
+def test_permute_and_take_pairs_zero_padding_rows(device: torch.device) -> None:
     layout, kept = padded(device)
     x_SM = torch.randn(S, M, device=device, requires_grad=True)
     weight_SK = torch.rand(S, K, device=device, requires_grad=True)
-    for rows in (autograd.permute(x_SM, layout), autograd.take_pairs(weight_SK, layout)):
+    for rows in (autograd.permute(x_SM, layout), take_pairs(weight_SK, layout)):
         assert not rows[kept:].any() and rows[:kept].any()
         rows.backward(rows_of_nan_behind(kept, rows))
     for grad in (x_SM.grad, weight_SK.grad):
@@ -43,8 +44,8 @@ def rows_of_nan_behind(kept: int, like: Tensor) -> Tensor:
     return rows
 
 
-def test_router_weights(device: torch.device) -> None:
-    """Who takes the weights by slots himself adds padding's gradient to token 0's."""
+def test_router_weight_gradients_ignore_padding(device: torch.device) -> None:
+    """A caller that gathers the weights by slots adds padding's gradient to token 0's."""
     layout, _ = padded(device)
     x_SM, weight_SK = torch.randn(S, M, device=device), torch.rand(S, K, device=device)
     for bias in (False, True):
@@ -56,7 +57,7 @@ def test_router_weights(device: torch.device) -> None:
         dy_SM = torch.randn_like(x_SM)
         for leaf, weight_N in (
             (by_slots, by_slots.reshape(-1)[layout.pair_N]),
-            (by_operation, autograd.take_pairs(by_operation, layout)),
+            (by_operation, take_pairs(by_operation, layout)),
         ):
             autograd.experts(x_SM, layout, weight_N, weights, "swiglu").backward(dy_SM)
             assert leaf.grad is not None and leaf.grad.isfinite().all()

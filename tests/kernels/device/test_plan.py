@@ -1,4 +1,4 @@
-"""Plans of one-sided dispatch, in kernels, beside their definitions."""
+"""Plans of one-sided dispatch in kernels, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
     Network,
-    ReturnRows,
+    ReturnBuffers,
     RowLimit,
     Sends,
     define_addresses,
@@ -23,10 +23,10 @@ from fusedmoe.kernels.one_sided import (
 )
 from fusedmoe.kernels.tiles import define_tiles
 from fusedmoe.kernels.triton.one_sided import plan
-from fusedmoe.kernels.triton.one_sided.plan import plan_sends, read_metadata, take_rows
+from fusedmoe.kernels.triton.one_sided.plan import copy_received_rows, plan_sends, read_metadata
 from tests.marks import interpreted_slowly
 
-# Peers, local experts, tokens, experts of a token, chunks.
+# Peers, local experts, tokens, experts per token, chunks.
 CASES = [
     (1, 1, 1, 1, 1),
     (2, 4, 0, 2, 2),
@@ -36,16 +36,16 @@ CASES = [
     (8, 1, 129, 8, 8),
     (2, 7, 128, 2, 24),
 ]
-# Rows of row tiles.
+# Rows per row tile.
 HEIGHTS = (16, 32)
-# Padding, and whether results go to other nodes.
+# Padding, and whether results are sent to other nodes.
 HOW = [(0, False), (3, False), (0, True)]
-# Only that there is one matters.
+# Its value does not matter, only its presence.
 NETWORK = Network(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
 
 def routed(case: tuple[int, int, int, int, int], device: torch.device, seed: int) -> tuple[Layout, Tensor]:
-    """Some pairs empty, an expert without rows, some rows dropped."""
+    """Some pairs are empty, one expert has no rows, and some rows are dropped."""
     peers, local, tokens, k, _ = case
     torch.manual_seed(seed)
     score_SE = torch.rand(tokens, peers * local)
@@ -58,7 +58,7 @@ def routed(case: tuple[int, int, int, int, int], device: torch.device, seed: int
 
 @pytest.mark.parametrize(("weighted", "alone"), [(True, False), (False, True)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sends(
+def test_send_plan_equals_definition(
     case: tuple[int, int, int, int, int],
     weighted: bool,
     alone: bool,
@@ -76,7 +76,7 @@ def test_sends(
 
 
 def assert_equal_sends(found: Sends, right: Sends) -> None:
-    """What is sent is equal; the rest is never read."""
+    """Compare the sent entries; the remaining entries are never read."""
     for name in ("token_used_W", "line_used_W"):
         torch.testing.assert_close(getattr(found, name), getattr(right, name), rtol=0, atol=0)
     token_WC, line_WC = (of.view(len(right.token_used_W), -1) for of in (found.token_WC, found.line_WC))
@@ -92,23 +92,38 @@ def assert_equal_sends(found: Sends, right: Sends) -> None:
     ("case", "padding", "far"),
     [(case, *how) for case in CASES[:3] for how in HOW]
     + [(CASES[3], *HOW[0]), (CASES[6], *HOW[2])]
-    # Of the others each with some: in small ones all have been.
+    # The larger cases use a few settings each; the small cases cover all settings.
     + interpreted_slowly(*((CASES[case], *HOW[how]) for case, how in ((3, 1), (4, 1), (4, 2), (5, 0), (5, 2), (6, 1)))),
     ids=str,
 )
-def test_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
-    """At each rank, of what all ranks send it."""
+def test_arrival_plan_equals_definition(
+    case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device
+) -> None:
+    """Compare the arrivals at each rank, given all ranks' sends."""
     check_arrivals(case, padding, far, device)
 
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], (3, 2, 9, 2, 2)], ids=str)
-def test_arrivals_without_room(case: tuple[int, int, int, int, int], far: bool, device: torch.device) -> None:
-    """The first of them, and the number of all is told."""
+def test_arrival_plan_beyond_capacity_keeps_first_rows(
+    case: tuple[int, int, int, int, int], far: bool, device: torch.device
+) -> None:
+    """The first rows are kept, and the full count is reported."""
     check_arrivals(case, -4, far, device)
 
 
-def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("padding", [0, 5, -4])
+@pytest.mark.parametrize("tile", [1, 2, 3, 128])
+@pytest.mark.parametrize("case", [CASES[0], (2, 4, 0, 2, 1), (3, 2, 9, 2, 1), (2, 1, 7, 1, 1)], ids=str)
+def test_rows_sorted_by_arrival_equal_definition(
+    case: tuple[int, int, int, int, int], tile: int, padding: int, device: torch.device
+) -> None:
+    check_arrivals(case, padding, False, device, tile)
+
+
+def check_arrivals(
+    case: tuple[int, int, int, int, int], padding: int, far: bool, device: torch.device, tile: int | None = None
+) -> None:
     peers, local, tokens, k, degree = case
     capacity, lines = max(1, tokens), local + tokens * k + 1
     batches = [routed(case, device, 1 + peer) for peer in range(peers)]
@@ -122,11 +137,11 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
         rows = max(int((counts * (j + 1) // degree - counts * j // degree).sum()) for j in range(degree)) + padding
         rows, total = max(0, rows), int(counts.sum())
         limit = RowLimit(total - (padding < 0), torch.zeros(1, dtype=torch.int64, device=device), 3)
-        results, values = (returning(peers, me, width, tokens * k, far, device) for width in (6, 1))
-        found = read_metadata(metadata, local, degree, capacity, rows, results, values, HEIGHTS, limit)
+        results, values = (return_addresses(peers, me, width, tokens * k, far, device) for width in (6, 1))
+        found = read_metadata(metadata, local, degree, capacity, rows, results, values, HEIGHTS, limit, tile)
         assert limit.own.tolist() == [(3 << 32) + total if padding < 0 else 0]
         bound = -(-rows // 4) * 4
-        right = define_arrivals(metadata, local, degree, capacity, [bound] * degree)
+        right = define_arrivals(metadata, local, degree, capacity, [bound] * degree, tile)
         for number, (one, other) in enumerate(zip(found, right, strict=True)):
             assert_equal_arrivals(one.arrivals, other)
             for of, chosen in ((results, one.results), (values, one.values)):
@@ -139,22 +154,22 @@ def check_arrivals(case: tuple[int, int, int, int, int], padding: int, far: bool
                 assert tiles.table.data_ptr() % 16 == tiles.used.data_ptr() % 16 == 0
         # The rows themselves, in one launch; padding is zeros.
         x_CM = torch.randn(peers * capacity, 5, device=device)
-        for x_RM, other in zip(take_rows(x_CM, [one.arrivals for one in found]), right, strict=True):
+        for x_RM, other in zip(copy_received_rows(x_CM, [one.arrivals for one in found]), right, strict=True):
             torch.testing.assert_close(x_RM, permute(x_CM, other.layout), rtol=0, atol=0)
 
 
-def returning(peers: int, me: int, width: int, places: int, far: bool, device: torch.device) -> ReturnRows:
-    """Rows of two slots to return to, at made-up addresses; where some are `far`, those of every other rank."""
+def return_addresses(peers: int, me: int, width: int, places: int, far: bool, device: torch.device) -> ReturnBuffers:
+    """Return addresses for rows of two slots, at simulated addresses; with `far`, every other rank is far."""
     own = torch.empty(2, max(1, places), width, device=device)
     table = torch.tensor([(1 << 40) * (p + 1) for p in range(peers)], device=device)
     if not far:
-        return ReturnRows(own, table)
+        return ReturnBuffers(own, table)
     table[torch.arange(peers, device=device) % 2 != me % 2] = 0
-    return ReturnRows(own, table, torch.empty(9, width, device=device), NETWORK)
+    return ReturnBuffers(own, table, torch.empty(9, width, device=device), NETWORK)
 
 
-def assert_equal_addresses(found: Sequence[Addresses], right: Arrivals, rows: ReturnRows, first: int) -> None:
-    """In both slots, without the padding."""
+def assert_equal_addresses(found: Sequence[Addresses], right: Arrivals, rows: ReturnBuffers, first: int) -> None:
+    """Compare both slots, without the padding."""
     kept = int(right.layout.offsets_E1[-1])
     assert len(found) == 2
     for slot, addresses in enumerate(found):
@@ -167,10 +182,10 @@ def assert_equal_addresses(found: Sequence[Addresses], right: Arrivals, rows: Re
 
 
 def assert_equal_arrivals(found: Arrivals, right: Arrivals) -> None:
-    """Rows are equal; padding reads what exists."""
+    """Compare rows; padding reads valid memory."""
     for name in ("counts_E", "offsets_E1", "pair_N", "row_SK"):
         torch.testing.assert_close(getattr(found.layout, name), getattr(right.layout, name), rtol=0, atol=0)
-    torch.testing.assert_close(found.wanted_W, right.wanted_W, rtol=0, atol=0)
+    torch.testing.assert_close(found.num_rows_W, right.num_rows_W, rtol=0, atol=0)
     kept, source_N = int(right.layout.offsets_E1[-1]), found.layout.source_N
     assert source_N is not None and right.layout.source_N is not None
     torch.testing.assert_close(source_N[:kept], right.layout.source_N[:kept], rtol=0, atol=0)

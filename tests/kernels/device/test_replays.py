@@ -1,4 +1,4 @@
-"""Both passes over ranks as a CUDA graph holds them: nothing waits on the host, and any step has the same launches."""
+"""Both passes over ranks as captured in a CUDA graph: no host waits, and every step has the same launches."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu")
     ],
     ids=str,
 )
-def test_replays(
+def test_graph_replays_equal_eager(
     cluster: Cluster, tokens: list[int], degrees: tuple[int, int], nodes: tuple[int, ...], steps: int
 ) -> None:
-    """With just enough room for the fullest of the ranks and steps."""
+    """With exactly the room that the fullest rank and step need."""
     found = cluster.run(len(tokens), replay_passes, tokens, degrees, steps, 0, False, nodes, timeout_s=110)
     assert found == [[]] * len(tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_replays_under_random_delays(cluster: Cluster, seed: int) -> None:
-    """A slot that is reused before its rows were read, or read before they arrived, gives other results."""
+def test_graph_replays_equal_eager_under_random_delays(cluster: Cluster, seed: int) -> None:
+    """A slot that is reused before its rows were read, or read before they arrived, would change the results."""
     tokens, degrees, nodes = [
         ([9, 5], (1, 1), ()),
         ([7, 0], (2, 3), ()),
@@ -45,15 +45,15 @@ def test_replays_under_random_delays(cluster: Cluster, seed: int) -> None:
     assert cluster.run(2, replay_passes, tokens, degrees, 4, 0, False, nodes, seed) == [[], []]
 
 
-def test_numbers_of_the_capture_are_old_ones(cluster: Cluster) -> None:
-    """A graph whose launches had them as arguments reads rows before they come."""
+def test_captured_sequence_numbers_give_stale_rows(cluster: Cluster) -> None:
+    """A graph that stores sequence numbers as launch arguments reads rows before they arrive."""
     found = cluster.run(2, replay_passes, [9, 5], (1, 1), 1, 0, True)
     assert any("step 1" in one for one in found[0])
 
 
 @pytest.mark.parametrize("nodes", [(), pytest.param((0, 1), marks=pytest.mark.slow)], ids=str)
-def test_more_rows_than_there_is_room_for(cluster: Cluster, nodes: tuple[int, ...]) -> None:
-    """By one row, told by the number of the fullest rank and step, on all ranks."""
+def test_row_count_beyond_bound_raises_on_all_ranks(cluster: Cluster, nodes: tuple[int, ...]) -> None:
+    """One row too many: all ranks raise with the row count of the fullest rank and step."""
     for outcome in cluster.outcomes(2, replay_passes, [9, 5], (1, 2), 3, -1, False, nodes):
         assert outcome.error is not None and outcome.error[0] == "RankError", outcome
         told = re.search(r"(\d+) rows came to the experts of fused_experts on .*room for (\d+)", outcome.error[1])
@@ -63,14 +63,14 @@ def test_more_rows_than_there_is_room_for(cluster: Cluster, nodes: tuple[int, ..
 @pytest.mark.parametrize(
     ("sizes", "steps"), [({"ep": 2}, 1), *slowly(({"ep": 2}, 3), ({"esp": 2}, 2), ({"ep": 2, "esp": 2}, 2))], ids=str
 )
-def test_a_layer(cluster: Cluster, sizes: dict[str, int], steps: int) -> None:
-    """Gate, order and losses, too."""
+def test_layer_graph_replays_equal_eager(cluster: Cluster, sizes: dict[str, int], steps: int) -> None:
+    """Includes gate, order and losses."""
     world = math.prod(sizes.values())
     assert cluster.run(world, replay_layer, sizes, steps) == [[]] * world
 
 
 @pytest.mark.parametrize("how", ["rows", "rows, eager", "logits"])
-def test_what_is_told_late(cluster: Cluster, how: str) -> None:
+def test_deferred_errors_are_raised_on_all_ranks(cluster: Cluster, how: str) -> None:
     text = "1 tokens with router logits that are NaN or infinite"
     if how != "logits":
         text = "36 rows came to the experts of MoELayer 1 on this rank, and there is room for 34"

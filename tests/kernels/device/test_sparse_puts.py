@@ -1,4 +1,4 @@
-"""Experts that travel by puts instead of by collectives, between processes that share memory."""
+"""Experts sent by one-sided puts instead of collectives, between processes that share memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
-from tests.comm.test_sparse import exchange_by_puts
 from tests.lifetime import left_in_shared_memory
+from tests.placement.test_expert_transport import exchange_by_puts
 from tests.training.placed import EXACT, run
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, 8), pytest.param(4, 20, marks=pytest.mark.slow)])
-def test_any_pair_of_placements(cluster: Cluster, world: int, seeds: int) -> None:
+def test_puts_move_experts_between_any_placements(cluster: Cluster, world: int, seeds: int) -> None:
     assert min(cluster.run(world, exchange_by_puts, seeds)) > seeds // 5
     assert not left_in_shared_memory()
 
 
-# Copies arrive before the layer's rows. Late ones, which collectives alone have on a CPU, put rows in another order.
+# Replicas arrive before the layer's rows. On-demand replicas, which only collectives have on a CPU, reorder rows.
 EARLY = EXACT | {"costs": replace(EXACT["costs"], token_bytes=10_000)}
 
 
@@ -31,8 +31,8 @@ EARLY = EXACT | {"costs": replace(EXACT["costs"], token_bytes=10_000)}
     [({}, 3), *(pytest.param(more, 7, marks=pytest.mark.slow) for more in ({}, {"rematerialises": True}, EARLY))],
     ids=str,
 )
-def test_training(cluster: Cluster, more: dict[str, Any], steps: int) -> None:
-    """The same bits as where experts travel by collectives; in the third step one rank has no tokens."""
+def test_training_with_puts_is_bitwise_equal_to_collectives(cluster: Cluster, more: dict[str, Any], steps: int) -> None:
+    """Results have the same bits as with collectives; in the third step one rank has no tokens."""
     options = {"overlap": 4, "memory": 2} | more
     found = cluster.run(2, run, "fssdp", steps, options | {"heap": True})
     wanted = cluster.run(2, run, "fssdp", steps, options)

@@ -1,4 +1,4 @@
-"""Virtual ranks of one process, on one GPU or in the interpreter: the fused layer equals the dense one."""
+"""Virtual ranks of one process, on one GPU or in the interpreter: the fused layer equals the dense layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,29 @@ from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
 from bench.gpu.virtual_heaps import local_heaps
 from fusedmoe.autograd.order import order
+from fusedmoe.comm.one_sided import receive_buffers
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward
 from fusedmoe.engine.route import Route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
+from fusedmoe.kernels.triton.grouped import call
 from tests.kernels.device.capture import captured
 from tests.marks import interpreted_slowly, slow_without_gpu
+
+
+@pytest.mark.parametrize("peers", [2, *interpreted_slowly(4, 8)])
+def test_fused_layer_with_rows_sorted_by_arrival_equals_dense(
+    device: torch.device, peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk, several token tiles per source: an expert's rows and the row tiles are sorted by arrival."""
+    monkeypatch.setattr(receive_buffers, "TOKEN_TILE", 16)
+    sorted_tiles = []
+    sort_tiles = call.sort_tiles
+    monkeypatch.setattr(call, "sort_tiles", lambda *args: sorted_tiles.append(args) or sort_tiles(*args))
+    test_fused_layer_on_virtual_ranks_equals_dense(device, peers, 1, "w1 w2")
+    assert len(sorted_tiles) == 2 * peers  # up projection and its backward
 
 
 @pytest.mark.parametrize(
@@ -34,7 +49,9 @@ from tests.marks import interpreted_slowly, slow_without_gpu
     ],
     ids=str,
 )
-def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int, int], trained: str) -> None:
+def test_fused_layer_on_virtual_ranks_equals_dense(
+    device: torch.device, peers: int, degree: int | tuple[int, int], trained: str
+) -> None:
     draw = torch.Generator().manual_seed(peers * 10 + sum([degree] if isinstance(degree, int) else degree))
     experts, slots, width, hidden = 8, 2, 64, 48
     counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
@@ -75,7 +92,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int,
         close(gradients[r][0], x64.grad)
         close(gradients[r][1], weight64.grad)
     for r, run in enumerate(backwards):
-        # Rows are kept for the gradient of w1 alone, and totals are there for what learns.
+        # Rows are saved only for the gradient of w1, and totals exist only for trainable parameters.
         assert all((x is not None) == learns[0] for x in forwards[r].x)
         totals = [None, None] if run.totals is None else run.totals[:2]
         for total, matrix, learnt in zip(totals, (whole.w1, whole.w2), learns, strict=True):
@@ -94,15 +111,15 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
     interpreted_slowly(((2, 1),), ((1, 1),), ((3, 3),)),
     ids=str,
 )
-def test_a_graph_of_both_passes(device: torch.device, degree: tuple[int, int]) -> None:
-    """With a bound on rows they are captured, and replayed with other tokens and loads."""
+def test_captured_passes_replay_with_other_tokens(device: torch.device, degree: tuple[int, int]) -> None:
+    """Passes with a bound on rows are captured, and replayed with other tokens and loads."""
     peers, experts, slots, width, hidden, count, rows = 2, 4, 2, 16, 8, 7, 24
     sizes = BufferSizes(count, slots, experts, width, torch.float32)
     buffers = [ReceiveBuffers(heap, sizes) for heap in local_heaps(peers, device)]
     draw = torch.Generator().manual_seed(3)
 
     def fresh() -> list[Tensor]:
-        """Tokens, choices, router weights and gradients of each rank, then the experts' matrices of each."""
+        """Each rank's tokens, choices, router weights and gradients, then each rank's expert matrices."""
         choice = [torch.rand(count, experts, generator=draw).argsort(1)[:, :slots] for _ in range(peers)]
         shapes = [(count, width), (count, slots), (count, width), (experts // peers, 2, hidden, width)]
         shapes += [(experts // peers, width, hidden)]
@@ -125,7 +142,7 @@ def test_a_graph_of_both_passes(device: torch.device, degree: tuple[int, int]) -
         return found + [one for run in backwards if run.totals is not None for one in run.totals[:2] if one is not None]
 
     given = fresh()
-    step(given, rows)  # kernels have been compiled
+    step(given, rows)  # kernels are compiled by now
     with captured(device) as replay:
         found = step(given, rows)
     for _ in range(2):
@@ -150,28 +167,28 @@ def test_a_graph_of_both_passes(device: torch.device, degree: tuple[int, int]) -
         for mark in [() if place == number == 1 else slow_without_gpu if place == number else pytest.mark.slow]
     ],
 )
-def test_what_is_measured_equals_the_reference(device: torch.device, way: str, count: int) -> None:
-    """Each benchmarked way, in float32; 41 tokens are no multiple of the ranks."""
+def test_benchmarked_variants_equal_reference(device: torch.device, way: str, count: int) -> None:
+    """Each benchmarked method, in float32; 41 tokens are no multiple of the ranks."""
     case = make_case(Shape("small", 41, 32, 16, 8, 3, spread=True), device, torch.float32)
     layer = variants()[f"{count} ranks, {way}"](case)
     right = make_reference(case, torch.float64)
-    for _ in range(2):  # buffers are used again
+    for _ in range(2):  # buffers are reused
         assert all(error < 1e-6 for error in find_errors(layer, case, right).values())
     rows, width = case.shape.rows, case.shape.M + 2 * case.shape.H
     assert saved_bytes(layer) >= rows * width * case.x_SM.itemsize
 
 
-def test_measured_parts_bring_rows_there_and_back(device: torch.device) -> None:
+def test_benchmarked_parts_round_trip_rows(device: torch.device) -> None:
     case = make_case(Shape("small", 41, 32, 16, 8, 3, spread=True), device, torch.float32)
     for _ in range(2):
         for step in part_steps(case):
             found = step.run(step.before())
-        # Rows that nobody changed come back once for each of a token's experts.
+        # Unchanged rows return once per expert of their token.
         torch.testing.assert_close(torch.cat(found), 3 * case.x_SM)
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) -> None:
-    """Rank 1 sends nothing: the kernel of rank 0 that waits for it ends, and says whom it waited for."""
+def test_kernel_wait_times_out_and_names_missing_rank(device: torch.device) -> None:
+    """Rank 1 sends nothing: rank 0's waiting kernel times out and reports the rank that it waited for."""
     assert [heap.group.job.timeout_s for heap in local_heaps(2, device)] == [10.0, 10.0]
     buffers = [
         ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
@@ -187,8 +204,8 @@ def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) ->
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("late", [0, 1])
-def test_results_wait_for_credit(joined: bool, late: int, device: torch.device) -> None:
-    """Of each peer, whether or not the routing metadata is waited for by the same launch."""
+def test_results_wait_for_credit_of_each_peer(joined: bool, late: int, device: torch.device) -> None:
+    """Credit of each peer is awaited, whether or not the same launch waits for routing metadata."""
     buffers = [
         ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
     ]

@@ -1,6 +1,6 @@
-"""Gluon kernels, in an interpreter of their own (`tests.gluon_interpreter`).
+"""Gluon kernels, in a custom interpreter (`tests.gluon_interpreter`).
 
-A kernel is compared with float64 over ugly sizes and some orders of events; `grouped_cases` has one function for each
-kernel that does both. A fault is planted by `changed`, which puts a function in place of one of the kernel's parts or
-of Gluon's; it must be found in every order.
+Each kernel is compared with float64 over irregular sizes and several orders of events; `grouped_cases` has one function
+per kernel that does both. `changed` plants a fault by replacing a part of a kernel or of Gluon with another function;
+every order of events must detect it.
 """

@@ -1,4 +1,4 @@
-"""Cases of the grouped kernels in the interpreter, at tile sizes so small that a case takes a fraction of a second."""
+"""Cases of the grouped kernels in the interpreter, with tiles so small that a case takes a fraction of a second."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Tile(NamedTuple):
         return gl.NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=16, rank=2)
 
     def constants(self, stages: int) -> dict[str, int]:
-        """Constexprs of all kernels."""
+        """Constexprs shared by all kernels."""
         sizes = {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP": 2, "STAGES": stages}
         return {**sizes, "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 SMALL = Tile()
-#: Of a matrix, whose height is contiguous in shared memory.
+#: Tile of a matrix, whose height is contiguous in shared memory.
 SMALL_MATRIX = Tile(bm=16)
 #: As the kernels are compiled for a GPU.
 LARGE, LARGE_TURNS = Tile(128, 256, 64, 128), Tile(128, 128, 64, 128)
 
 PADDING = 3
-# Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a rest.
+# Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a remainder.
 ROUTINGS = {
     "one row": (1,),
     "nothing": (0, 0),
@@ -58,7 +58,7 @@ ROUTINGS = {
     "full tiles": (16, 8),
     "all odd": (3, 1, 9, 11),
 }
-# What tests of each run by default, and what with `-m slow`.
+# Cases that run by default, and cases with `-m slow`.
 _QUICK = ("all odd", "empty between", "one row", "nothing")
 EACH_ROUTING = [*_QUICK, *slowly(*(name for name in ROUTINGS if name not in _QUICK))]
 EACH_ACTIVATION = ["geglu", "relu", *slowly(*(name for name in ACTIVATIONS if name not in ("geglu", "relu")))]
@@ -66,7 +66,7 @@ EACH_ACTIVATION = ["geglu", "relu", *slowly(*(name for name in ACTIVATIONS if na
 
 @dataclass(frozen=True)
 class Rows:
-    """The tables of a routing."""
+    """Tables of a routing."""
 
     counts: Sequence[int]
     bm: int
@@ -80,7 +80,7 @@ class Rows:
         return torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tiles, with some at the end that are not used; how many are; the ends of the experts' rows."""
+        """Return tiles, some unused at the end; the number of used tiles; the ends of the experts' rows."""
         tiles = [*define_tiles([*self.counts], self.number, self.bm), [-1, 0], [-1, 0]]
         used = sum(expert >= 0 for expert, _ in tiles)
         ends = torch.tensor(self.counts).cumsum(0)
@@ -89,7 +89,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Rows x, and which of them each routed row is."""
+    """Rows x, and the index in x of each routed row."""
 
     x: Tensor
     source: Tensor
@@ -100,14 +100,14 @@ class Gathered:
 
 
 def _gathered(rows: Rows, width: int, dtype: torch.dtype, padding: int = 0) -> Gathered:
-    """About half as many as are routed: some come several times."""
+    """Draw x with about half the number of routed rows, so some rows are routed several times."""
     tokens = rows.number // 2 + 1
     source = torch.randint(tokens, (rows.number + padding,), generator=torch.Generator().manual_seed(2))
     return Gathered(_random(tokens, width, dtype=dtype, seed=1), source)
 
 
 def _padded(rows: Rows, width: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Sorted rows. Padding follows, in which there is what must not matter."""
+    """Sorted rows, followed by padding whose values must not matter."""
     values = _random(rows.number + PADDING, width, dtype=dtype, seed=seed)
     values[rows.number :] = torch.nan
     return values
@@ -118,7 +118,7 @@ def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _close(found: Tensor, right: Tensor, scale: Tensor) -> None:
-    """Equal but for the rounding of results and of float32 sums, whose terms have the magnitude `scale` together."""
+    """Compare up to the rounding of results and of float32 sums, whose terms have the total magnitude `scale`."""
     eps = torch.finfo(found.dtype).eps
     assert not found.isnan().any()
     wrong = (found.double() - right).abs() > eps * right.abs() + 2e-6 * scale + 1e-6
@@ -140,11 +140,11 @@ def check_product(
     seed: int = 0,
     **changed: Any,
 ) -> None:
-    """Runs the product and compares it with float64. Behind the rows there is padding, which stays as it was."""
+    """Run the product and compare it with float64. The padding after the rows stays unchanged."""
     rows, experts = Rows(counts, tile.bm), len(counts)
     a = _random(max(rows.number, 1), depth, dtype=dtype, seed=1)
     b = _random(experts, *((columns, depth) if transposed else (depth, columns)), dtype=dtype, seed=2)
-    # Some columns alone have a bias.
+    # Only some columns have a bias.
     start, width = (1, columns - 1) if bias else (0, 0)
     bias_EN = _random(experts, width, dtype=dtype, seed=3) if bias else None
     out = torch.full((rows.number + PADDING, columns), torch.nan, dtype=dtype)
@@ -195,8 +195,7 @@ def check_up(
     seed: int = 0,
     **changed: Any,
 ) -> None:
-    """Runs the up projection and compares both results with float64. Behind the rows there is padding, which stays as
-    it was."""
+    """Run the up projection and compare both results with float64. The padding after the rows stays unchanged."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
     columns = tile.bn // act.halves
     given = _gathered(rows, dim, dtype)
@@ -260,7 +259,7 @@ def check_dhidden(
     wanted: str = "dh a ds",
     **changed: Any,
 ) -> None:
-    """Runs the gradient of the hidden rows and compares its results, as far as they are wanted, with float64."""
+    """Run the gradient of the hidden rows and compare its requested results with float64."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
     n_col_tiles = -(-hidden // tile.bn)
     given = _gathered(rows, dim, dtype)
@@ -300,7 +299,7 @@ def check_dhidden(
     h_N = h[: rows.number].double().view(shape)
     w = w.double()
     right_dh, right_a, right_ds = define_dhidden(given.x.double(), given.source, of, factor, h_N, w, activation)
-    # Of dA' with all signs one, what each element is of; no derivative is greater than 1.13.
+    # Each element's terms of dA', all with positive sign; no derivative is greater than 1.13.
     sums = (given.double.abs()[:, None] @ w[of].abs())[:, 0]
     size = 1.2 * (sums * factor.abs()[:, None]).view(rows.number, *[1] * act.gated, hidden)
     if "dh" in wanted:
@@ -326,11 +325,11 @@ def check_dweight(
     slots: int = 1,
     **changed: Any,
 ) -> None:
-    """Runs the gradient of the experts' matrices and compares it with float64.
+    """Run the gradient of the experts' matrices and compare it with float64.
 
     Args:
         gather: "left" or "right".
-        added: the dtype of matrices that are added, in place in float32; None: there are none.
+        added: dtype of the matrices to add to, in place in float32; None: no addition.
     """
     rows, experts, left = Rows(counts, tile.bm), len(counts), gather == "left"
     given = _gathered(rows, height if left else width, dtype, PADDING)

@@ -37,7 +37,7 @@ def hand_back(bar):
 
 @gluon.jit
 def make_barriers():
-    """Of two stages: when they are full, when empty."""
+    """Barriers of two stages: full, and empty."""
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -49,7 +49,7 @@ def make_barriers():
 
 @gluon.jit
 def places(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of a square's elements."""
+    """Offsets of a square's elements."""
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))
     return row[:, None] * SIZE + column[None, :]
@@ -96,7 +96,7 @@ def square(out_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
 
 @gluon.jit
 def squares_kernel(x, out_ptr, N, HOW: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """out = Σ x_i·x_iᵀ; the x_i get to shared memory by a bulk copy, cp.async or ordinary stores."""
+    """out = Σ x_i·x_iᵀ; the x_i reach shared memory by bulk copy, cp.async or ordinary stores."""
     bufs = gl.allocate_shared_memory(gl.bfloat16, [2, SIZE, SIZE], LAYOUT)
     full, empty = make_barriers()
     if HOW == "bulk":

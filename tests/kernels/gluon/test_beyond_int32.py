@@ -1,6 +1,6 @@
-"""Elements more than 2³¹ away from the first: every offset that a Gluon kernel counts in elements needs 64 bits.
+"""Elements beyond an offset of 2³¹: every offset that a Gluon kernel counts in elements needs 64 bits.
 
-The tensors are sparse files, of which only the pages in use exist; a launch is one tile, far from the first.
+The tensors are sparse files, in which only the pages in use exist; a launch is one tile, far from the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.kernels.gluon.grouped_cases import SMALL, SMALL_MATRIX
 
 Far = Callable[..., Tensor]
 DEPTH, COLUMNS, COUNT = 24, 40, 5
-# The first of some rows, all of whose elements are beyond 2³¹ in a tensor of any of these widths.
+# First of several rows whose elements are all beyond 2³¹ in a tensor of any of these widths.
 FIRST = 2**31 // DEPTH + 1
 ROWS = FIRST + COUNT
 BF16 = torch.bfloat16
@@ -38,8 +38,8 @@ RELU = ACT_CODES["relu"]
 
 
 @pytest.fixture
-def far(tmp_path: Path) -> Far:
-    """Makes tensors of zeros."""
+def sparse_zeros(tmp_path: Path) -> Far:
+    """Allocate zero tensors."""
 
     def make(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
         size, file = torch.Size(sizes).numel(), tmp_path / str(len([*tmp_path.iterdir()]))
@@ -58,7 +58,7 @@ def tables() -> tuple[Tensor, ...]:
     return tuple(torch.tensor(of, dtype=torch.int32) for of in ([[0, FIRST]], [1], [ROWS]))
 
 
-def described(tensor: Tensor, *box: int) -> TensorDescriptor:
+def tensor_descriptor(tensor: Tensor, *box: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [*box], SMALL.layout)
 
 
@@ -66,37 +66,46 @@ def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
     interpret(kernel, 1, *arguments, **constants, **SMALL.constants(3), seed=0)
 
 
-def test_product(far: Far) -> None:
-    a, b, out = far(ROWS, DEPTH), random(1, COLUMNS, DEPTH), far(ROWS, COLUMNS)
+def test_product_beyond_int32_offsets(sparse_zeros: Far) -> None:
+    a, b, out = sparse_zeros(ROWS, DEPTH), random(1, COLUMNS, DEPTH), sparse_zeros(ROWS, COLUMNS)
     a[FIRST:] = random(COUNT, DEPTH)
-    given = described(a, SMALL.bm, SMALL.bk), described(b[0], SMALL.bn, SMALL.bk), None, out
-    boxes = described(out, *BOX)
+    given = tensor_descriptor(a, SMALL.bm, SMALL.bk), tensor_descriptor(b[0], SMALL.bn, SMALL.bk), None, out
+    boxes = tensor_descriptor(out, *BOX)
     flags = {"TRANSPOSED": True, "BIAS": False, "SLOTS": 1, "PINGPONG": False}
     run(product_kernel, *given, boxes, *tables(), DEPTH, COLUMNS, 2, 0, 0, **flags)
     assert torch.equal(out[FIRST:].double(), (a[FIRST:].double() @ b[0].double().T).bfloat16().double())
 
 
-def test_up(far: Far) -> None:
-    x, source, w = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(COLUMNS, DEPTH)
+def test_up_projection_beyond_int32_offsets(sparse_zeros: Far) -> None:
+    x, source, w = sparse_zeros(ROWS, DEPTH), sparse_zeros(ROWS, dtype=torch.int64), random(COLUMNS, DEPTH)
     x[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
-    h, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
+    h, a = sparse_zeros(ROWS, COLUMNS), sparse_zeros(ROWS, COLUMNS)
     flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "SLOTS": 1, "LAG": 1}
-    given = x, source, described(w, SMALL.bn, SMALL.bk), None, h, a
-    boxes = described(h, *BOX), described(h, *BOX), described(a, *BOX)
+    given = x, source, tensor_descriptor(w, SMALL.bn, SMALL.bk), None, h, a
+    boxes = tensor_descriptor(h, *BOX), tensor_descriptor(h, *BOX), tensor_descriptor(a, *BOX)
     run(up_kernel, *given, *boxes, *tables(), DEPTH, COLUMNS, 2, **flags)
     right = (x[FIRST:].flip(0).double() @ w.double().T).bfloat16()
     assert torch.equal(h[FIRST:], right) and torch.equal(a[FIRST:], right.relu())
 
 
-def test_dhidden(far: Far) -> None:
-    # The router weights' gradient of the second tile of columns is far from the first's.
-    dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31 - 8
+def test_dhidden_beyond_int32_offsets(sparse_zeros: Far) -> None:
+    # The router weights' gradient of the second column tile is far from that of the first tile.
+    dy, source, w, n_rows = (
+        sparse_zeros(ROWS, DEPTH),
+        sparse_zeros(ROWS, dtype=torch.int64),
+        random(DEPTH, COLUMNS),
+        2**31 - 8,
+    )
     dy[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
-    h, s, ds = far(ROWS, COLUMNS), far(ROWS, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
+    h, s, ds = (
+        sparse_zeros(ROWS, COLUMNS),
+        sparse_zeros(ROWS, dtype=torch.float32),
+        sparse_zeros(2, n_rows, dtype=torch.float32),
+    )
     h[FIRST:], s[FIRST:] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
-    dh, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
+    dh, a = sparse_zeros(ROWS, COLUMNS), sparse_zeros(ROWS, COLUMNS)
     flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "LAG": 1}
-    given = dy, source, described(w, SMALL.bk, SMALL.bn), s, described(h, SMALL.bm, SMALL.bk), dh, a, ds
+    given = dy, source, tensor_descriptor(w, SMALL.bk, SMALL.bn), s, tensor_descriptor(h, SMALL.bm, SMALL.bk), dh, a, ds
     run(dhidden_kernel, *given, *tables(), DEPTH, COLUMNS, n_rows, 2, **flags)
     place = torch.arange(COUNT)
     doubles = s[FIRST:].double(), h[FIRST:].double(), w[None].double()
@@ -106,13 +115,13 @@ def test_dhidden(far: Far) -> None:
 
 
 @pytest.mark.parametrize("gather_left", [False, True], ids=["dw1", "dw2"])
-def test_dweight(gather_left: bool, far: Far) -> None:
+def test_dweight_beyond_int32_offsets(gather_left: bool, sparse_zeros: Far) -> None:
     height, width, tile = SMALL_MATRIX.bm, SMALL_MATRIX.bn, SMALL_MATRIX
     first = 2**31 // height + 1
     experts, rows = 2**31 // (height * width) + 2, first + COUNT
-    left, right, source = far(rows, height), far(rows, width), far(rows, dtype=torch.int64)
+    left, right, source = sparse_zeros(rows, height), sparse_zeros(rows, width), sparse_zeros(rows, dtype=torch.int64)
     left[first:], right[first:], source[first:] = random(COUNT, height), random(COUNT, width), torch.arange(first, rows)
-    starts, out = far(experts + 1, dtype=torch.int32), far(experts, height, width)
+    starts, out = sparse_zeros(experts + 1, dtype=torch.int32), sparse_zeros(experts, height, width)
     starts[-2:] = torch.tensor([first, rows])
     looked_up, in_order = (left, right) if gather_left else (right, left)
     interpret(
@@ -121,10 +130,10 @@ def test_dweight(gather_left: bool, far: Far) -> None:
         looked_up,
         source,
         in_order,
-        described(in_order, tile.bk, in_order.shape[1]),
+        tensor_descriptor(in_order, tile.bk, in_order.shape[1]),
         None,
         out,
-        described(out.view(-1, width), tile.bm // 2, tile.swizzle // 2),
+        tensor_descriptor(out.view(-1, width), tile.bm // 2, tile.swizzle // 2),
         starts,
         height,
         width,
@@ -137,7 +146,7 @@ def test_dweight(gather_left: bool, far: Far) -> None:
         LAG=1,
         **tile.constants(3),
         seed=0,
-        # The last expert's tile alone.
+        # Only the last expert's tile.
         changed={gl.program_id: lambda program: lambda axis: experts - 1},
     )
     assert torch.equal(out[-1], (left[first:].double().T @ right[first:].double()).bfloat16())

@@ -1,4 +1,4 @@
-"""The Gluon kernel for the gradient of the hidden activations, in the interpreter, against float64."""
+"""The Gluon kernel for the gradient of the hidden activations, in the interpreter, compared with float64."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ ALL_ODD = ROUTINGS["all odd"]
 
 
 @pytest.mark.parametrize("routing", EACH_ROUTING)
-def test_every_routing(routing: str) -> None:
+def test_dhidden_of_every_routing(routing: str) -> None:
     check_dhidden(ROUTINGS[routing], 40, 40)
 
 
 @pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no weight", "weight"])
 @pytest.mark.parametrize("activation", EACH_ACTIVATION)
-def test_every_activation(activation: str, weighted: bool) -> None:
+def test_dhidden_of_every_activation(activation: str, weighted: bool) -> None:
     check_dhidden(ALL_ODD, 32, 40, activation, weighted=weighted)
 
 
 @pytest.mark.parametrize("wanted", ["dh ds", *slowly("dh", "a ds", "ds")])
-def test_what_nobody_wants_has_no_place(wanted: str) -> None:
+def test_dhidden_stores_requested_results_only(wanted: str) -> None:
     for activation in ("swiglu", "gelu"):
         check_dhidden(ALL_ODD, 32, 40, activation, wanted=wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float16)])
 @pytest.mark.parametrize("dim, hidden", [(72, 40), *slowly((8, 8), (16, 16), (24, 104))])
-def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:
+def test_dhidden_of_sizes_not_divisible_by_tile(dim: int, hidden: int, dtype: torch.dtype) -> None:
     check_dhidden(ALL_ODD, dim, hidden, dtype=dtype)
     check_dhidden(ALL_ODD, dim, hidden, "relu", dtype)
 
 
 @pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (5, 3, 3), *slowly((3, 0, 1), (4, 2, 50))])
-def test_rings_and_grids(stages: int, lag: int, programs: int) -> None:
+def test_dhidden_with_any_stage_and_program_count(stages: int, lag: int, programs: int) -> None:
     check_dhidden(ALL_ODD, 40, 24, stages=stages, lag=lag, programs=programs)
 
 
 @pytest.mark.parametrize("activation", ["gelu", *slowly("swiglu")])
-def test_tiles_as_on_a_gpu(activation: str) -> None:
+def test_dhidden_with_gpu_tile_sizes(activation: str) -> None:
     check_dhidden((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_other_orders_of_events(seed: int) -> None:
+def test_dhidden_in_other_event_orders(seed: int) -> None:
     check_dhidden(ALL_ODD, 56, 24, seed=seed)

@@ -25,8 +25,8 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2
 HOW = ("bulk", "copy", "write")
 
 
-def _squares(how: str, seed: int, changed: Any = None) -> tuple[Tensor, Tensor]:
-    """What the kernel computes, and what it should."""
+def _run_squares(how: str, seed: int, changed: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the kernel's result and the expected result."""
     x = torch.randn(N, SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     out = torch.full((SIZE, SIZE), torch.nan)
     given = TensorDescriptor.from_tensor(x.view(-1, SIZE), [SIZE, SIZE], LAYOUT) if how == "bulk" else x
@@ -36,35 +36,35 @@ def _squares(how: str, seed: int, changed: Any = None) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_right_kernel_computes_what_it_should_in_every_order(how: str, seed: int) -> None:
-    found, right = _squares(how, seed)
+def test_correct_kernel_passes_in_every_event_order(how: str, seed: int) -> None:
+    found, right = _run_squares(how, seed)
     torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
 
 
-def _nothing(original: Any) -> Callable[..., None]:
+def _no_op(original: Any) -> Callable[..., None]:
     return lambda *arguments, **keywords: None
 
 
-def _found(how: str, changed: Any, words: str) -> None:
-    """The fault is found, whichever the seed, and called by one of these words."""
+def _require_fault(how: str, changed: Any, words: str) -> None:
+    """Require detection for every seed, with a message that contains one of these words."""
     for seed in range(5):
         with pytest.raises(KernelFault, match=words):
-            _squares(how, seed, changed)
+            _run_squares(how, seed, changed)
 
 
 @pytest.mark.parametrize("how", ["copy", "write"])
-def test_what_threads_wrote_is_not_read_without_a_fence(how: str) -> None:
-    _found(how, {small.fence_rows: _nothing}, "is read without a fence after the write")
+def test_missing_fence_after_thread_write_is_detected(how: str) -> None:
+    _require_fault(how, {small.fence_rows: _no_op}, "is read without a fence after the write")
 
 
 @pytest.mark.parametrize("how", ["copy", "write"])
-def test_one_thread_does_not_arrive_before_the_others_have_written(how: str) -> None:
-    _found(how, {threads_barrier: _nothing}, "is read without waiting for the write")
+def test_missing_barrier_after_thread_write_is_detected(how: str) -> None:
+    _require_fault(how, {threads_barrier: _no_op}, "is read without waiting for the write")
 
 
 @pytest.mark.parametrize("how", ["copy", "write"])
-def test_one_thread_does_not_arrive_before_the_fences_of_the_others(how: str) -> None:
-    """They fence, but after they have waited for each other."""
+def test_fence_after_barrier_is_detected(how: str) -> None:
+    """The other threads fence, but only after the barrier."""
     fences = []
 
     def later(fence: Any) -> Any:
@@ -72,7 +72,7 @@ def test_one_thread_does_not_arrive_before_the_fences_of_the_others(how: str) ->
         return lambda: None
 
     changed = {small.fence_rows: later, threads_barrier: lambda meet: lambda: (meet(), fences[-1]())}
-    _found(how, changed, "is read without a fence after the write")
+    _require_fault(how, changed, "is read without a fence after the write")
 
 
 def _read_back(changed: Any) -> Tensor:
@@ -85,23 +85,23 @@ def _read_back(changed: Any) -> Tensor:
     return out
 
 
-def test_what_threads_read_is_not_written_by_bulk_copies_without_a_fence() -> None:
+def test_missing_fence_before_bulk_copy_is_detected() -> None:
     _read_back({})
     with pytest.raises(KernelFault, match="is written without a fence after the read by 0"):
-        _read_back({small.fence_rows: _nothing})
+        _read_back({small.fence_rows: _no_op})
     with pytest.raises(KernelFault, match="is written without waiting for the read by 0"):
-        _read_back({threads_barrier: _nothing})
+        _read_back({threads_barrier: _no_op})
 
 
-def test_bulk_copies_find_barriers_that_are_initialised() -> None:
-    _found("bulk", {small.fence_barriers: _nothing}, "may not find barrier 1")
+def test_missing_fence_after_barrier_init_is_detected() -> None:
+    _require_fault("bulk", {small.fence_barriers: _no_op}, "may not find barrier 1")
 
 
-def test_a_copy_that_nobody_waits_for_is_not_read() -> None:
-    _found("copy", {hopper.async_copy.wait_group: _nothing}, "is read without waiting for the write")
+def test_missing_wait_for_async_copy_is_detected() -> None:
+    _require_fault("copy", {hopper.async_copy.wait_group: _no_op}, "is read without waiting for the write")
 
 
-def test_registers_are_not_read_before_the_wait_for_the_product() -> None:
+def test_register_read_before_wgmma_wait_is_detected() -> None:
     with pytest.raises(
         KernelFault, match=r"registers of the product in test_interpreter.py:\d+ are read .* before a wait"
     ):
@@ -109,46 +109,46 @@ def test_registers_are_not_read_before_the_wait_for_the_product() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_partition_that_waits_for_ever_is_reported_with_the_barrier(how: str) -> None:
-    _found(how, {small.hand_back: _nothing}, r"deadlock: (.*; )?1 .* waits for phase . of barrier")
+def test_deadlock_error_names_barrier(how: str) -> None:
+    _require_fault(how, {small.hand_back: _no_op}, r"deadlock: (.*; )?1 .* waits for phase . of barrier")
 
 
-def test_too_few_bytes_complete_a_phase_too_early() -> None:
+def test_too_few_expected_bytes_are_detected() -> None:
     changed = {hopper.mbarrier.expect: lambda expect: lambda bar, bytes: expect(bar, bytes - 2)}
-    _found("bulk", changed, "more bytes came")
+    _require_fault("bulk", changed, "more bytes came")
 
 
-def test_too_many_bytes_are_waited_for_in_vain() -> None:
+def test_too_many_expected_bytes_are_detected() -> None:
     changed = {hopper.mbarrier.expect: lambda expect: lambda bar, bytes: expect(bar, bytes + 2)}
-    _found("bulk", changed, "deadlock.*2 bytes missing")
+    _require_fault("bulk", changed, "deadlock.*2 bytes missing")
 
 
-def test_an_arrival_too_many() -> None:
+def test_extra_barrier_arrival_is_detected() -> None:
     changed = {small.hand_back: lambda original: lambda bar: (original(bar), original(bar))}
-    _found("bulk", changed, "too many|wrong phase|deadlock|without waiting")
+    _require_fault("bulk", changed, "too many|wrong phase|deadlock|without waiting")
 
 
-def test_a_stage_is_not_written_while_it_may_be_read() -> None:
+def test_stage_write_before_read_is_detected() -> None:
     # The producer does not wait at all.
     def change(wait: Any) -> Any:
         return lambda bar, phase: None if bar.memory.number == 2 else wait(bar, phase)
 
-    _found("bulk", {hopper.mbarrier.wait: change}, "is written without waiting|too many")
+    _require_fault("bulk", {hopper.mbarrier.wait: change}, "is written without waiting|too many")
 
 
-def test_a_stage_is_not_handed_back_before_its_product_has_read_it() -> None:
+def test_stage_release_before_wgmma_read_is_detected() -> None:
     changed = {hopper.warpgroup_mma_wait: lambda wait: lambda num_outstanding, deps: wait(1, deps)}
-    _found("bulk", changed, "is written without waiting for the read by wgmma")
+    _require_fault("bulk", changed, "is written without waiting for the read by wgmma")
 
 
-def test_the_wrong_phase() -> None:
+def test_wrong_barrier_phase_is_detected() -> None:
     changed = {hopper.mbarrier.wait: lambda wait: lambda bar, phase: wait(bar, phase ^ 1)}
-    _found("bulk", changed, "wrong phase|deadlock|is read (before|without)|is written without waiting")
+    _require_fault("bulk", changed, "wrong phase|deadlock|is read (before|without)|is written without waiting")
 
 
-def test_the_message_ends_with_what_came_before() -> None:
+def test_fault_message_lists_last_events() -> None:
     with pytest.raises(KernelFault, match=r"small.py:\d+\nThe last events:\n  "):
-        _squares("write", 0, {small.fence_rows: _nothing})
+        _run_squares("write", 0, {small.fence_rows: _no_op})
 
 
 @gluon.jit
@@ -201,24 +201,24 @@ def _unwritten_kernel(out_ptr, N: gl.constexpr, LAYOUT: gl.constexpr, REGISTERS:
     gl.store(out_ptr + gl.arange(0, 2, layout=REGISTERS), buf.slice(2, 2).load(REGISTERS))
 
 
-def test_what_it_does_not_know_is_refused_by_name() -> None:
+def test_unsupported_operation_raises_by_name() -> None:
     with pytest.raises(NotInterpreted, match="atomic_add"):
         interpret(_unknown_kernel, 1, torch.zeros(1), seed=0)
 
 
 @pytest.mark.parametrize("kernel", [_unknown_of_tensor_kernel, _unknown_of_memory_kernel])
-def test_methods_that_it_does_not_know_are_refused_by_name(kernel: Any) -> None:
+def test_unsupported_methods_raise_by_name(kernel: Any) -> None:
     with pytest.raises(NotInterpreted, match="(logical_and of a tensor|_reinterpret of shared memory)"):
         interpret(kernel, 1, torch.zeros(1), LAYOUT, seed=0)
 
 
-def test_arguments_that_it_does_not_know_are_refused_by_name() -> None:
+def test_unsupported_arguments_raise_by_name() -> None:
     with pytest.raises(NotInterpreted, match="load: .*cache_modifier"):
         interpret(_unknown_argument_kernel, 1, torch.zeros(1), seed=0)
 
 
 def _order(seed: int) -> list[str]:
-    """Who waited and arrived, one after the other."""
+    """Return the order of the threads' waits and arrivals."""
     order = []
 
     def change(original: Any) -> Any:
@@ -228,28 +228,28 @@ def _order(seed: int) -> list[str]:
 
         return function
 
-    _squares("bulk", seed, {hopper.mbarrier.wait: change, hopper.mbarrier.arrive: change})
+    _run_squares("bulk", seed, {hopper.mbarrier.wait: change, hopper.mbarrier.arrive: change})
     return order
 
 
-def test_a_seed_is_an_order_and_others_are_others() -> None:
+def test_seed_determines_event_order() -> None:
     assert _order(3) == _order(3)
     assert len({tuple(_order(seed)) for seed in range(12)}) >= 4
 
 
-def test_places_outside_of_a_tensor() -> None:
+def test_out_of_bounds_store_is_detected() -> None:
     with pytest.raises(KernelFault, match="element 3 of a tensor of 3 elements"):
         interpret(_outside_kernel, 1, torch.zeros(3), 3, seed=0)
 
 
-def test_whole_numbers_overflow_as_on_a_gpu() -> None:
-    """Beside plain numbers, too, which are Python's own and never would."""
+def test_integers_overflow_as_on_gpu() -> None:
+    """Also in combination with Python's own integers, which do not overflow."""
     out = torch.zeros(2, dtype=torch.int64)
     interpret(_overflowing_kernel, 1, torch.tensor([2], dtype=torch.int32), out, seed=0)
     assert out.tolist() == [-2, -2]
 
 
-def test_memory_that_nobody_wrote_is_poison() -> None:
+def test_uninitialized_memory_is_poisoned() -> None:
     out, registers = torch.zeros(2), gl.BlockedLayout([1], [32], [4], [0])
     interpret(_unwritten_kernel, 1, out, 3, None, registers, seed=0)
     assert out.isnan().tolist() == [False, True]

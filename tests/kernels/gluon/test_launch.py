@@ -1,4 +1,4 @@
-"""The launchers of the Gluon form beside the definitions, in the interpreter: operands, tables and grid."""
+"""The launchers of the Gluon form compared with the definitions, in the interpreter: operands, tables and grid."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.gluon_interpreter import interpret
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)
 TURNS = replace(SMALL, pingpong=True)
-# Of two halves of columns.
+# Configuration with two halves of columns.
 HALVES = HopperConfig(32, 128, 64, stages=3, group=2)
-# Of a matrix, whose height is contiguous in shared memory.
+# Configuration for a matrix, whose height is contiguous in shared memory.
 MATRIX = HopperConfig(64, 64, 64, stages=3, group=2)
 COUNTS, SIDES = (0, 1, 37, 0, 0, 65, 0), (128, 80)
 _SORTED = ("down", "dinput")
@@ -34,7 +34,7 @@ MULTIPROCESSORS = 4
 
 
 class Interpreted:
-    """A kernel whose launches run in the interpreter; it notes how many programs each has."""
+    """Kernel whose launches run in the interpreter; it records each launch's number of programs."""
 
     def __init__(self, kernel: Any, programs: list[int]) -> None:
         self._kernel, self._programs = kernel, programs
@@ -70,64 +70,64 @@ def variant(operation: str, *, activation: str = "", extra: bool = False, dtype:
     return Variant(operation, dtype, "ieee", activation, operation not in _SORTED, extra, True, True)
 
 
-def checked(of: Variant, config: HopperConfig = SMALL) -> str:
+def check_on_cpu(of: Variant, config: HopperConfig = SMALL) -> str:
     return check(of, config, torch.device("cpu"), COUNTS, SIDES)
 
 
 @pytest.mark.parametrize(
     ("operation", "extra"), [("down", True), ("dinput", False), *slowly(("down", False), ("dinput", True))]
 )
-def test_products(operation: str, extra: bool, programs: list[int]) -> None:
-    assert checked(variant(operation, extra=extra)) == ""
+def test_product_launcher_equals_definition(operation: str, extra: bool, programs: list[int]) -> None:
+    assert check_on_cpu(variant(operation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS], "first by so few programs that each has several tiles"
-    assert checked(variant(operation, extra=extra), TURNS) == ""
+    assert check_on_cpu(variant(operation, extra=extra), TURNS) == ""
 
 
 @pytest.mark.parametrize("extra", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", ["swiglu", *slowly(*(one for one in ACTIVATIONS if one != "swiglu"))])
-def test_up(activation: str, extra: bool, programs: list[int]) -> None:
-    assert checked(variant("up", activation=activation, extra=extra), HALVES) == ""
+def test_up_launcher_equals_definition(activation: str, extra: bool, programs: list[int]) -> None:
+    assert check_on_cpu(variant("up", activation=activation, extra=extra), HALVES) == ""
     assert programs == [3, MULTIPROCESSORS]
 
 
 @pytest.mark.parametrize("extra", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", ["swiglu", *slowly(*(one for one in ACTIVATIONS if one != "swiglu"))])
-def test_dhidden(activation: str, extra: bool, programs: list[int]) -> None:
-    assert checked(variant("dhidden", activation=activation, extra=extra)) == ""
+def test_dhidden_launcher_equals_definition(activation: str, extra: bool, programs: list[int]) -> None:
+    assert check_on_cpu(variant("dhidden", activation=activation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS]
 
 
-@pytest.mark.parametrize("extra", [True, False], ids=["added to others", "alone"])
+@pytest.mark.parametrize("extra", [True, False], ids=["accumulated", "overwritten"])
 @pytest.mark.parametrize("operation", ["dw1", "dw2"])
-def test_gradients_of_matrices(operation: str, extra: bool, programs: list[int]) -> None:
-    assert checked(variant(operation, extra=extra), MATRIX) == ""
+def test_dweight_launcher_equals_definition(operation: str, extra: bool, programs: list[int]) -> None:
+    assert check_on_cpu(variant(operation, extra=extra), MATRIX) == ""
     # Added to float32 and to half precision.
     assert programs == [3] * (1 + extra) + [MULTIPROCESSORS] * (1 + extra)
 
 
 @pytest.mark.parametrize("operation", ["down", "dw1"])
-def test_float16(operation: str, programs: list[int]) -> None:
-    assert checked(variant(operation, dtype="float16"), MATRIX) == ""
+def test_launchers_equal_definition_in_float16(operation: str, programs: list[int]) -> None:
+    assert check_on_cpu(variant(operation, dtype="float16"), MATRIX) == ""
 
 
-def test_no_more_programs_than_tiles(programs: list[int]) -> None:
+def test_program_count_is_at_most_tile_count(programs: list[int]) -> None:
     assert check(variant("down"), SMALL, torch.device("cpu"), (5,), (64, 64)) == ""
     assert programs == [2, 2], "42 rows at the most: two tiles"
 
 
-def test_room_for_results_beside_the_stages() -> None:
+def test_output_slots_fit_shared_memory() -> None:
     wide, turns = HopperConfig(128, 256, 64), HopperConfig(128, 128, 64, stages=5, pingpong=True)
     assert [launch.slots(config) for config in (wide, replace(wide, stages=3), turns)] == [2, 4, 2]
     assert launch.slots(replace(wide, stages=3), 2, 3) == 3, "and not five, which do not divide a tile's six"
     assert launch.slots(wide, sources=1) == 2, "beside numbers of rows, which take two of the three KiB left"
     assert launch.slots(replace(wide, bm=256, bn=128), sources=1) == 1
-    with pytest.raises(ValueError, match="no room for results"):
+    with pytest.raises(ValueError, match="no shared memory left for result boxes"):
         launch.slots(replace(turns, stages=7))
 
 
 @pytest.mark.parametrize("what", ["used", "table", "n_col_tiles"])
-def test_the_check_finds_a_wrong_argument(what: str, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of tiles, or columns of them, that is one too small leaves results out; so does a lost tile."""
+def test_check_detects_wrong_launch_argument(what: str, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile or column count that is one too small omits results; so does a lost tile."""
     if what == "n_col_tiles":
         monkeypatch.setattr(launch.triton, "cdiv", lambda size, block: size // block)
     else:
@@ -141,5 +141,5 @@ def test_the_check_finds_a_wrong_argument(what: str, programs: list[int], monkey
 
         monkeypatch.setattr(grouped_call, "make_tiles", wrong)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
-    fault = checked(variant("dinput"))
+    fault = check_on_cpu(variant("dinput"))
     assert "are wrong" in fault and fault.endswith(", by 3 programs")

@@ -1,4 +1,4 @@
-"""Every kernel in many orders of events: values and gradients, over ugly routings, sizes, rings and grids."""
+"""Every kernel in many orders of events: values and gradients, over irregular routings, sizes, rings and grids."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.kernels.gluon.grouped_cases import ROUTINGS, check_dhidden, check_dwe
 
 pytestmark = pytest.mark.slow
 KERNELS = ("up", "product", "dhidden", "dweight")
-# In so many each pair of sizes, stages and programs comes.
+# Number of orders for each combination of sizes, stages and programs.
 ORDERS = 30
 SIZES = ((40, 24), (8, 8), (72, 40), (16, 104), (56, 16))
-# Steps of a matrix's gradient are rows: more of them, too.
+# The steps of a matrix's gradient are rows, so these cases have more rows.
 DEEP = {"several steps": (50, 0, 16, 1), "steps with a rest": (0, 37, 20, 0)}
 
 
 @pytest.mark.parametrize("routing", [*ROUTINGS, *DEEP])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_many_orders_of_events(kernel: str, routing: str) -> None:
+def test_kernels_in_many_event_orders(kernel: str, routing: str) -> None:
     counts, activations = (ROUTINGS | DEEP)[routing], [*ACTIVATIONS]
     for seed in range(ORDERS):
         depth, columns = SIZES[seed % len(SIZES)]
@@ -38,7 +38,7 @@ def test_many_orders_of_events(kernel: str, routing: str) -> None:
         elif kernel == "dhidden":
             check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, **ring)
         else:
-            # It shows a step before it starts the next.
+            # This kernel makes a step visible before it starts the next one.
             ring["stages"] += stages == 2
             slots = 1 + seed // 7 % 2
             check_dweight(counts, depth, columns, "left" if odd else "right", lag=max(lag, 1), slots=slots, **ring)

@@ -1,4 +1,4 @@
-"""The Gluon kernel for the up-projection and activation, in the interpreter, against float64."""
+"""The Gluon kernel for the up-projection and activation, in the interpreter, compared with float64."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ ALL_ODD = ROUTINGS["all odd"]
 
 
 @pytest.mark.parametrize("routing", EACH_ROUTING)
-def test_every_routing(routing: str) -> None:
+def test_up_of_every_routing(routing: str) -> None:
     check_up(ROUTINGS[routing], 40, 24)
 
 
 @pytest.mark.parametrize("bias", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", EACH_ACTIVATION)
-def test_every_activation(activation: str, bias: bool) -> None:
+def test_up_of_every_activation(activation: str, bias: bool) -> None:
     check_up(ALL_ODD, 32, 24, activation, bias=bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slowly(torch.float16)])
 @pytest.mark.parametrize("dim, hidden", [(72, 40), *slowly((8, 8), (16, 16), (24, 56))])
-def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:
+def test_up_of_sizes_not_divisible_by_tile(dim: int, hidden: int, dtype: torch.dtype) -> None:
     check_up(ALL_ODD, dim, hidden, dtype=dtype)
 
 
 @pytest.mark.parametrize(
     "stages, lag, slots, programs", [(2, 0, 3, 1), (5, 3, 1, 3), *slowly((3, 0, 1, 1), (4, 2, 3, 50))]
 )
-def test_rings_and_grids(stages: int, lag: int, slots: int, programs: int) -> None:
+def test_up_with_any_stage_and_program_count(stages: int, lag: int, slots: int, programs: int) -> None:
     check_up((24, 0, 3, 17), 40, 24, stages=stages, lag=lag, slots=slots, programs=programs)
 
 
-def test_a_box_of_one_half_ends_where_the_half_does() -> None:
+def test_box_ends_at_half_boundary() -> None:
     check_up((16, 8), 24, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["swiglu", *slowly("relu")])
-def test_tiles_as_on_a_gpu(activation: str) -> None:
+def test_up_with_gpu_tile_sizes(activation: str) -> None:
     check_up((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2, slots=2)
 
 
-def test_another_order_of_events() -> None:
+def test_up_in_other_event_order() -> None:
     check_up(ALL_ODD, 56, 24, seed=1)

@@ -1,9 +1,8 @@
-"""dA' = dy[source]·W2_e and from it, on the way out, dH = s·dA'·act'(H), s·A and the router weights' gradient ⟨dA', A⟩.
-What nobody wants has no pointer, and is not stored.
+"""Grouped GEMM of the hidden gradient, dA' = dy[source]·W2_e; contract and epilogue as in `triton/grouped/dhidden.py`.
 
-H comes through the ring as dy and W2 do, in steps of its own behind those of a tile's product: it is on its way while
-the tile is still multiplied. Threads read it out of its stages. Before they give one back they fence, as bulk copies
-come into it through another path, and wait for each other, as one of them speaks for all.
+H is loaded through the ring in the steps after a tile's GEMM, while the tile is still being multiplied. Threads read it
+from the stages. Before releasing a stage they fence, because bulk copies write it through the async proxy, and
+synchronize, because one thread signals for all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from fusedmoe.kernels.gluon import jit
-from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, store_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     await_full,
@@ -29,15 +28,13 @@ from fusedmoe.kernels.gluon.grouped.pipeline import (
 
 @gluon.jit
 def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """This group's rows of a box of H."""
     full, _, _ = ring
     await_full(full, it, STAGES)
     return h_bufs.index(it % STAGES).slice(FIRST, ROWS, 0)
 
 
 @gluon.jit
-def _give_back(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """The stages of both halves, from step `it` on."""
+def _release_halves(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
     _, empty, _ = ring
     fence_async_shared()
     threads_barrier()
@@ -47,7 +44,6 @@ def _give_back(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
-    """Stores both halves of dH, and s·A, for some columns of a tile and returns their part of ⟨dA', A⟩."""
     u = u.to(gl.float32)
     act, slope = act_both(g.to(gl.float32), ACT)
     a = act * u
@@ -62,7 +58,6 @@ def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.const
 
 @gluon.jit
 def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
-    """Finishes a tile whose activation is not gated."""
     a, slope = act_both(h.to(gl.float32), ACT)
     if dh_ptr is not None:
         store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
@@ -77,7 +72,7 @@ def _finish(
     GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
     OUT: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Finishes WIDTH columns, as many at a time as a box of H has: all at once would not fit the registers."""
+    """Run the epilogue on WIDTH columns, one box of H at a time: all at once would not fit the registers."""
     _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
     _, H = sizes
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -101,7 +96,7 @@ def _finish(
                 ds += _finish_gated(part, s, h_part, u_part, dh_ptr, a_ptr, row, end, at, H, ACT)
             else:
                 ds += _finish_plain(part, s, h_part, dh_ptr, a_ptr, row, end, at, H, ACT)
-        _give_back(ring, it, HALVES, STAGES)
+        _release_halves(ring, it, HALVES, STAGES)
         return ds
     else:
         HALF: gl.constexpr = WIDTH // 2
@@ -125,7 +120,7 @@ def _multiply(
     ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
     BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BLOCKS.bk)
-    OUT: gl.constexpr = stored_layout(BLOCKS.bk // 2)
+    OUT: gl.constexpr = store_layout(BLOCKS.bk // 2)
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
@@ -143,15 +138,14 @@ def _multiply(
 
 @jit(do_not_specialize=["n_col_tiles", "n_rows"])
 def dhidden_kernel(
-    # Gradients of results [·, D]; which of them each row reads, [rows] int64; boxes [BK, BN] of all experts' matrices
-    # below each other, [E·D, H]; router weights s, [rows] float32; boxes [BM, BK] of pre-activations [rows, (2·)H].
+    # Gradients of results [·, D]; their row indices, [rows] int64; boxes [BK, BN] of the concatenated matrices [E·D,
+    # H]; router weights s, [rows] float32; boxes [BM, BK] of pre-activations [rows, (2·)H].
     dy_ptr, source_ptr, w_desc, weight_ptr, h_desc,
-    # dH as H, A [rows, H] and the column tiles' parts of ⟨dA', A⟩, [n_col_tiles, n_rows] float32; each may be None.
+    # dH like H, A [rows, H], and partial sums of ⟨dA', A⟩, [n_col_tiles, n_rows] float32; each may be None.
     dh_ptr, a_ptr, ds_ptr,
     tiles_ptr, used_ptr, ends_ptr, D, H, n_rows, n_col_tiles,
     # Without WEIGHTED, s is 1. EVEN: BK divides D (it always divides BN).
     ACT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, EVEN: gl.constexpr,
-    # LAG is at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip

@@ -1,11 +1,10 @@
-"""out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n]: a product of ragged depth, one side's rows looked up.
+"""Weight gradient of the experts, one side gathered; contract as in `triton/grouped/dweight.py`.
 
-The other side comes by bulk copies, but for an expert's last rows where they do not fill a step: a box would run into
-rows that are another expert's, or that nobody has written. There both sides come by copies of threads, zero past the
-end. An expert without rows has no step, and gets zeros. Gradients of other rows may be added on the way out.
+Bulk copies load the other side, except an expert's last rows if they do not fill a step: a box would extend into rows
+of another expert or into uninitialized memory. There threads copy both sides, zero past the end.
 
-Which rows a step reads is looked up LAG steps ahead, by copies of threads into shared memory that end with those of
-the rows: a load by each thread would have to come from memory, and be waited for, while one step is multiplied.
+Threads copy a step's row indices into shared memory LAG steps ahead, in the commit group of a step's rows. Loads into
+registers would stall the threads for as long as the multiplication of a step.
 """
 
 from __future__ import annotations
@@ -16,27 +15,26 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
-from fusedmoe.kernels.gluon.grouped.gathered import begin_step, copied_layout, end_steps
+from fusedmoe.kernels.gluon.grouped.gathered import begin_step, copy_layout, end_steps
 from fusedmoe.kernels.gluon.grouped.pipeline import (
-    announce,
     await_empty,
     blocks,
     bulk_load,
     copy_rows,
-    fill,
+    expect_bytes,
     make_ring,
+    mark_filled,
     multiply,
-    place,
+    tile_position,
 )
 
 
 @gluon.jit
 def _locate(tile, table, GROUP: gl.constexpr):
-    """Expert of a tile, its first row and the end of its rows, and the tile's place in its matrix."""
     starts_ptr, _, n_row_tiles, n_col_tiles = table
     of_expert = n_row_tiles * n_col_tiles
     expert = tile // of_expert
-    row_tile, col_tile = place(tile % of_expert, n_row_tiles, n_col_tiles, GROUP)
+    row_tile, col_tile = tile_position(tile % of_expert, n_row_tiles, n_col_tiles, GROUP)
     return expert, gl.load(starts_ptr + expert), gl.load(starts_ptr + expert + 1), row_tile, col_tile
 
 
@@ -51,12 +49,13 @@ def _copy_rows(
     buf, ptr, row, end, first_column, COLUMNS,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr, ALL: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """Starts copies of some rows of a matrix. Zero are those whose number in their step is not below `end`, unless ALL
-    are, and columns past the matrix's, of which EVEN says that there are none."""
-    COLUMNS = COLUMNS // 8 * 8  # which the compiler can see: it copies 16 bytes at a time
+    """Start copies of some rows of a matrix, with zeros elsewhere.
+
+    Unless ALL, rows from index `end` of the step on are zero; unless EVEN, so are columns past the matrix.
+    """
+    COLUMNS = COLUMNS // 8 * 8  # visible to the compiler: copies are 16 bytes
     column = first_column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     ptrs = ptr + row.to(gl.int64)[:, None] * COLUMNS + column[None, :]
-    # Few instructions: what loads is hardly faster than what multiplies.
     if ALL and EVEN:
         copy_rows(buf, ptrs)
     elif ALL:
@@ -67,8 +66,8 @@ def _copy_rows(
 
 
 @gluon.jit
-def _look_up(sources, source_ptr, it, row0, last, BLOCKS: gl.constexpr):
-    """Starts the copy of which rows step `it` reads, whose own are those from row0 on, up to the last."""
+def _load_row_indices(sources, source_ptr, it, row0, last, BLOCKS: gl.constexpr):
+    """Start the copy of the row indices of step `it`, whose rows start at row0, clamped to the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.minimum(row0 + gl.arange(0, BLOCKS.bk, layout=LAYOUT), last)
     copy_rows(sources.index(it % BLOCKS.stages), source_ptr + row)
@@ -94,16 +93,16 @@ def _load(
     BYTES: gl.constexpr = sorted_desc.dtype.primitive_bitwidth // 8
     GATHERED: gl.constexpr = BM if GATHER_LEFT else BN
     SORTED: gl.constexpr = BN if GATHER_LEFT else BM
-    COPIED: gl.constexpr = copied_layout(GATHERED)
+    COPIED: gl.constexpr = copy_layout(GATHERED)
     ROW: gl.constexpr = gl.SliceLayout(1, COPIED)
     it = 0
     for tile in range(gl.program_id(0), _tiles_in(table), gl.num_programs(0)):
         expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
         last = gl.maximum(end - 1, 0)
         first_step = it
-        # Groups as of steps before the first: each is waited for as these are.
+        # Commit groups also for steps before the first, so that waits count uniformly.
         for step in gl.static_range(LAG):
-            _look_up(sources, source_ptr, it + step, start + step * BK, last, BLOCKS)
+            _load_row_indices(sources, source_ptr, it + step, start + step * BK, last, BLOCKS)
             async_copy.commit_group()
         if GATHER_LEFT:
             gathered_first, gathered_columns, sorted_first, sorted_columns = row_tile * BM, P, col_tile * BN, Q
@@ -115,7 +114,7 @@ def _load(
             await_empty(empty, it, STAGES)
             begin_step(full, it, first_step, STAGES, LAG)
             if row0 + BK <= end:
-                announce(full, it, STAGES, BK * SORTED * BYTES)
+                expect_bytes(full, it, STAGES, BK * SORTED * BYTES)
                 bulk_load(sorted_desc, [row0, sorted_first], full.index(it % STAGES), sorted_buf)
                 source = sources.index(it % STAGES).load(ROW).to(gl.int32)
                 _copy_rows(
@@ -123,7 +122,7 @@ def _load(
                     GATHERED, COPIED, True, EVEN,
                 )  # fmt: skip
             else:
-                fill(full, it, STAGES, True)
+                mark_filled(full, it, STAGES, True)
                 source = sources.index(it % STAGES).load(ROW).to(gl.int32)
                 _copy_rows(
                     gathered_buf, gathered_ptr, source, end - row0, gathered_first, gathered_columns,
@@ -134,9 +133,9 @@ def _load(
                     sorted_buf, sorted_ptr, row, end - row0, sorted_first, sorted_columns,
                     SORTED, COPIED, False, False,
                 )  # fmt: skip
-            # Not past the end: such copies could still be under way when the next tile looks its rows up.
+            # Copies past the end could be in flight when the next tile loads its indices.
             if row0 + LAG * BK < end:
-                _look_up(sources, source_ptr, it + LAG, row0 + LAG * BK, last, BLOCKS)
+                _load_row_indices(sources, source_ptr, it + LAG, row0 + LAG * BK, last, BLOCKS)
             async_copy.commit_group()
             it += 1
         end_steps(full, it, first_step, STAGES, LAG)
@@ -154,7 +153,7 @@ def _multiply(
     for tile in range(gl.program_id(0), _tiles_in(table), gl.num_programs(0)):
         expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
         acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, True, False, BLOCKS)
-        # All matrices below each other.
+        # The matrices are concatenated.
         first, end = expert * P + row_tile * BLOCKS.bm + GROUP_OF_WARPS * ROWS, (expert + 1) * P
         if total_ptr is None:
             store_boxes(
@@ -164,24 +163,23 @@ def _multiply(
         else:
             store_tile(acc, out[0], first, end, col_tile * BN, Q, total_ptr, ROWS, BN)
     if total_ptr is None:
-        tma.store_wait(0)  # before the boxes are gone
+        tma.store_wait(0)  # before the boxes are deallocated
 
 
 @jit(do_not_specialize=["experts", "n_row_tiles", "n_col_tiles"])
 def dweight_kernel(
-    # The side whose rows are looked up, left [·, P] (GATHER_LEFT) or right [·, Q], and which each row reads, [rows]
-    # int64; the other side, and boxes [BK, BN or BM] of it; what is added, or None, and results, [E, P, Q], which may
-    # be the same. Where nothing is added results go by boxes of a group's rows and some columns, a power of two, of
-    # all matrices below each other, [E·P, Q].
+    # The gathered side, left [·, P] (GATHER_LEFT) or right [·, Q], and its row indices, [rows] int64; the other side,
+    # and boxes [BK, BN or BM] of it; the accumulator or None, and results, [E, P, Q], which may be the same. Without
+    # accumulator, results are stored by boxes of a group's rows and a power of two of columns, of the concatenated
+    # matrices [E·P, Q].
     gathered_ptr, source_ptr, sorted_ptr, sorted_desc, total_ptr, out_ptr, out_desc,
-    # [E + 1] int32: first row of each expert and, last, the number of rows, at least one. P, Q: multiples of 8.
+    # [E + 1] int32: first row of each expert, then the number of rows, at least one. P, Q: multiples of 8.
     starts_ptr, P, Q, experts, n_row_tiles, n_col_tiles,
     GATHER_LEFT: gl.constexpr,
-    # EVEN: tiles end where the columns of the side that is looked up do.
+    # EVEN: tiles end where the columns of the gathered side do.
     EVEN: gl.constexpr,
-    # SLOTS: boxes of results that each group has room for; it divides those of a tile.
+    # SLOTS: result boxes per group; divides the number of boxes of a tile.
     SLOTS: gl.constexpr,
-    # LAG: at least 1, and at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip

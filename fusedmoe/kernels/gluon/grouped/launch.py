@@ -1,7 +1,7 @@
-"""Launches of the Gluon kernels, in place of Triton's: of the same operands, with the same results.
+"""Launches of the Gluon kernels: same operands and results as the Triton forms.
 
-As many programs as there are multiprocessors, or as tiles where those are fewer; how many tiles there really are only
-the device knows. A program takes the whole shared memory of its multiprocessor.
+The grid has one program per multiprocessor, or per tile if there are fewer; each uses all shared memory of its
+multiprocessor. The number of tiles in use is known only on the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
-# Of boxes in shared memory: rows of 128 bytes, as tensor cores read them without conflicts.
+# Shared-memory layout of boxes: tensor cores read rows of 128 bytes without bank conflicts.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Where
-# accumulators take 128, there is room for little else.
+# Registers per consumer and producer thread; three warp groups share 3 · 168. Accumulators take 128.
 _WIDE, _NARROW = (232, 40), (208, 88)
-#: Of a matrix's gradient: whoever loads looks rows up in each step, too.
+# Weight gradients: producers also look up row indices in each step.
 MATRIX_REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
-# Bytes of shared memory that a program can have, without what barriers take.
+# Shared memory per program in bytes, excluding barriers.
 _SHARED = 232448 - 1024
 
 
@@ -44,14 +43,13 @@ def launch_product(
     bias: Tensor | None,
     bias_start: int,
 ) -> Tensor:
-    """a[n]·B_e for every row n, as `triton.grouped.product.product`."""
     columns, depth = (b.shape[1], b.shape[2]) if transposed else (b.shape[2], b.shape[1])
     out = a.new_empty((a.shape[0], columns))
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(columns, config.bn)
     product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
-        _described(a, [config.bm, config.bk]),
-        _described(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
-        bias, out, _described(out, result_box(config)),
+        _tensor_descriptor(a, [config.bm, config.bk]),
+        _tensor_descriptor(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
+        bias, out, _tensor_descriptor(out, result_box(config)),
         table.table, table.used, call.ends_E, depth, columns, n_col_tiles,
         bias_start, 0 if bias is None else bias.shape[1],
         TRANSPOSED=transposed, BIAS=bias is not None, SLOTS=slots(config), PINGPONG=config.pingpong,
@@ -70,13 +68,12 @@ def launch_up(
     a: Tensor,
     activation: Activation,
 ) -> None:
-    """Writes the pre-activation h and a, as `triton.grouped.up.up`; rows are looked up."""
     dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
     box, results = result_box(config), activation.halves + 1
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
     up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
-        x_SM, call.layout.source_N, _described(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
-        _described(h[:, :hidden], box), _described(h[:, -hidden:], box), _described(a, box),
+        x_SM, call.layout.source_N, _tensor_descriptor(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
+        _tensor_descriptor(h[:, :hidden], box), _tensor_descriptor(h[:, -hidden:], box), _tensor_descriptor(a, box),
         table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
         SLOTS=slots(config, activation.halves, results), LAG=config.stages - 2, **_constants(config),
@@ -95,13 +92,11 @@ def launch_dhidden(
     ds: Tensor | None,
     activation: Activation,
 ) -> None:
-    """Writes dH, s·A and the parts of the router weights' gradient, as `triton.grouped.dhidden.dhidden`; rows are
-    looked up."""
     _, dim, hidden = w2.shape
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
     dhidden_kernel[_grid(config, h, len(table.table) * n_col_tiles)](
-        dy_SM, call.layout.source_N, _described(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
-        _described(h, [config.bm, config.bk]),
+        dy_SM, call.layout.source_N, _tensor_descriptor(w2.view(-1, hidden), [config.bk, config.bn]), weight_N,
+        _tensor_descriptor(h, [config.bm, config.bk]),
         dh, a, ds,
         table.table, table.used, call.ends_E, dim, hidden, call.layout.rows, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, WEIGHTED=weight_N is not None,
@@ -118,15 +113,14 @@ def launch_dweight(
     total: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Writes Σ over each expert's rows of left[n]ᵀ·right[n] + total, as `triton.grouped.dweight.dweight`; rows of one
-    side are looked up. `out` may be `total`."""
+    """Write the weight gradient as `triton.grouped.dweight.dweight`. `out` may be `total`."""
     p, q, experts = left.shape[1], right.shape[1], call.layout.experts
     gathered, in_order = (left, right) if gather_left else (right, left)
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
-    boxes = None if total is not None else _described(out.view(-1, q), result_box(config))
+    boxes = None if total is not None else _tensor_descriptor(out.view(-1, q), result_box(config))
     dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
         gathered, call.layout.source_N,
-        in_order, _described(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out, boxes,
+        in_order, _tensor_descriptor(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out, boxes,
         call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
         GATHER_LEFT=gather_left, EVEN=(p % config.bm if gather_left else q % config.bn) == 0,
         SLOTS=slots(config, sources=1), LAG=config.stages - 2, **(_constants(config) | MATRIX_REGISTERS),
@@ -134,41 +128,36 @@ def launch_dweight(
 
 
 def _grid(config: HopperConfig, out: Tensor, most: int) -> tuple[int]:
-    """`most`: the bound on tiles."""
     programs = config.programs or torch.cuda.get_device_properties(out.device).multi_processor_count
     return (min(programs, most),)
 
 
-def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    """A descriptor for bulk copies. There is none of no rows: it is of one then, which nobody reads."""
+def _tensor_descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
     if tensor.shape[0] == 0:
         tensor = tensor.new_empty((1, *tensor.shape[1:]))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, LAYOUT)
 
 
 def registers(config: HopperConfig) -> dict[str, int]:
-    """Returns the registers of the partitions' threads, as constexprs."""
     accumulators = rows_of_group(config.bm, config.pingpong) * config.bn // 128
     consumer, producer = _WIDE if accumulators > 64 else _NARROW
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
 
 
 def result_box(config: HopperConfig) -> list[int]:
-    """Returns the sides of a box of results: a group's rows, and as many columns as a row of `LAYOUT` holds."""
     return [rows_of_group(config.bm, config.pingpong), 64]
 
 
 def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
-    """Returns how many boxes of results each group has room for: a tile's, or a part of them by turns, as many as fit
-    beside the stages.
+    """Return the number of result boxes per group: all of a tile's, or the largest divisor that fits in shared memory.
 
     Args:
-        halves: that the tile's columns are of.
-        results: of as many columns as one half.
-        sources: numbers of rows that are kept beside each row of a step.
+        halves: 2 if the tile's columns are half g, half u; else 1.
+        results: number of stored matrices, each with the columns of one half.
+        sources: row indices stored with each row of a step.
 
     Raises:
-        ValueError: not one fits.
+        ValueError: not one box fits.
     """
     rows, columns = result_box(config)
     left = _SHARED - config.stages * (2 * (config.bm + config.bn) + 8 * sources) * config.bk
@@ -176,11 +165,10 @@ def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int 
     for number in range(boxes, 0, -1):
         if boxes % number == 0 and 2 * number * rows * columns * 2 <= left:
             return number
-    raise ValueError(f"{config}: no room for results beside its stages")
+    raise ValueError(f"{config}: no shared memory left for result boxes")
 
 
 def _constants(config: HopperConfig) -> dict[str, Any]:
-    """Constexprs and options of all of them."""
     return {
         "BM": config.bm,
         "BN": config.bn,

@@ -1,11 +1,12 @@
-"""The ring of stages between the partition that loads and the two that multiply.
+"""Ring of stages between the producer partition and the two consumer groups.
 
-Step `it`, counted over all tiles of a program, has stage it % STAGES. `full` of a stage completes when all of a step
-has come, `empty` when all that multiply it have read it; each phase of either is one turn of the ring.
+Step `it`, counted over all tiles of a program, uses stage it % STAGES. A stage's `full` barrier completes when a step
+is loaded, `empty` when all its consumers have read it.
 
-The two groups share each tile, half of its rows each; or (PINGPONG) they take tiles by turns, and one multiplies while
-the other finishes what it has multiplied. A wait tells odd phases from even ones alone: a group that is ahead would
-take a phase of the other's for its own. So it begins once all the other's steps have come (`turn`).
+Each of the two groups multiplies half the rows of every tile. With PINGPONG they alternate on tiles: one multiplies
+while the other runs its epilogue. A barrier wait checks only the parity of a pass around the ring, so a group that is
+ahead could mistake an earlier pass, loaded for the other group, for its own. A group therefore starts a tile once all
+steps of the other group's tile are loaded (`turn`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# A barrier of a partition's threads; renamed after Triton 3.6.
+# Renamed after Triton 3.6.
 threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# Copies by threads and bulk copies; renamed in Triton 3.9.
+# Renamed in Triton 3.9.
 copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -33,8 +34,11 @@ bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 @dataclass(frozen=True)
 class Blocks:
-    """A kernel's tiles [bm, bn], in bands of `group` row tiles; its steps of depth bk, in a ring of `stages`. `lag`:
-    how many steps later copies of threads are waited for; `pingpong`: the two groups take turns."""
+    """Tile sizes of a kernel: tiles [bm, bn], K steps of depth bk, and a ring of `stages` steps in shared memory.
+
+    Tiles run in bands of `group` row tiles, whose operands stay in the L2 cache. A producer waits for its thread copies
+    `lag` steps later. `pingpong`: the two consumer groups alternate on tiles.
+    """
 
     bm: int
     bn: int
@@ -47,14 +51,14 @@ class Blocks:
 
 @gluon.constexpr_function
 def blocks(bm, bn, bk, group, stages, lag=0, pingpong=False):
-    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
+    # A group releases a stage only after it has the next: more steps in flight would deadlock.
     assert lag + 2 <= stages
     return Blocks(bm, bn, bk, group, stages, lag, pingpong)
 
 
 @gluon.jit
 def make_ring(ARRIVALS: gl.constexpr, BLOCKS: gl.constexpr):
-    """The barriers. ARRIVALS: how often the loading partition arrives in a step."""
+    """Allocate the barriers; ARRIVALS: of the producer partition per step."""
     STAGES: gl.constexpr = BLOCKS.stages
     READERS: gl.constexpr = 1 if BLOCKS.pingpong else 2
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -62,20 +66,19 @@ def make_ring(ARRIVALS: gl.constexpr, BLOCKS: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=READERS)
-    # Whose turn it is; without turns nobody looks at it.
     if BLOCKS.pingpong:
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for group in gl.static_range(2):
             mbarrier.init(turn.index(group), count=1)
     else:
         turn = empty
-    fence_async_shared()  # so that bulk copies find barriers that are initialised
+    fence_async_shared()  # makes the initialized barriers visible to bulk copies
     return full, empty, turn
 
 
 @gluon.jit
 def await_empty(empty, it, STAGES: gl.constexpr):
-    # Nothing has to be read before the first turn: the phase before the first counts as complete.
+    # The phase before the first pass counts as complete.
     mbarrier.wait(empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
 
 
@@ -85,51 +88,47 @@ def await_full(full, it, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def announce(full, it, STAGES: gl.constexpr, BYTES: gl.constexpr):
-    """This many bytes come by bulk copies."""
+def expect_bytes(full, it, STAGES: gl.constexpr, BYTES: gl.constexpr):
     mbarrier.expect(full.index(it % STAGES), BYTES)
 
 
 @gluon.jit
-def fill(full, it, STAGES: gl.constexpr, pred):
-    """The part that threads have copied is there."""
+def mark_filled(full, it, STAGES: gl.constexpr, pred):
     mbarrier.arrive(full.index(it % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
 def release(empty, it, STAGES: gl.constexpr, pred):
-    """One group has read this step."""
     mbarrier.arrive(empty.index(it % STAGES), count=1, pred=pred)
 
 
 @gluon.constexpr_function
 def rows_of_group(rows, pingpong):
-    """Returns how many of a tile's rows a group computes."""
     return rows if pingpong else rows // 2
 
 
 @gluon.constexpr_function
 def first_row(group, rows, pingpong):
-    """Returns the first of a group's rows in a tile."""
     return 0 if pingpong else group * (rows // 2)
 
 
 @gluon.jit
 def await_turn(turn, number, GROUP: gl.constexpr):
-    """Waits for the turn of a group's tile of this number. The first group has the first turn."""
+    """Wait for the turn of a group's tile `number`. The first group has the first turn."""
     mbarrier.wait(turn.index(GROUP), (number + 1 + GROUP) & 1)
 
 
 @gluon.jit
 def pass_turn(turn, GROUP: gl.constexpr):
-    """All steps of this group's tile have come."""
     mbarrier.arrive(turn.index(1 - GROUP), count=1)
 
 
 @gluon.jit
 def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """A group's first tile, how many tiles further the next is, its first step, and steps of the other's between two
-    tiles of its own. Where groups take turns all tiles have this depth."""
+    """Return a group's first tile, tile stride, first ring step, and the steps to skip after each of its tiles.
+
+    The skipped steps belong to the other group if the groups alternate; all tiles then have this depth.
+    """
     if BLOCKS.pingpong:
         steps = gl.cdiv(depth, BLOCKS.bk)
         return gl.program_id(0) + GROUP * gl.num_programs(0), 2 * gl.num_programs(0), GROUP * steps, steps
@@ -138,8 +137,7 @@ def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def multiplied_layout(columns):
-    """Returns the layout in which a group of four warps has a product of this many columns."""
+def mma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
@@ -148,10 +146,10 @@ def multiply(
     bufs, ring, it, depth,
     GROUP: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile's product that are one group's, 0 or 1, and the step that comes next.
+    """Compute the rows of a tile's GEMM that belong to group 0 or 1; return them and the index of the next step.
 
-    A stage holds [bm, bk] of a, or transposed [bk, bm], and [bk, bn] of b, or transposed [bn, bk]. One product is in
-    flight while the next is awaited, so a stage is given back a step late. Without depth there is no step.
+    A stage holds a as [bm, bk], or transposed [bk, bm], and b as [bk, bn], or transposed [bn, bk]. One MMA is in flight
+    while the next stage is awaited, so a stage is released one step late.
     """
     a_bufs, b_bufs = bufs
     full, empty, turn = ring
@@ -159,7 +157,7 @@ def multiply(
     FIRST: gl.constexpr = first_row(GROUP, BLOCKS.bm, BLOCKS.pingpong)
     BN: gl.constexpr = BLOCKS.bn
     STAGES: gl.constexpr = BLOCKS.stages
-    mma: gl.constexpr = multiplied_layout(BN)
+    mma: gl.constexpr = mma_layout(BN)
     acc = gl.zeros([ROWS, BN], gl.float32, mma)
     if BLOCKS.pingpong:
         await_turn(turn, it // (2 * gl.cdiv(depth, BLOCKS.bk)), GROUP)
@@ -184,8 +182,7 @@ def multiply(
 
 
 @gluon.jit
-def place(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
-    """Row and column tile: bands of GROUP row tiles, so that a band's operands stay in the L2 cache."""
+def tile_position(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
     band = GROUP * n_col_tiles
     first = (tile // band) * GROUP
     height = gl.minimum(n_row_tiles - first, GROUP)
@@ -194,16 +191,16 @@ def place(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def tiles_in(table):
-    """Returns the number of tiles. Programs walk them: from their own number on, in steps of as many as there are."""
+    """Return the number of tiles. Programs start at their index and advance by the number of programs."""
     _, _, n_row_tiles, n_col_tiles = table
     return n_row_tiles * n_col_tiles
 
 
 @gluon.jit
 def locate(tile, table, GROUP: gl.constexpr):
-    """Expert of a tile, its first row, the end of the expert's rows, and its column tile."""
+    """Return a tile's expert, first row, end of the expert's rows, and column tile."""
     tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
-    row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+    row_tile, col_tile = tile_position(tile, n_row_tiles, n_col_tiles, GROUP)
     expert = gl.load(tiles_ptr + 2 * row_tile)
     start = gl.load(tiles_ptr + 2 * row_tile + 1)
     return expert, start, gl.load(ends_ptr + expert), col_tile

@@ -1,7 +1,4 @@
-"""out[n] = a[n]·B_e (+ bias) by bulk copies: the down projection and the rows' gradient.
-
-B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`).
-"""
+"""Grouped GEMM of rows with their expert's matrix by bulk copies; contract as in `triton/grouped/product.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes
 from fusedmoe.kernels.gluon.grouped.pipeline import (
-    announce,
     await_empty,
     blocks,
     bulk_load,
+    expect_bytes,
     first_row,
     locate,
     make_ring,
@@ -38,9 +35,9 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
         n0 = col_tile * BLOCKS.bn
         for k0 in range(0, K, BLOCKS.bk):
             await_empty(empty, it, STAGES)
-            announce(full, it, STAGES, (BLOCKS.bm + BLOCKS.bn) * BLOCKS.bk * (a_desc.dtype.primitive_bitwidth // 8))
+            expect_bytes(full, it, STAGES, (BLOCKS.bm + BLOCKS.bn) * BLOCKS.bk * (a_desc.dtype.primitive_bitwidth // 8))
             bar = full.index(it % STAGES)
-            # A tile's box may run into the next expert's rows, whose results are not stored.
+            # A tile's box may extend into the next expert's rows, whose results are not stored.
             bulk_load(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
             if TRANSPOSED:
                 bulk_load(b_desc, [expert * N + n0, k0], bar, b_bufs.index(it % STAGES))
@@ -68,17 +65,17 @@ def _multiply(
             acc, bias_ptr, out, boxes, GROUP_OF_WARPS * SLOTS, expert, start + FIRST, end, col_tile * BLOCKS.bn, N,
             bias_sizes, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS,
         )  # fmt: skip
-    tma.store_wait(0)  # before the boxes are gone
+    tma.store_wait(0)  # before the boxes are deallocated
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
 def product_kernel(
-    # Descriptors: boxes [BM, BK] of the rows; [BN, BK] of all experts' matrices below each other, [E·N, K], or
-    # [BK, BN] of [E·K, N]; of results boxes of a group's rows and some columns, a power of two.
+    # Descriptors: boxes [BM, BK] of the rows; of the concatenated matrices [BN, BK] of [E·N, K], or [BK, BN] of [E·K,
+    # N]; of the results, a group's rows and a power of two of columns.
     a_desc, b_desc, bias_ptr, out_ptr, out_desc,
     tiles_ptr, used_ptr, ends_ptr, K, N, n_col_tiles, bias_start, bias_columns,
     TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
-    # BN is at least 32 on a GPU. SLOTS: boxes of results that each group has room for; it divides those of a tile.
+    # BN is at least 32 on a GPU. SLOTS: result boxes per group; divides the number of boxes of a tile.
     SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,

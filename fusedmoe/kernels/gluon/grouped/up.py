@@ -1,4 +1,4 @@
-"""h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered, and the activation is computed on the way out."""
+"""Grouped GEMM of the up projection with gathered rows; contract as in `triton/grouped/up.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_box
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.pipeline import blocks, locate, make_ring, multiplied_layout, multiply, tiles_in
+from fusedmoe.kernels.gluon.grouped.pipeline import blocks, locate, make_ring, mma_layout, multiply, tiles_in
 
 
 @gluon.jit
@@ -18,8 +18,10 @@ def _finish(
     PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Stores H, with its bias, and A for WIDTH columns of a tile; without GATED there is no u. Those are the tile's
-    boxes from PART on, and `slot` is the group's first."""
+    """Store H and A for WIDTH columns of a tile. The boxes of these columns are numbered from PART on.
+
+    `slot`: the group's first box in shared memory. u is unused without GATED.
+    """
     HALVES: gl.constexpr = 2 if GATED else 1
     if WIDTH > WIDE:
         HALF: gl.constexpr = WIDTH // 2
@@ -35,11 +37,11 @@ def _finish(
             NEXT, ROWS, HALF, WIDE, SLOTS, ACT, GATED, BIAS,
         )  # fmt: skip
     else:
-        MMA: gl.constexpr = multiplied_layout(WIDE)
+        MMA: gl.constexpr = mma_layout(WIDE)
         g_out, u_out, a_out = outs
         columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
         bias = expert * HALVES * H
-        # Everything as late as can be: there are few registers.
+        # Each step as late as possible, because registers are scarce.
         g = gl.convert_layout(g, MMA)
         if BIAS:
             g = add_bias(g, b1_ptr, bias, 0, columns, H)
@@ -80,19 +82,18 @@ def _multiply(
             g, u, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
             0, ROWS, BH, WIDE, SLOTS, ACT, GATED, BIAS,
         )  # fmt: skip
-    tma.store_wait(0)  # before the boxes are gone
+    tma.store_wait(0)  # before the boxes are deallocated
 
 
 @jit(do_not_specialize=["n_col_tiles"])
 def up_kernel(
-    # Tokens [·, D]; which of them each row copies, [rows] int64; boxes [BN or, gated, BN/2, BK] of all experts'
-    # matrices below each other, [E·(2·)H, D]; their bias; results h [rows, (2·)H] and a [rows, H], and boxes of a
-    # group's rows and some columns, a power of two, of h's halves and of a. Not gated, h is its own left half.
+    # Tokens [·, D]; their row indices, [rows] int64; boxes [BN or, gated, BN/2, BK] of the concatenated matrices
+    # [E·(2·)H, D]; their bias; results h [rows, (2·)H] and a [rows, H], and boxes, a group's rows and a power of two of
+    # columns, of h's halves and of a. Without a gate, h is its own left half.
     x_ptr, source_ptr, w_desc, b1_ptr, h_ptr, a_ptr, g_desc, u_desc, a_desc,
     tiles_ptr, used_ptr, ends_ptr, D, H, n_col_tiles,
-    # EVEN: BK divides D. SLOTS: boxes of results that each group has room for; it divides those of a tile.
+    # EVEN: BK divides D. SLOTS: result boxes per group; divides the number of boxes of a tile.
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr, SLOTS: gl.constexpr,
-    # LAG is at most STAGES - 2.
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip

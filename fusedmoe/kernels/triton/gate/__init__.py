@@ -1,1 +1,1 @@
-"""The gate's kernels: the choice of experts and its gradient, and the router's products. They need Triton."""
+"""Gate kernels: top-k selection, its gradient, and the router GEMMs; requires Triton."""

@@ -1,12 +1,11 @@
-"""Choice of experts by logits in one pass over a tile of rows, with the product in front where it fits.
+"""Top-k expert selection from logits in one pass over row tiles, fused with the router GEMM where it fits.
 
-A program has all logits of its BS tokens in registers. Top-k is k passes of a maximum: logits become integers that sort
-as they do (so that NaN, infinities and equal values have one place each), the lower index wins, and what was taken
-becomes the lowest integer, below every logit. What was taken is thereby known for the count of choices. Where logits
-come from memory, passes look at the high bits of the integers first, and at all of them where that leaves a doubt.
+A program holds all logits of its BS tokens in registers. Top-k is k passes of a maximum over logits mapped to integers
+of the same order, in which NaN, infinities and ties have a defined place. Selected keys become the lowest integer.
+Logits read from memory are compared by their high bits first, and by all bits only where those are ambiguous.
 
-Sums over tokens are made in two steps, programs' sums and then their sum in a fixed order. The backward makes the
-gradient of the logits in one pass, recomputing scores and sums from the logits. Definition: `define_choice`.
+Sums over tokens are reduced per program, then over programs in a fixed order. Backward computes the gradient of the
+logits in one pass, recomputing scores and sums. No device synchronization.
 """
 
 from __future__ import annotations
@@ -19,34 +18,33 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.gate import LEAST_SUM, SCORES, GateChoice, GateRule
+from fusedmoe.kernels.gate import MIN_SUM, SCORES, GateChoice, GateRule
 from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
     Tile,
+    empty_summands,
     logits,
     logits_tile,
-    room_for_summands,
+    operand_to_split,
+    padded_width,
     store_summands,
     sum_of_parts,
-    taken_apart,
-    width,
 )
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS, jit
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
-_LEAST_SUM = tl.constexpr(LEAST_SUM)
+_MIN_SUM = tl.constexpr(MIN_SUM)
 _TAKEN = tl.constexpr(-(2**31))
-# Infinity as an integer that sorts (`sortable`); −inf is one below its negative, and NaN above.
+# Infinity as an integer of `sortable`; −inf is one below its negative, NaN is above.
 _INFINITY = tl.constexpr(0x7F800000)
-_UNSPECIAL = ["length", "blocks", "programs", "tiles"]
-# Programs among which given logits are divided: as many as Hopper has at a time. The sums' order follows from it, so it
-# is a constant.
+_DYNAMIC_ARGUMENTS = ["length", "blocks", "programs", "tiles"]
+# Programs for given logits, which all run concurrently on Hopper. Constant, because it determines the summation order.
 _PROGRAMS = 12 * 132
 
 
 @triton.jit
 def sortable(x):
-    """Integers in the order of the floats: -0 as 0, NaN highest, all above `_TAKEN`."""
+    """Map floats to integers of the same order: -0 equals 0, NaN is highest, all are above `_TAKEN`."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x == x, key, 0x7FFFFFFF)
@@ -54,23 +52,20 @@ def sortable(x):
 
 @triton.jit
 def rows_of_program(length, blocks, tile, tiles, BS: tl.constexpr):
-    """The sequence, the rows (int64, those past the sequence's end clamped to its last) and which are inside, for one
-    of a program's tiles."""
+    """Return the tile's sequence, its row indices (int64, clamped) and valid mask; sequences have `length` rows."""
     sequence = tl.program_id(0) // blocks
-    place = (tl.program_id(0) % blocks * tiles + tile) * BS + tl.arange(0, BS)
-    row = sequence * length + tl.minimum(place, length - 1)
-    return sequence, row.to(tl.int64), place < length
+    position = (tl.program_id(0) % blocks * tiles + tile) * BS + tl.arange(0, BS)
+    row = sequence * length + tl.minimum(position, length - 1)
+    return sequence, row.to(tl.int64), position < length
 
 
 @triton.jit
 def divisor_of(total):
-    """The sum by which scores are divided, as in `share_of_sum`; NaN stays NaN."""
-    return tl.where(total < _LEAST_SUM, 1.0, total)
+    return tl.where(total < _MIN_SUM, 1.0, total)
 
 
 @triton.jit
 def softmax_terms(logits):
-    """The powers of e above the highest logit, their sum, and that logit; a column of padding is -inf."""
     top = tl.max(logits, 1)
     power = tl.exp(logits - top[:, None])
     return power, tl.sum(power, 1), top
@@ -78,7 +73,6 @@ def softmax_terms(logits):
 
 @triton.jit
 def softmax_backward(logits, grad):
-    """The gradient of logits from that of their softmax; columns of padding are -inf."""
     power, total, _ = softmax_terms(logits)
     share = power * (1.0 / total)[:, None]
     return share * (grad - tl.sum(share * grad, 1)[:, None])
@@ -86,16 +80,19 @@ def softmax_backward(logits, grad):
 
 @triton.jit
 def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr):
-    """The gradient of logits from that of their scores, with NORMALIZE of scores / Σ scores, over what is `inside`."""
+    """Return the gradient of logits from the gradient of their scores, over the mask `inside`.
+
+    NORMALIZE: the scores are divided by their sum first.
+    """
     score = tl.sigmoid(logits) if SIGMOID else logits
     score = tl.where(inside, score, 0.0)
     factor = score if SIGMOID else tl.where(inside, 1.0, 0.0)
     if NORMALIZE:
         total = tl.sum(score, 1)
         divisor = divisor_of(total)[:, None]
-        mean = tl.where(total >= _LEAST_SUM, tl.sum(score / divisor * grad, 1), 0.0)
+        mean = tl.where(total >= _MIN_SUM, tl.sum(score / divisor * grad, 1), 0.0)
         grad = grad - mean[:, None]
-        factor = factor / divisor  # before the gradient, which a small divisor would make infinite
+        factor = factor / divisor  # before the gradient, which a small divisor could overflow
     if SIGMOID:
         factor *= 1.0 - score
     return factor * grad
@@ -103,33 +100,33 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
 
 @triton.jit
 def best_of(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr):
-    """The places of a row's K highest keys, the lower of equals first, [BS, KP]; and the keys, those `_TAKEN`."""
+    """Return the indices of each row's K highest keys, [BS, KP], and the keys with those set to `_TAKEN`."""
     k = tl.arange(0, KP)
     expert = tl.zeros((BS, KP), dtype=tl.int32)
-    for place in range(K):
-        # Two reductions of a number each: fewer instructions than one of number and place, and where a row is within a
-        # warp each is a single one.
+    for choice in range(K):
+        # Two scalar reductions take fewer instructions than one over (value, index), a single one each if a warp holds
+        # a row.
         best = tl.max(key, 1)
         index = tl.min(tl.where(key == best[:, None], e[None, :], EP), 1)
         key = tl.where(e[None, :] == index[:, None], _TAKEN, key)
-        expert = tl.where((k == place)[None, :], index[:, None], expert)
+        expert = tl.where((k == choice)[None, :], index[:, None], expert)
     return expert, key
 
 
 @triton.jit
 def best_by_high_bits(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr):
-    """Results of `best_of`, in half of its instructions, and the rows where they may be wrong.
+    """Return each row's top K as `best_of` does, with half the instructions, and a mask of rows that may be wrong.
 
-    The low bits of each key make room for its place, so that no two are equal and a maximum tells the place as well. A
-    row where one of the K + 1 highest differs from the next in those bits only, or not at all, is doubtful.
+    The index replaces the low bits of each key, so one maximum yields value and index. A row may be wrong if two
+    neighbours among its K + 1 highest keys have equal high bits.
     """
     k = tl.arange(0, KP)
     key = tl.where(key == _TAKEN, _TAKEN, (key & -EP) | (EP - 1 - e)[None, :])
     picked = tl.zeros((BS, KP), dtype=tl.int32)
     doubtful = tl.zeros((BS,), dtype=tl.int1)
     best = tl.max(key, 1)
-    for place in range(K):
-        picked = tl.where((k == place)[None, :], best[:, None], picked)
+    for choice in range(K):
+        picked = tl.where((k == choice)[None, :], best[:, None], picked)
         key = tl.where(key == best[:, None], _TAKEN, key)
         then = tl.max(key, 1)
         doubtful |= (best & -EP) == (then & -EP)
@@ -137,24 +134,23 @@ def best_by_high_bits(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexp
     return EP - 1 - (picked & (EP - 1)), key, doubtful
 
 
-@jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_DYNAMIC_ARGUMENTS)
 def choose_kernel(
-    # Tokens and router matrix with PRODUCT, which then writes the logits; else the logits are read.
+    # Tokens and router matrix with PRODUCT, which writes the logits; otherwise logits are read.
     x_ptr, w_ptr, logits_ptr, bias_ptr,
-    # The choice, sums over each program's tokens, and a count of tokens without a right choice.
+    # The choice, per-program sums over tokens, and the number of tokens without a valid choice.
     expert_ptr, weight_ptr, sums_ptr, logsumexp_ptr, bad_ptr,
-    # Tokens of a sequence, programs of one and of all, tiles of a program where logits are given, and sizes.
+    # Tokens per sequence, programs per sequence and in total, tiles per program for given logits.
     length, blocks, programs, tiles, M, E, scale,
-    # The rule (`GateRule`).
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, STATISTICS: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
-    # How logits are made (`mac`), and in which tiles; EP, KP: powers of two that hold E and K.
-    PRODUCT: tl.constexpr, EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    # How logits are computed (`mac`); EP, KP: powers of two that hold E and K.
+    PRODUCT: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
     BS: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = SCORE == 0
     e = tl.arange(0, EP)
-    known = (e < E)[None, :]
+    is_expert = (e < E)[None, :]
     shares = tl.zeros((BS, EP), dtype=tl.float32)
     counts = tl.zeros((BS, EP), dtype=tl.int32)
     bad = tl.zeros((BS,), dtype=tl.int32)
@@ -162,13 +158,13 @@ def choose_kernel(
         sequence, row, inside = rows_of_program(length, blocks, tile, 1 if PRODUCT else tiles, BS)
         at = row[:, None] * E + e[None, :]
         if PRODUCT:
-            logits = logits_tile(x_ptr, w_ptr, row, tl.minimum(e, E - 1), M, EVEN, TAKEN_APART, INTERPRET, BS, EP, BK)
-            tl.store(logits_ptr + at, logits, mask=inside[:, None] & known)
-            logits = tl.where(known, logits, -float("inf"))
+            logits = logits_tile(x_ptr, w_ptr, row, tl.minimum(e, E - 1), M, EVEN, SPLIT, INTERPRET, BS, EP, BK)
+            tl.store(logits_ptr + at, logits, mask=inside[:, None] & is_expert)
+            logits = tl.where(is_expert, logits, -float("inf"))
         else:
-            logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+            logits = tl.load(logits_ptr + at, mask=is_expert, other=-float("inf"))
 
-        # Softmax over all experts, where something needs it: normalised weights need the chosen logits only.
+        # Normalized weights need only the selected logits.
         if SOFTMAX and (STATISTICS or BIAS or not NORMALIZE) or LOGSUMEXP:
             power, total, top = softmax_terms(logits)
             if LOGSUMEXP:
@@ -184,7 +180,7 @@ def choose_kernel(
             by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
         else:
             by = logits
-        key = tl.where(known, sortable(by), _TAKEN)
+        key = tl.where(is_expert, sortable(by), _TAKEN)
         k = tl.arange(0, KP)
         if PRODUCT:
             expert, key = best_of(key, e, BS, K, EP, KP)
@@ -196,12 +192,12 @@ def choose_kernel(
                 key = left
 
         chosen = (k < K)[None, :]
-        # From here on logits come from memory again, where this program wrote them: the passes need their registers.
+        # Logits are reloaded from memory below, because the top-k passes need their registers.
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
-        # Without a bias the highest logit of all is the highest of the chosen.
-        highest = tl.max(sortable(tl.load(logits_ptr + at, mask=known, other=-float("inf")) if BIAS else picked), 1)
+        # Without a bias the highest logit is among the selected.
+        highest = tl.max(sortable(tl.load(logits_ptr + at, mask=is_expert, other=-float("inf")) if BIAS else picked), 1)
         bad += (inside & ((highest >= _INFINITY) | (highest < -_INFINITY))).to(tl.int32)
         if SOFTMAX:
             if NORMALIZE:
@@ -220,18 +216,18 @@ def choose_kernel(
 
         if STATISTICS:
             if PRODUCT:
-                logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+                logits = tl.load(logits_ptr + at, mask=is_expert, other=-float("inf"))
             if SOFTMAX:
                 if PRODUCT:
                     power = tl.exp(logits - top[:, None])
                 share = power * (1.0 / total)[:, None]
             elif SCORE == 1:
-                share = tl.where(known, tl.sigmoid(logits), 0.0)
+                share = tl.where(is_expert, tl.sigmoid(logits), 0.0)
                 share = share / divisor_of(tl.sum(share, 1))[:, None]
             else:
                 share = logits
-            # Taken keys are the choices: the counts need no second look at the experts chosen.
-            counted = (key == _TAKEN) & known & inside[:, None]
+            # Taken keys mark the choices, so counting needs no second pass.
+            counted = (key == _TAKEN) & is_expert & inside[:, None]
             shares += tl.where(inside[:, None], share, 0.0)
             counts += counted.to(tl.int32)
 
@@ -239,7 +235,7 @@ def choose_kernel(
     if number > 0:
         tl.atomic_add(bad_ptr, number.to(tl.int64), sem="relaxed")
     if STATISTICS:
-        # One row of sums for each program, added up afterwards in order: no atomics, so that sums repeat.
+        # One row of sums per program, reduced afterwards in order: deterministic, no atomics.
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
         tl.store(sums, tl.sum(shares, 0), mask=e < E)
         tl.store(sums + programs.to(tl.int64) * E, tl.sum(counts, 0).to(tl.float32), mask=e < E)
@@ -248,26 +244,24 @@ def choose_kernel(
 @jit(do_not_specialize=["length", "blocks"])
 def dlogits_kernel(
     logits_ptr, expert_ptr,
-    # Gradients of weights, score sums and logsumexp, as far as there are any; and of the logits, which are made.
+    # Gradients of weights, score sums and logsumexp, or None; and the logits' gradient, the output.
     dweight_ptr, dscore_ptr, dlogsumexp_ptr, dlogits_ptr,
-    # Tokens of a sequence, programs of one, and sizes; numbers from a row of the result to the next, and to the second
-    # summand.
+    # Sequence length, programs per sequence; element strides of the result between rows and between summands.
     length, blocks, E, scale, stride, plane,
-    # The rule (`GateRule`), and which gradients there are.
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTS: tl.constexpr, STATISTICS: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
-    # Whether the result is two summands (`router.room_for_summands`).
+    # Whether the result is two summands (`router.empty_summands`).
     APART: tl.constexpr,
     BS: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = SCORE == 0
     sequence, row, inside = rows_of_program(length, blocks, 0, 1, BS)
     e = tl.arange(0, EP)
-    known = (e < E)[None, :]
+    is_expert = (e < E)[None, :]
     at = row[:, None] * E + e[None, :]
-    logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+    logits = tl.load(logits_ptr + at, mask=is_expert, other=-float("inf"))
 
-    # What the weights send to the logits of the chosen; to their probabilities, if they are not a softmax of their own.
+    # If the weights are a softmax over the selected logits, these get the gradient, else the probabilities do.
     dlogits = tl.zeros((BS, EP), dtype=tl.float32)
     if WEIGHTS:
         k = tl.arange(0, KP)
@@ -281,8 +275,8 @@ def dlogits_kernel(
                 grad = softmax_backward(picked, grad)
             else:
                 grad = score_backward(picked, chosen, grad, NORMALIZE, SCORE == 1)
-        for place in range(K):
-            here = (k == place)[None, :]
+        for choice in range(K):
+            here = (k == choice)[None, :]
             index = tl.sum(tl.where(here, expert, 0), 1)
             value = tl.sum(tl.where(here, grad, 0.0), 1)
             dlogits = tl.where(e[None, :] == index[:, None], value[:, None], dlogits)
@@ -300,37 +294,37 @@ def dlogits_kernel(
             if STATISTICS or WEIGHTS:
                 dlogits = softmax_backward(logits, dlogits)
     elif STATISTICS:
-        dlogits += score_backward(logits, known, dscore, SCORE == 1, SCORE == 1)
+        dlogits += score_backward(logits, is_expert, dscore, SCORE == 1, SCORE == 1)
     if LOGSUMEXP:
         power, total, _ = softmax_terms(logits)
         dlogits += power / total[:, None] * tl.load(dlogsumexp_ptr + row)[:, None]
     if APART:
         out = dlogits_ptr + row[:, None] * stride + e[None, :]
-        store_summands(out, plane, tl.where(known, dlogits, 0.0), inside[:, None] & (e < stride)[None, :])
+        store_summands(out, plane, tl.where(is_expert, dlogits, 0.0), inside[:, None] & (e < stride)[None, :])
     else:
-        tl.store(dlogits_ptr + at, dlogits, mask=inside[:, None] & known)
+        tl.store(dlogits_ptr + at, dlogits, mask=inside[:, None] & is_expert)
 
 
-def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile | None:
-    """Returns the tile of logits made and used in one program; None where they are too many for its registers."""
-    columns = width(experts)
+def fused_tile(experts: int, split: str, capability: Capability | None) -> Tile | None:
+    """Return the tile of the fused router GEMM and top-k; None if the logits do not fit in a program's registers."""
+    columns = padded_width(experts)
     if capability is None:
         return Tile(64, columns, 128, 4, 1)
-    # Rows of logits that are no multiple of 16 take more registers: they come and go by single numbers.
+    # Rows with a length not a multiple of 16 are moved element by element, which takes registers.
     ragged = experts % 16 != 0
-    if ragged and (columns > 128 or columns == 128 and apart == "both"):
+    if ragged and (columns > 128 or columns == 128 and split == "both"):
         return None
-    if apart:
-        rows = 32 if capability < HOPPER and ragged and apart == "both" else 64  # sm_120 would spill
+    if split:
+        rows = 32 if capability < HOPPER and ragged and split == "both" else 64  # sm_120 would spill
         return Tile(rows, columns, 32, 8, 3) if columns <= 128 else None
-    # From so many on a product of its own pays: programs with more rows read the matrix less often than those that must
-    # keep the registers for the choice, and there the cache's speed is the limit.
+    # From this size on a separate GEMM is faster: its programs hold no keys of top-k, so they have more rows and read
+    # the matrix less often. Cache bandwidth is the limit.
     if capability >= HOPPER and columns >= 128 and capability < BLACKWELL:
         return None
-    # Blackwell's products give a thread a whole row, which reductions like but registers do not.
+    # Blackwell MMA results assign a whole row to a thread: good for reductions, but it takes registers.
     if capability >= BLACKWELL:
         return Tile(64, columns, 64, 4 if columns <= 64 else 8, 3) if columns <= 128 else None
-    # A deep step where the tile is small: the more is underway to a program, the faster tokens come.
+    # Deep steps for small tiles: more bytes in flight per program load tokens faster.
     deep = capability >= HOPPER and columns <= (32 if ragged else 64)
     depth, stages = (128, 4 if columns <= 32 else 3) if deep else (64, 3)
     few = 64 if ragged or capability < HOPPER else 128
@@ -338,23 +332,22 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
-    """Returns the tile for logits that are given, and for their gradient."""
     if capability is None:
-        return Tile(64, width(experts), 16, 4, 1)
-    # A program is a warp: it waits for no other, and a row is within it.
-    return Tile(512 // width(experts), width(experts), 16, 1, 1)
+        return Tile(64, padded_width(experts), 16, 4, 1)
+    # One warp per program, which holds whole rows and needs no barriers.
+    return Tile(512 // padded_width(experts), padded_width(experts), 16, 1, 1)
 
 
 def choose(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """`define_choice` of float32 logits. No autograd, and no word from the device."""
+    """Compute `define_choice` of float32 logits. Not differentiable."""
     return _choose(None, None, logits_SE.contiguous(), rule, bias_E)
 
 
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """`define_choice` of x·Wᵀ. No autograd, and no word from the device."""
+    """Compute `define_choice` of x·Wᵀ. Not differentiable."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
     experts = weight_EM.shape[0]
-    if fused_tile(experts, taken_apart(x_SM.dtype, weight_EM.dtype), generation_of(x_SM.device)) is None:
+    if fused_tile(experts, operand_to_split(x_SM.dtype, weight_EM.dtype), generation_of(x_SM.device)) is None:
         return _choose(None, None, logits(x_SM, weight_EM), rule, bias_E)
     logits_SE = torch.empty((x_SM.shape[0], experts), dtype=torch.float32, device=x_SM.device)
     return _choose(x_SM, weight_EM, logits_SE, rule, bias_E)
@@ -374,12 +367,12 @@ def _choose(
         score_BE, count_BE = zeros if rule.statistics else (None, None)
         return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad)
     tile = rowwise_tile(E, generation_of(logits_SE.device))
-    M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
+    M, product = 0, {"EVEN": True, "SPLIT": ""}
     if x_SM is not None and weight_EM is not None:
-        M, apart = x_SM.shape[1], taken_apart(x_SM.dtype, weight_EM.dtype)
-        fused = fused_tile(E, apart, generation_of(x_SM.device))
+        M, split = x_SM.shape[1], operand_to_split(x_SM.dtype, weight_EM.dtype)
+        fused = fused_tile(E, split, generation_of(x_SM.device))
         assert fused is not None
-        tile, product = fused, {"EVEN": M % fused.depth == 0, "TAKEN_APART": apart}
+        tile, product = fused, {"EVEN": M % fused.depth == 0, "SPLIT": split}
     blocks, tiles = triton.cdiv(S // B, tile.rows), 1
     if x_SM is None:
         tiles = triton.cdiv(blocks, max(_PROGRAMS // B, 1))
@@ -405,20 +398,22 @@ def dlogits(
     dweight_SK: Tensor | None,
     dscore_BE: Tensor | None,
     dlogsumexp_S: Tensor | None,
-    apart: bool = False,
+    split: bool = False,
 ) -> Tensor:
-    """The gradient of float32 logits from those of a choice's weights, scores and logsumexp, as far as given; `apart`:
-    as two summands (`router.room_for_summands`)."""
+    """Return the gradient of float32 logits from the gradients of weights, scores and logsumexp, where given.
+
+    `split`: return it as two summands (`router.empty_summands`).
+    """
     S, E = logits_SE.shape
     logits_SE = logits_SE.contiguous()
-    dlogits = room_for_summands(S, E, logits_SE.device) if apart else torch.empty_like(logits_SE)
+    dlogits = empty_summands(S, E, logits_SE.device) if split else torch.empty_like(logits_SE)
     if S == 0:
         return dlogits
     tile, B = rowwise_tile(E, generation_of(logits_SE.device)), rule.sequences(S)
     blocks = triton.cdiv(S // B, tile.rows)
     grads = (None if grad is None else grad.contiguous() for grad in (dweight_SK, dscore_BE, dlogsumexp_S))
     given = {"WEIGHTS": dweight_SK is not None, "STATISTICS": dscore_BE is not None}
-    options = {**launch_options(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None, "APART": apart}
+    options = {**launch_options(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None, "APART": split}
     stride = dlogits.shape[-1]
     dlogits_kernel[(B * blocks,)](
         logits_SE, expert_SK, *grads, dlogits, S // B, blocks, E, rule.scale, stride, S * stride, **given, **options
@@ -436,6 +431,6 @@ def launch_options(rule: GateRule, tile: Tile) -> dict[str, Any]:
         "EP": tile.columns,
         "KP": triton.next_power_of_2(rule.k),
         "num_warps": tile.warps,
-        # Left to itself the assembler spills a few bytes where that lets one more program onto a multiprocessor.
-        "maxnreg": MOST_REGISTERS,
+        # By default the assembler spills a few bytes where that raises occupancy by one program.
+        "maxnreg": MAX_REGISTERS,
     }

@@ -1,9 +1,8 @@
-"""The router's three products, as exact as float32: logits = x·Wᵀ, dx = dlogits·W, dW = dlogitsᵀ·x.
+"""The router's three GEMMs in float32 accuracy: logits = x·Wᵀ, dx = dlogits·W, dW = dlogitsᵀ·x.
 
-The tokens x and the matrix W are in half precision or float32, logits and their gradients always float32. Tensor cores
-take no float32, so that a float32 operand is taken apart: beside bfloat16 into two or three bfloat16 summands, which
-together hold 16 or 24 of its bits; else into two of tf32 (Triton's "tf32x3"). A plain float32 product on the ordinary
-cores would take longer than an expert's. Definitions: the three expressions above.
+x and W are half precision or float32; logits and their gradients are float32. Tensor cores do not multiply float32, so
+a float32 operand is split: against bfloat16 into two or three bfloat16 summands, which hold 16 or 24 of its mantissa
+bits; otherwise into two of tf32 (Triton's "tf32x3"). A float32 GEMM on CUDA cores would take longer than an expert's.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from fusedmoe.kernels.gate import summands_shape
 from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import jit
 
-# Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
-# result must not depend on the GPU.
+# The token sum of dW is split into about this number of parts, which fill a GPU. Constant: the result must not depend
+# on the GPU.
 _PROGRAMS = 264
 
-# Elements that a program takes apart, or adds up at a time.
+# Elements per program that splits or sums.
 _BLOCK = 2048
 _SUMMED = 4096
-# Sums of a launch: CUDA's grids have no more along their second axis.
-_MOST_SUMS = 65535
+# Limit of CUDA's second grid axis.
+_MAX_SUMS = 65535
 
 
 class Tile(NamedTuple):
-    """Tile of a result, depth of a product's steps, and how a program is laid out."""
+    """Output tile, depth of the K steps, warps and pipeline stages of a GEMM."""
 
     rows: int
     columns: int
@@ -44,35 +43,36 @@ class Tile(NamedTuple):
         return f"{self.rows}x{self.columns}x{self.depth} w{self.warps}"
 
 
-def width(experts: int) -> int:
-    """Columns of a tile that holds a token's logits; a product has at least 16."""
+def padded_width(experts: int) -> int:
+    """Return the tile columns that hold a token's logits: a power of two, at least 16 as MMA requires."""
     return max(16, 1 << (experts - 1).bit_length())
 
 
 def product_tile(
-    operation: str, apart: str, capability: Capability | None, tokens: int, experts: int, even: bool = True
+    operation: str, split: str, capability: Capability | None, tokens: int, experts: int, even: bool = True
 ) -> Tile:
-    """Returns the tile of one of the router's products.
+    """Return the tile of a GEMM of the router.
 
     Args:
         operation: "logits", "dx" or "dw".
-        apart: how operands are taken apart (`taken_apart`); "summed" for dlogits that have been before.
-        capability: generation of the GPU; None for the interpreter, which pays for programs and steps, not their size.
+        split: operands to split (`operand_to_split`); "summed" for dlogits split beforehand.
+        capability: generation of the GPU; None for the interpreter, whose cost depends on the number of programs and
+            steps, not on their size.
         even: M is a multiple of 128.
     """
     if capability is None:
         return Tile(64, 256, 128, 4, 1)
     if HOPPER <= capability < BLACKWELL:
-        tile = _hopper_tile(operation, apart, tokens, experts, even)
+        tile = _hopper_tile(operation, split, tokens, experts, even)
         if tile is not None:
             return tile
     if operation == "logits":
-        if apart == "both":
+        if split == "both":
             return Tile(64, 64, 32, 8, 3)
-        return Tile(64, 128, 32, 8, 3) if apart else Tile(128, 128, 64, 8, 3)
-    if apart == "both":
+        return Tile(64, 128, 32, 8, 3) if split else Tile(128, 128, 64, 8, 3)
+    if split == "both":
         return Tile(64, 64, 32, 8, 2)
-    if apart == "summed":
+    if split == "summed":
         if operation == "dx":
             return Tile(128, 128, 32, 8, 3)
         if even and experts % 64 == 0:
@@ -83,28 +83,27 @@ def product_tile(
     return Tile(128 if operation == "dx" else 64, 128, 32, 8, 2)
 
 
-# Hopper, half precision. Operands come from the second cache, at some 5.5 TB/s: there a tile of 128 rows and columns
-# needs more time to come than to be multiplied, so that tiles are as large as registers let them be, and there is one
-# program on a multiprocessor. By the experts that a tile has to hold.
+# Hopper, half precision, by the number of experts. L2 supplies about 5.5 TB/s, so a tile of 128 × 128 loads longer than
+# it multiplies: tiles are as large as registers allow, with one program per multiprocessor.
 _HOPPER_LOGITS = {128: Tile(128, 128, 64, 8, 3), 256: Tile(128, 256, 64, 8, 4)}
-_HOPPER_LOGITS_FEW = {128: Tile(64, 128, 64, 4, 4), 256: Tile(64, 256, 64, 8, 3)}  # tokens for which those are too few
+_HOPPER_LOGITS_FEW = {128: Tile(64, 128, 64, 4, 4), 256: Tile(64, 256, 64, 8, 3)}  # too few tokens for the tiles above
 _HOPPER_LOGITS_MANY = {128: Tile(256, 128, 64, 8, 4), 256: Tile(128, 256, 64, 8, 4)}
 _HOPPER_DX = {16: Tile(128, 128, 16, 8, 3), 32: Tile(128, 128, 32, 8, 3), 64: Tile(128, 128, 64, 8, 3)}
 _HOPPER_DX |= {128: Tile(128, 128, 128, 8, 3), 256: Tile(128, 256, 64, 8, 3)}
 _HOPPER_DX_FEW = _HOPPER_DX | {128: Tile(128, 128, 64, 8, 2)}
 _HOPPER_DW = {16: Tile(16, 128, 128, 4, 4), 32: Tile(32, 128, 128, 4, 4), 128: Tile(128, 256, 64, 8, 3)}
 _MULTIPROCESSORS = 132
-# Tokens for which gradients have smaller tiles.
+# Gradients of fewer tokens use smaller tiles.
 _FEW_TOKENS = 2**15
 
 
-def _hopper_tile(operation: str, apart: str, tokens: int, experts: int, even: bool) -> Tile | None:
-    columns = min(width(experts), 256)
-    if operation == "logits" and not apart:
+def _hopper_tile(operation: str, split: str, tokens: int, experts: int, even: bool) -> Tile | None:
+    columns = min(padded_width(experts), 256)
+    if operation == "logits" and not split:
         few, many = tokens < 128 * _MULTIPROCESSORS, tokens >= 1024 * _MULTIPROCESSORS
         tiles = _HOPPER_LOGITS_FEW if few else _HOPPER_LOGITS_MANY if many else _HOPPER_LOGITS
         return tiles[max(columns, 128)]
-    if apart != "summed" or not even:
+    if split != "summed" or not even:
         return None
     few = tokens < _FEW_TOKENS
     if operation == "dx":
@@ -114,14 +113,13 @@ def _hopper_tile(operation: str, apart: str, tokens: int, experts: int, even: bo
 
 @triton.jit
 def summand(rest):
-    """The bfloat16 next to a float32, and what is left."""
     high = rest.to(tl.bfloat16)
     return high, rest - high.to(tl.float32)
 
 
 @triton.jit
 def _nearest(x):
-    """The bfloat16 next to a float32, as a float32; the interpreter's conversion would cut off."""
+    """Round float32 to the nearest bfloat16, returned as float32; the interpreter's conversion would truncate."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -129,7 +127,6 @@ def _nearest(x):
 
 @triton.jit
 def store_summands(out, plane, d, mask):
-    """d as two bfloat16, the second `plane` elements behind the first."""
     high = _nearest(d)
     tl.store(out, high.to(tl.bfloat16), mask=mask)
     tl.store(out + plane, _nearest(d - high).to(tl.bfloat16), mask=mask)
@@ -137,36 +134,34 @@ def store_summands(out, plane, d, mask):
 
 @jit(do_not_specialize=["count"])
 def summands_kernel(d_ptr, out_ptr, count, E, stride, plane, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """PADDED: rows of the result are longer than those of d, and end in zeros."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    known = place < count
+    """Split d into summands. PADDED: the result has longer rows than d, which end in zeros."""
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
     if PADDED:
-        row, e = place // stride, place % stride
-        d = tl.load(d_ptr + row * E + e, mask=known & (e < E), other=0.0)
+        row, e = offset // stride, offset % stride
+        d = tl.load(d_ptr + row * E + e, mask=inside & (e < E), other=0.0)
     else:
-        d = tl.load(d_ptr + place, mask=known, other=0.0)
-    store_summands(out_ptr + place, plane, d, known)
+        d = tl.load(d_ptr + offset, mask=inside, other=0.0)
+    store_summands(out_ptr + offset, plane, d, inside)
 
 
 @jit(do_not_specialize=["rows", "half"])
 def sum_kernel(
     parts_ptr, first_ptr, second_ptr, rows, columns,
-    # Sums that go to the first result; the others go to the second.
     half,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ over rows of parts [sums, rows, columns], always in one order."""
     which = tl.program_id(1)
     r = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    known = column < columns
+    in_columns = column < columns
     from_ptrs = parts_ptr + (which.to(tl.int64) * rows + r[:, None]) * columns + column[None, :]
     acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for r0 in range(0, rows, ROWS):
-        acc += tl.load(from_ptrs, mask=(r < rows - r0)[:, None] & known[None, :], other=0.0)
+        acc += tl.load(from_ptrs, mask=(r < rows - r0)[:, None] & in_columns[None, :], other=0.0)
         from_ptrs += ROWS * columns
     total = tl.sum(acc, 0)
-    # The sum has no columns in the other result: Triton 3.9's interpreter takes no mask made of a scalar comparison.
+    # An empty mask for the other result, because Triton 3.9's interpreter rejects masks from scalar comparisons.
     first_columns = tl.where(which < half, columns, 0)
     first = first_ptr + which * columns + column
     tl.store(first, total.to(first_ptr.dtype.element_ty), mask=column < first_columns)
@@ -175,15 +170,15 @@ def sum_kernel(
 
 
 @triton.jit
-def mac(a, b, acc, TAKEN_APART: tl.constexpr, SUMMANDS: tl.constexpr, INTERPRET: tl.constexpr):
-    """acc + a·b. TAKEN_APART: the float32 side beside bfloat16, "a" or "b"; "both"; "" for two of one half type."""
+def mac(a, b, acc, SPLIT: tl.constexpr, SUMMANDS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Return acc + a·b. SPLIT: the float32 operand against bfloat16, "a" or "b"; "both"; "" for equal half dtypes."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    elif TAKEN_APART == "":
+    elif SPLIT == "":
         return tl.dot(a, b, acc)
-    elif TAKEN_APART == "both":
+    elif SPLIT == "both":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
-    elif TAKEN_APART == "a":
+    elif SPLIT == "a":
         high, rest = summand(a)
         middle, rest = summand(rest)
         if SUMMANDS == 3:
@@ -202,15 +197,17 @@ def mac(a, b, acc, TAKEN_APART: tl.constexpr, SUMMANDS: tl.constexpr, INTERPRET:
 @triton.jit
 def logits_tile(
     x_ptr, w_ptr, row, expert, M,
-    EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
     BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x[row]·W[expert]ᵀ for BS rows and BE experts, all of them valid indices (clamped: a mask would cost the loads
-    their way around the registers)."""
+    """Return x[row]·W[expert]ᵀ for BS rows and BE experts.
+
+    All indices must be valid (clamped): a mask would make loads pass through registers.
+    """
     m = tl.arange(0, BK)
     x_ptrs = x_ptr + row[:, None].to(tl.int64) * M + m[None, :]
     w_ptrs = w_ptr + expert[:, None].to(tl.int64) * M + m[None, :]
-    # Sums are float32 whatever the operands are: near logits must not change places.
+    # Accumulates in float32 for any operand dtype: rounding must not reorder close logits.
     acc = tl.zeros((BS, BE), dtype=tl.float32)
     for m0 in range(0, M, BK):
         if EVEN:
@@ -219,7 +216,7 @@ def logits_tile(
         else:
             x = tl.load(x_ptrs, mask=m[None, :] < M - m0, other=0.0)
             w = tl.load(w_ptrs, mask=m[None, :] < M - m0, other=0.0)
-        acc = mac(x, w.T, acc, TAKEN_APART, 3, INTERPRET)
+        acc = mac(x, w.T, acc, SPLIT, 3, INTERPRET)
         x_ptrs += BK
         w_ptrs += BK
     return acc
@@ -228,15 +225,15 @@ def logits_tile(
 @jit(do_not_specialize=["S"])
 def logits_kernel(
     x_ptr, w_ptr, logits_ptr, S, M, E,
-    EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
     BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    # Expert tiles run fastest: those of the same rows find them in the cache.
+    # Expert tiles vary fastest, so tiles of the same rows hit the cache.
     tiles = tl.cdiv(E, BE)
     row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
     e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)
     clamped = tl.minimum(row, S - 1)
-    acc = logits_tile(x_ptr, w_ptr, clamped, tl.minimum(e, E - 1), M, EVEN, TAKEN_APART, INTERPRET, BS, BE, BK)
+    acc = logits_tile(x_ptr, w_ptr, clamped, tl.minimum(e, E - 1), M, EVEN, SPLIT, INTERPRET, BS, BE, BK)
     out = logits_ptr + row[:, None].to(tl.int64) * E + e[None, :]
     tl.store(out, acc, mask=(row < S)[:, None] & (e < E)[None, :])
 
@@ -244,13 +241,12 @@ def logits_kernel(
 @jit(do_not_specialize=["S", "groups"])
 def dx_kernel(
     dlogits_ptr, w_ptr, dx_ptr, S, M, E,
-    # dlogits are SUMMANDS matrices, each `plane` elements behind the one before, with rows `stride` apart that end in
-    # zeros. EVEN: E and M end where tiles do.
+    # dlogits are SUMMANDS matrices, `plane` elements apart, with zero-padded rows `stride` elements apart. EVEN: E and
+    # M are multiples of the tile.
     stride, plane,
-    # WHOLE: a step holds all experts. The dlogits of a program stay then, and the matrix passes by: of each of its
-    # `groups` of columns.
+    # WHOLE: one step covers all experts. A program keeps its dlogits and loops over the columns of a group of `groups`.
     groups, SUMMANDS: tl.constexpr, WHOLE: tl.constexpr,
-    EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
     BS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, BM)
@@ -270,10 +266,10 @@ def dx_kernel(
             w_ptrs = w_ptr + e[:, None].to(tl.int64) * M + (tile * BM + m)[None, :]
             in_w = (e[:, None] < E) & (m < M - tile * BM)[None, :]
             w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_w, other=0.0)
-            acc = mac(high, w, tl.zeros((BS, BM), dtype=tl.float32), TAKEN_APART, 2, INTERPRET)
-            acc = mac(low, w, acc, TAKEN_APART, 2, INTERPRET)
-            known = (row < S)[:, None] & (m < M - tile * BM)[None, :]
-            tl.store(out + tile * BM, acc.to(dx_ptr.dtype.element_ty), mask=known)
+            acc = mac(high, w, tl.zeros((BS, BM), dtype=tl.float32), SPLIT, 2, INTERPRET)
+            acc = mac(low, w, acc, SPLIT, 2, INTERPRET)
+            inside = (row < S)[:, None] & (m < M - tile * BM)[None, :]
+            tl.store(out + tile * BM, acc.to(dx_ptr.dtype.element_ty), mask=inside)
     else:
         m += group * BM
         w_ptrs = w_ptr + e[:, None].to(tl.int64) * M + m[None, :]
@@ -281,10 +277,10 @@ def dx_kernel(
         for e0 in range(0, E, BK):
             in_d, in_w = e[None, :] < stride - e0, (e[:, None] < E - e0) & (m < M)[None, :]
             w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_w, other=0.0)
-            for place in tl.static_range(SUMMANDS):
-                at = d_ptrs + place * plane
+            for plane_index in tl.static_range(SUMMANDS):
+                at = d_ptrs + plane_index * plane
                 d = tl.load(at) if EVEN else tl.load(at, mask=in_d, other=0.0)
-                acc = mac(d, w, acc, TAKEN_APART, 2, INTERPRET)
+                acc = mac(d, w, acc, SPLIT, 2, INTERPRET)
             d_ptrs += BK
             w_ptrs += BK * M
         tl.store(out + group * BM, acc.to(dx_ptr.dtype.element_ty), mask=(row < S)[:, None] & (m < M)[None, :])
@@ -293,12 +289,10 @@ def dx_kernel(
 @jit(do_not_specialize=["S", "part_rows"])
 def dw_kernel(
     dlogits_ptr, x_ptr, dw_ptr, S, M, E, part_rows,
-    # As in `dx_kernel`.
-    stride, plane, SUMMANDS: tl.constexpr, EVEN: tl.constexpr, TAKEN_APART: tl.constexpr, INTERPRET: tl.constexpr,
+    stride, plane, SUMMANDS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]."""
-    # Hopper multiplies 64 rows or more, but as few columns as 8: few experts are the columns.
+    # Hopper MMA has at least 64 rows but as few as 8 columns, so few experts are the columns.
     SWAPPED: tl.constexpr = BE < 64
     tiles = tl.cdiv(M, BM)
     e = tl.program_id(0) // tiles * BE + tl.arange(0, BE)
@@ -312,16 +306,16 @@ def dw_kernel(
     in_e, in_m = (e < stride)[None, :], (m < M)[None, :]
     acc = tl.zeros((BM, BE) if SWAPPED else (BE, BM), dtype=tl.float32)
     for s0 in range(start, end, BK):
-        # Both sides are masked: zero times what lies behind a tensor could be NaN.
+        # Both operands are masked: zero times data past the end of a tensor could be NaN.
         inside = (s < end - s0)[:, None]
         x = tl.load(x_ptrs, mask=inside if EVEN else inside & in_m, other=0.0)
-        for place in tl.static_range(SUMMANDS):
-            d = tl.load(d_ptrs + place * plane, mask=inside if EVEN else inside & in_e, other=0.0)
+        for plane_index in tl.static_range(SUMMANDS):
+            d = tl.load(d_ptrs + plane_index * plane, mask=inside if EVEN else inside & in_e, other=0.0)
             if SWAPPED:
-                tl.static_assert(TAKEN_APART == "")
-                acc = mac(x.T, d, acc, TAKEN_APART, 2, INTERPRET)
+                tl.static_assert(SPLIT == "")
+                acc = mac(x.T, d, acc, SPLIT, 2, INTERPRET)
             else:
-                acc = mac(d.T, x, acc, TAKEN_APART, 2, INTERPRET)
+                acc = mac(d.T, x, acc, SPLIT, 2, INTERPRET)
         d_ptrs += BK * stride
         x_ptrs += BK * M
     out = dw_ptr + (part.to(tl.int64) * E + e[:, None]) * M + m[None, :]
@@ -330,8 +324,8 @@ def dw_kernel(
     tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(e < E)[:, None] & in_m)
 
 
-def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
-    """Returns which operand of a product is float32 and must be taken apart, in the words of `mac`."""
+def operand_to_split(a: torch.dtype, b: torch.dtype) -> str:
+    """Return the operands of a GEMM that are float32 and must be split, as `SPLIT` of `mac`."""
     if a == b and a != torch.float32:
         return ""
     if (a, b) == (torch.float32, torch.bfloat16):
@@ -342,54 +336,56 @@ def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
 
 
 def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x·Wᵀ, float32 [S, E]."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
     (S, M), E = x_SM.shape, weight_EM.shape[0]
     out_SE = torch.empty((S, E), dtype=torch.float32, device=x_SM.device)
     if out_SE.numel():
-        apart = taken_apart(x_SM.dtype, weight_EM.dtype)
-        tile = product_tile("logits", apart, generation_of(x_SM.device), S, E)
+        split = operand_to_split(x_SM.dtype, weight_EM.dtype)
+        tile = product_tile("logits", split, generation_of(x_SM.device), S, E)
         grid = (triton.cdiv(S, tile.rows) * triton.cdiv(E, tile.columns),)
-        launch = {"EVEN": M % tile.depth == 0, **launch_options(apart, tile, "BS", "BE")}
+        launch = {"EVEN": M % tile.depth == 0, **launch_options(split, tile, "BS", "BE")}
         logits_kernel[grid](x_SM, weight_EM, out_SE, S, M, E, **launch)
     return out_SE
 
 
 def dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
-    """dlogits·W, [S, M]; dlogits [S, E], or as `room_for_summands` where W is bfloat16."""
+    """Compute dlogits·W, [S, M]; dlogits is [S, E], or split (`empty_summands`) if W is bfloat16."""
     weight_EM = weight_EM.contiguous()
     S, (E, M) = dlogits.shape[-2], weight_EM.shape
     dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits.device)
     if dx_SM.numel():
-        dlogits, apart, summed = _summands(dlogits, weight_EM.dtype)
+        dlogits, split, summed = _summands(dlogits, weight_EM.dtype)
         table, stride = generation_of(dx_SM.device), dlogits.shape[2]
-        tile = product_tile("dx", summed or apart, table, S, E, M % 128 == 0)
+        tile = product_tile("dx", summed or split, table, S, E, M % 128 == 0)
         rows, groups = triton.cdiv(S, tile.rows), triton.cdiv(M, tile.columns)
         whole = is_whole(len(dlogits), stride, M, tile, table)
-        if whole:  # as few as fill a GPU some times over
+        if whole:  # fill the GPU a few times over
             groups = min(groups, triton.cdiv(4 * _MULTIPROCESSORS, rows))
         even = E % tile.depth == 0 and M % tile.columns == 0
-        launch = {"EVEN": even, "SUMMANDS": len(dlogits), "WHOLE": whole, **launch_options(apart, tile, "BS", "BM")}
+        launch = {"EVEN": even, "SUMMANDS": len(dlogits), "WHOLE": whole, **launch_options(split, tile, "BS", "BM")}
         dx_kernel[(rows * groups,)](dlogits, weight_EM, dx_SM, S, M, E, stride, S * stride, groups, **launch)
     return dx_SM
 
 
 def is_whole(summands: int, stride: int, M: int, tile: Tile, capability: Capability | None) -> bool:
-    """Returns whether dlogits stay in a program while the matrix passes by (`dx_kernel`)."""
+    """Return whether each program of `dx_kernel` loads its dlogits once and loops over columns of W."""
     fits = stride <= tile.depth and M % tile.columns == 0
     return summands == 2 and fits and (capability is None or capability < BLACKWELL)
 
 
 def dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
-    """dlogitsᵀ·x, [E, M]; dlogits [S, E], or as `room_for_summands` where x is bfloat16. Parts of the tokens are summed
-    apart, and then the parts, always in one order."""
+    """Compute dlogitsᵀ·x, [E, M]. Deterministic.
+
+    dlogits is [S, E]; with bfloat16 x also [summands, S, E or padded], bfloat16 tensors that add up to it
+    (`empty_summands`). Tokens are summed in parts, then the parts, in a fixed order.
+    """
     x_SM = x_SM.contiguous()
     (S, M), E = x_SM.shape, experts
     if S == 0:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
-    dlogits, apart, summed = _summands(dlogits, x_SM.dtype)
-    tile = product_tile("dw", summed or apart, generation_of(x_SM.device), S, E, M % 128 == 0)
-    # The result has few tiles, so the sum over tokens is cut as well, into parts that fill a GPU.
+    dlogits, split, summed = _summands(dlogits, x_SM.dtype)
+    tile = product_tile("dw", summed or split, generation_of(x_SM.device), S, E, M % 128 == 0)
+    # With few output tiles, split the token sum into parts that fill the GPU.
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     programs = _MULTIPROCESSORS if tile.columns == 256 else _PROGRAMS
     steps = triton.cdiv(S, tile.depth)
@@ -398,7 +394,7 @@ def dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tenso
     dw_EM = torch.empty((E, M), dtype=dtype, device=x_SM.device)
     out = dw_EM if parts == 1 else torch.empty((1, parts, E * M), dtype=torch.float32, device=x_SM.device)
     even = E % tile.rows == 0 and M % tile.columns == 0
-    launch = {"EVEN": even, "SUMMANDS": len(dlogits), **launch_options(apart, tile, "BE", "BM")}
+    launch = {"EVEN": even, "SUMMANDS": len(dlogits), **launch_options(split, tile, "BE", "BM")}
     dw_kernel[(tiles, parts)](dlogits, x_SM, out, S, M, E, part_rows, stride, S * stride, **launch)
     if parts > 1:
         sum_of_parts(out, dw_EM)
@@ -406,13 +402,13 @@ def dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tenso
 
 
 def sum_of_parts(parts: Tensor, *results: Tensor) -> None:
-    """Σ over the last dimension but one of float32 parts [sums, …, rows, columns]; each result has as many sums."""
+    """Reduce float32 parts [sums, …, rows, columns] over rows; split the sums evenly over the results."""
     rows, columns = parts.shape[-2:]
     first, second = results[0], results[-1]
     block, sums = block_of_parts(rows), parts.numel() // (rows * columns)
-    if sums > _MOST_SUMS:  # short sequences, each of which has sums of its own
+    if sums > _MAX_SUMS:  # short sequences, with separate sums each
         for whole, result in zip(parts.view(len(results), -1, rows, columns), results, strict=True):
-            pieces = whole.split(_MOST_SUMS), result.view(-1, columns).split(_MOST_SUMS)
+            pieces = whole.split(_MAX_SUMS), result.view(-1, columns).split(_MAX_SUMS)
             for piece, own in zip(*pieces, strict=True):
                 sum_of_parts(piece, own)
         return
@@ -421,37 +417,33 @@ def sum_of_parts(parts: Tensor, *results: Tensor) -> None:
 
 
 def block_of_parts(rows: int) -> dict[str, int]:
-    """Rows and columns that a program adds up at a time: all rows, up to 512."""
     at_once = min(triton.next_power_of_2(rows), 512)
     return {"ROWS": at_once, "COLUMNS": _SUMMED // max(at_once, 4)}
 
 
-def room_for_summands(tokens: int, experts: int, device: torch.device) -> Tensor:
-    """Room for dlogits as two bfloat16 summands."""
+def empty_summands(tokens: int, experts: int, device: torch.device) -> Tensor:
     return torch.empty(summands_shape(tokens, experts), dtype=torch.bfloat16, device=device)
 
 
 def _summands(dlogits: Tensor, other: torch.dtype) -> tuple[Tensor, str, str]:
-    """dlogits as one matrix or two [SUMMANDS, S, E], for a product with `other`; what is left to take apart there; and
-    "summed" where there are two."""
-    # Taken apart once, in memory: both summands take the room of the float32 number, and go from there to the tensor
-    # cores without passing the registers.
+    """Return dlogits as [SUMMANDS, S, E], the `SPLIT` of its GEMM with `other`, and "summed" if SUMMANDS > 1."""
+    # Split once, in memory: both summands have the size of float32 and reach the tensor cores without registers.
     if dlogits.dim() == 3:
         return dlogits, "", "summed"
-    apart = taken_apart(dlogits.dtype, other)
-    if apart != "a":
-        return dlogits.contiguous()[None], apart, ""
+    split = operand_to_split(dlogits.dtype, other)
+    if split != "a":
+        return dlogits.contiguous()[None], split, ""
     dlogits, (S, E) = dlogits.contiguous(), dlogits.shape
-    both = room_for_summands(S, E, dlogits.device)
+    both = empty_summands(S, E, dlogits.device)
     count, stride = both[0].numel(), both.shape[2]
     grid, padded = (triton.cdiv(count, _BLOCK),), stride != E
     summands_kernel[grid](dlogits, both, count, E, stride, count, PADDED=padded, BLOCK=_BLOCK, num_warps=4)
     return both, "", "summed"
 
 
-def launch_options(apart: str, tile: Tile, rows: str, columns: str) -> dict[str, Any]:
+def launch_options(split: str, tile: Tile, rows: str, columns: str) -> dict[str, Any]:
     return {
-        "TAKEN_APART": apart,
+        "SPLIT": split,
         "INTERPRET": INTERPRET,
         rows: tile.rows,
         columns: tile.columns,

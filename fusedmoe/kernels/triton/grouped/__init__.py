@@ -1,1 +1,1 @@
-"""Grouped products over rows sorted by expert. They need Triton."""
+"""Grouped GEMMs over rows sorted by expert; requires Triton."""

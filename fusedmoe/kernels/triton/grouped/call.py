@@ -1,7 +1,6 @@
-"""The common part of the grouped products' launches: the rows of a call, how a configuration is chosen, and arguments.
+"""Common part of the grouped GEMM launches: row tables of a call, configuration choice, and kernel arguments.
 
-Launchers make no host synchronisation and no autograd; shapes are bounds, rows past the true count are never read as
-results. Each says what it is about to run and gets the configuration to run it in.
+Launchers perform no host synchronization and no autograd. Shapes are upper bounds.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import Put, Wait, far_pointers, linked
+from fusedmoe.kernels.one_sided import Put, Wait, network_pointers, nvshmem_options
 from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.configs import Config, Key, Variant, bucket, is_even
-from fusedmoe.kernels.triton.tiles import make_tiles
+from fusedmoe.kernels.triton.tiles import make_tiles, sort_tiles
 
 Result = TypeVar("Result")
 
@@ -30,15 +29,13 @@ class Choose(Protocol):
 
 
 class GroupedCall:
-    """Shared by the launches of one call: the layout's tables on the device, and row tiles by their height.
+    """Tables shared by the launches of one call: the layout on the device, and row tiles by height.
 
     Args:
-        like: a tensor of the call's dtype and device.
-        bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
-        shared: communication holds some multiprocessors meanwhile.
-        tiles: row tiles by their height; those that are not there are made here.
-    Attributes:
-        choose: chooses the configuration of each launch.
+        like: tensor of the call's dtype and device.
+        bulk: use bulk copies, available from sm_90 on and in the interpreter.
+        shared: communication occupies some multiprocessors of the GPU.
+        tiles: row tiles by height; missing ones are built on demand.
     """
 
     def __init__(
@@ -54,15 +51,17 @@ class GroupedCall:
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
         self.dtype = like.dtype
-        # As PyTorch's own products: tf32 only where the user allows it.
+        # tf32 only if the user allows it, as in PyTorch's matmul.
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
         self.choose = choose
         self._bulk, self._shared = bulk, shared
         self._tiles = dict(tiles or {})
 
-    def tiles(self, block_rows: int) -> Tiles:
-        """Returns tiles of so many rows. No host synchronisation."""
+    def tiles(self, block_rows: int, wait: Wait | None = None) -> Tiles:
+        """Return the row tiles. For rows in flight that are sorted by arrival, the tiles are sorted likewise."""
+        if wait is not None and wait.by_arrival and self.layout.source_N is not None:
+            return sort_tiles(self.tiles(block_rows), self.ends_E, self.layout.source_N, block_rows, wait)
         if block_rows not in self._tiles:
             self._tiles[block_rows] = make_tiles(self.starts_E1, self.layout.rows, block_rows)
         return self._tiles[block_rows]
@@ -78,62 +77,60 @@ class GroupedCall:
         return launch(self.config(variant, depth, columns, launch))
 
     def config(self, variant: Variant, depth: int, columns: int, launch: Callable[[Config], object]) -> Config:
-        """The configuration for a launch. `launch` may be repeated: where the launch adds to what is there, it writes
-        elsewhere."""
+        """Return the configuration for a launch. Tuning repeats `launch`, so it must not accumulate in place."""
         experts = self.layout.experts
         key = Key(variant, depth, columns, experts, bucket(self.layout.rows, experts), self._shared)
         return self.choose(key, launch)
 
 
-def solid(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it that is contiguous and starts where bulk and vector copies can."""
-    # A slice may begin anywhere, and a kernel is compiled for operands that are 16-byte aligned.
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy that is contiguous and aligned for bulk and vector copies."""
+    # Kernels are compiled for 16-byte aligned operands, and a slice may start anywhere.
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    """A descriptor for bulk copies. There is none of no rows: it is of one then, which nobody reads."""
+def tensor_descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
+    """Return a descriptor for bulk copies. An empty tensor, which cannot have one, is replaced by one unused row."""
     if tensor.shape[0] == 0:
         tensor = tensor.new_empty((1, *tensor.shape[1:]))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
 
 
-def waiting(wait: Wait | None) -> dict[str, Any]:
-    """Arguments of a kernel whose rows may still be on their way."""
+def wait_arguments(wait: Wait | None) -> dict[str, Any]:
     if wait is None:
         nothing = dict.fromkeys(("signals_ptr", "epoch_ptr", "stop_ptr", "record_ptr", "limit_ns"))
-        return {**nothing, "AWAITED": 0, **linked(None)}
+        return {**nothing, "WAIT_ROWS": 0, **nvshmem_options(None)}
     bounds = {"stop_ptr": wait.bounds.stop, "record_ptr": wait.bounds.record, "limit_ns": wait.bounds.limit_ns}
-    awaited = {"signals_ptr": wait.signals, "epoch_ptr": wait.epoch, **bounds, "AWAITED": wait.tile}
-    return {**awaited, **linked(wait.network)}
+    awaited = {"signals_ptr": wait.signals, "epoch_ptr": wait.epoch, **bounds, "WAIT_ROWS": wait.tile}
+    return {**awaited, **nvshmem_options(wait.network)}
 
 
-_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch_ptr", "W")
+_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "num_rows_ptr", "signal_ptr", "epoch_ptr", "W")
 _FAR = ("done_ptr", "target_ptr", "pe_ptr")
 
 
-def putting(put: Put | None, row_tiles: int) -> dict[str, Any]:
-    """Arguments of a kernel that puts its results elsewhere."""
+def put_arguments(put: Put | None, row_tiles: int) -> dict[str, Any]:
     if put is None:
-        return {**dict.fromkeys((*_PUT, *_FAR)), "PUT": False, "WEIGHTED": False, **linked(None)}
-    # Rows of each peer that are done are counted: whoever completes them signals the peer.
-    counter_W, peers = put.counter_W, put.wanted_W.numel()
+        flags = dict.fromkeys(("PUT", "WEIGHTED", "ALIGNED"), False)
+        return {**dict.fromkeys((*_PUT, *_FAR)), **flags, **nvshmem_options(None)}
+    # The program that completes a peer's rows signals the peer.
+    counter_W, peers = put.counter_W, put.num_rows_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)
-    values = (store_N, put.weight_N, peer_N, counter_W, put.wanted_W, put.signal_W, put.epoch, peers)
-    far = zip(_FAR, (done, target_N, far_pointers(network)[0]), strict=True)
+    values = (store_N, put.weight_N, peer_N, counter_W, put.num_rows_W, put.signal_W, put.epoch, peers)
+    far = zip(_FAR, (done, target_N, network_pointers(network)[0]), strict=True)
     return {
         **dict(zip(_PUT, values, strict=True)),
         **dict(far),
         "PUT": True,
         "WEIGHTED": put.weight_N is not None,
-        **linked(network),
+        "ALIGNED": put.like.shape[-1] * put.like.itemsize % 16 == 0,
+        **nvshmem_options(network),
     }
 
 
 def constants(variant: Variant, config: Config) -> dict[str, Any]:
-    """Constexprs and options of all of them."""
     return {
         "DESCRIPTORS": variant.bulk,
         "EVEN_K": variant.even,

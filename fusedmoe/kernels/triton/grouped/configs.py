@@ -1,7 +1,7 @@
-"""Tile shapes of the grouped products: what may be chosen, and what is chosen without tuning.
+"""Tile configurations of the grouped GEMMs: candidates for tuning, and untuned defaults.
 
-The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100; every
-entry is compiled again by the tests, that of sm_80 for sm_120 too. `generation.py` says which table serves a device.
+The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100. The tests
+recompile every entry, and the sm_80 table for sm_120 too. `generation.py` selects a device's table.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import NamedTuple
 import torch
 
 from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS
 
 OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of the result (rows × columns), depth of a step, and how a program is laid out.
+    """Output tile (rows × columns), depth of a K step, and program layout.
 
     Attributes:
-        bm, bn, bk: for matrix gradients, bm × bn is the tile of the matrix and bk the rows of a step.
-        warps, stages: of a program, and of its software pipeline.
-        group: row tiles of a band (see `swizzle`).
-        registers: that a thread may have, 0 where the assembler decides, which spills a few bytes where that lets one
-            more program onto a multiprocessor.
+        bm, bn, bk: for weight gradients, bm × bn is the tile of the matrix and bk the rows per step.
+        warps, stages: warps of a program, and stages of its software pipeline.
+        group: row tiles per band (see `swizzle`).
+        registers: maximum per thread; 0: the assembler's choice, which spills a few bytes where that raises occupancy.
     """
 
     bm: int
@@ -46,19 +45,18 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """Options for Triton's compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return {**options, "maxnreg": self.registers} if self.registers else options
 
 
 @dataclass(frozen=True)
 class HopperConfig(Config):
-    """A tile of the Gluon form: of a program four warps load, and two groups of four multiply half of the rows each.
+    """Tile of the Gluon form: four warps load, and two groups of four warps multiply half of the rows each.
 
     Attributes:
-        pingpong: the groups take whole tiles by turns instead, so that one multiplies while the other stores.
-        registers: that a thread has at launch; those that multiply take more, and those that load give some up.
-        programs: that there are, each of which computes one tile after the other; 0: one a multiprocessor.
+        pingpong: the groups alternate on whole tiles: one multiplies while the other stores.
+        registers: per thread at launch; then multiplying warps take more and loading warps release some.
+        programs: number of persistent programs; 0: one per multiprocessor.
     """
 
     warps: int = 4
@@ -77,12 +75,12 @@ class HopperConfig(Config):
 
 
 def with_programs(config: Config, programs: int) -> Config:
-    """Returns a configuration of the Gluon form with so many programs; others as they are."""
+    """Return a Gluon configuration with this number of programs; other configurations unchanged."""
     return replace(config, programs=programs) if isinstance(config, HopperConfig) else config
 
 
-class Candidate(NamedTuple):
-    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning."""
+class ConfigCandidate(NamedTuple):
+    """A configuration, and the rows per expert and depth from which it is the untuned default."""
 
     config: Config
     rows: int = 0
@@ -90,16 +88,17 @@ class Candidate(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A launch as far as it decides which code is compiled.
+    """Properties of a launch that determine the compiled code.
 
     Attributes:
-        operation: one of `OPERATIONS`.
-        dtype: of all operands, e.g. "bfloat16"; precision: of float32 products, "ieee" or "tf32".
+        operation: a name in `OPERATIONS`.
+        dtype: of all operands, e.g. "bfloat16".
+        precision: of float32 GEMMs, "ieee" or "tf32".
         activation: its name where the operation has one, else "".
-        gather: whether rows are looked up; extra: whether there is a bias (up, down), a router weight (dhidden) or a
-            sum to add to (dw1, dw2).
-        even: whether sizes are such that whole blocks are read without masks (see `is_even`).
-        bulk: whether operands come by bulk copies.
+        gather: rows are gathered.
+        extra: there is a bias (up, down), a router weight (dhidden) or an accumulator (dw1, dw2).
+        even: whole blocks are read without masks (see `is_even`).
+        bulk: operands are loaded by bulk copies.
     """
 
     operation: str
@@ -117,12 +116,12 @@ class Variant(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The facts that the choice of a configuration depends on.
+    """Properties of a launch that determine the choice of a configuration.
 
     Attributes:
-        depth, columns: of the expert's matrix; for matrix gradients both its sides.
-        rows: of an expert, the power of two not above their mean, so that not every step has a key of its own.
-        shared: communication holds some multiprocessors meanwhile.
+        depth, columns: of the expert's matrix; for weight gradients both its sides.
+        rows: mean rows per expert, rounded down to a power of two to limit the number of keys.
+        shared: communication occupies some multiprocessors of the GPU.
     """
 
     variant: Variant
@@ -134,7 +133,7 @@ class Key(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Roughly: a gated activation has twice as many."""
+        """Approximate: half of the true number for a gated activation."""
         return 2 * self.experts * self.rows * self.depth * self.columns
 
     def __str__(self) -> str:
@@ -143,12 +142,11 @@ class Key(NamedTuple):
 
 
 def bucket(rows: int, experts: int) -> int:
-    """`Key.rows` of so many rows of all experts."""
     return 1 << max(rows // max(experts, 1), 1).bit_length() - 1
 
 
 def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
-    """Returns whether no block ends inside a step and every row starts where bulk and vector copies can, as usual."""
+    """Return whether blocks end at step boundaries and rows are aligned for bulk and vector copies."""
     return depth % (64 if dtype.itemsize <= 2 else 32) == 0 and columns % 16 == 0
 
 
@@ -156,9 +154,9 @@ def has_bulk_copies(capability: Capability) -> bool:
     return capability >= HOPPER
 
 
-# Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
-# programs are alone on their multiprocessor, while 128x128 and below leave room for a second one, which computes while
-# the first one stores. The order is that of an H100 at the benchmark's shapes.
+# Large tiles first, because operands are shared only through the L2 cache. Four stages of 128x256 fill the shared
+# memory, with one such program per multiprocessor; 128x128 and smaller leave room for a second one, which computes
+# while the first stores. Ordered by times on an H100 at the benchmark's shapes.
 _WIDE = Config(128, 256, 64, 8, 4)
 _WIDE_3 = Config(128, 256, 64, 8, 3)
 _TALL = Config(256, 128, 64, 8, 4)
@@ -170,51 +168,65 @@ _HALF = Config(64, 128, 64, 8, 3)
 _SMALL = Config(64, 128, 64, 4, 3)
 
 _LARGE_FIRST = (
-    Candidate(_WIDE, rows=128, depth=512),
-    Candidate(_SQUARE, rows=128),
-    Candidate(_FLAT_4, rows=64),
-    Candidate(_SMALL),
-    Candidate(_WIDE_3),
+    ConfigCandidate(_WIDE, rows=128, depth=512),
+    ConfigCandidate(_SQUARE, rows=128),
+    ConfigCandidate(_FLAT_4, rows=64),
+    ConfigCandidate(_SMALL),
+    ConfigCandidate(_WIDE_3),
 )
 _HOPPER = {
     "up": _LARGE_FIRST,
     "down": _LARGE_FIRST,
-    "dhidden": (Candidate(_WIDE_3, rows=128), Candidate(_HALF), Candidate(_SQUARE), Candidate(_SMALL)),
+    "dhidden": (
+        ConfigCandidate(_WIDE_3, rows=128),
+        ConfigCandidate(_HALF),
+        ConfigCandidate(_SQUARE),
+        ConfigCandidate(_SMALL),
+    ),
     "dinput": _LARGE_FIRST,
-    "dw1": (Candidate(_TALL_3, rows=1024), Candidate(_SQUARE), Candidate(_TALL), Candidate(_WIDE_3)),
-    "dw2": (Candidate(_WIDE, rows=1024), Candidate(_SQUARE), Candidate(_WIDE_3)),
+    "dw1": (
+        ConfigCandidate(_TALL_3, rows=1024),
+        ConfigCandidate(_SQUARE),
+        ConfigCandidate(_TALL),
+        ConfigCandidate(_WIDE_3),
+    ),
+    "dw2": (ConfigCandidate(_WIDE, rows=1024), ConfigCandidate(_SQUARE), ConfigCandidate(_WIDE_3)),
 }
 _BLACKWELL = {
     **_HOPPER,
-    "dhidden": (Candidate(_SQUARE, rows=1024), Candidate(replace(_HALF, registers=MOST_REGISTERS)), Candidate(_FLAT)),
+    "dhidden": (
+        ConfigCandidate(_SQUARE, rows=1024),
+        ConfigCandidate(replace(_HALF, registers=MAX_REGISTERS)),
+        ConfigCandidate(_FLAT),
+    ),
 }
 # Without bulk copies addresses take registers.
-_ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
-_MATRIX_AMPERE = (Candidate(_SQUARE), Candidate(_SMALL))
+_ROWS_AMPERE = (ConfigCandidate(_SQUARE, rows=256), ConfigCandidate(_SMALL))
+_MATRIX_AMPERE = (ConfigCandidate(_SQUARE), ConfigCandidate(_SMALL))
 _AMPERE = {
-    "up": (*_ROWS_AMPERE, Candidate(_FLAT)),
+    "up": (*_ROWS_AMPERE, ConfigCandidate(_FLAT)),
     "down": _ROWS_AMPERE,
-    "dhidden": (Candidate(_HALF), Candidate(_SQUARE)),
+    "dhidden": (ConfigCandidate(_HALF), ConfigCandidate(_SQUARE)),
     "dinput": _ROWS_AMPERE,
     "dw1": _MATRIX_AMPERE,
     "dw2": _MATRIX_AMPERE,
 }
-# Sizes that are not even: masks everywhere, and rows that start at odd addresses.
-_RAGGED = (Candidate(Config(64, 64, 32, 8, 3, registers=MOST_REGISTERS)),)
-# Full float32 products run on the ordinary cores, where a program's registers are soon full.
-_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2, registers=MOST_REGISTERS)),)
-_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2, registers=MOST_REGISTERS)),)
-# The interpreter pays for programs and steps, not for their size.
-_INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
+# Sizes that are not even: masks everywhere, and unaligned rows.
+_RAGGED = (ConfigCandidate(Config(64, 64, 32, 8, 3, registers=MAX_REGISTERS)),)
+# float32 GEMMs run on CUDA cores and need many registers.
+_FLOAT32 = (ConfigCandidate(Config(64, 64, 16, 4, 2, registers=MAX_REGISTERS)),)
+_FLOAT32_RAGGED = (ConfigCandidate(Config(32, 64, 16, 4, 2, registers=MAX_REGISTERS)),)
+# The interpreter's cost depends on the number of programs and steps, not on their size.
+_INTERPRETER = (ConfigCandidate(Config(32, 64, 32, 4, 1, 4)),)
 
 
 def candidates(
     operation: str, dtype: torch.dtype, capability: Capability | None, even: bool = True
-) -> tuple[Candidate, ...]:
-    """The configurations that may serve.
+) -> tuple[ConfigCandidate, ...]:
+    """Return the candidate configurations.
 
     Args:
-        operation: one of `OPERATIONS`.
+        operation: a name in `OPERATIONS`.
         capability: generation of the GPU; None for the interpreter.
         even: as in `Variant`.
     """
@@ -231,36 +243,42 @@ def candidates(
 
 @cache
 def row_heights(dtype: torch.dtype, capability: Capability | None) -> tuple[int, ...]:
-    """Rows of a tile in all configurations that products of rows may have by the table."""
+    """Return the row-tile heights of all candidate configurations of row GEMMs."""
     operations = (operation for operation in OPERATIONS if not operation.startswith("dw"))
     choices = [candidates(of, dtype, capability, even) for of in operations for even in (False, True)]
     return tuple(sorted({one.config.bm for some in choices for one in some}))
 
 
-# Of the Gluon form. Which ones there are, and their order, is by an H200 and an H100 at the benchmark's shapes.
+# The Gluon form, ordered by times on an H200 and an H100 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
-# Room for two boxes of results of each group, so that neither waits for the other to be stored; or for one more step.
-_GLUON_TURNS = HopperConfig(128, 128, 64, stages=5, pingpong=True)
-_GLUON_TURNS_6 = HopperConfig(128, 128, 64, stages=6, pingpong=True)
-# Of W1's gradient: bands so high that 132 tiles are about a square, or half as many columns that are looked up.
+# Two result boxes per group, so that neither waits for the other's store; or one more stage.
+_GLUON_PINGPONG = HopperConfig(128, 128, 64, stages=5, pingpong=True)
+_GLUON_PINGPONG_6 = HopperConfig(128, 128, 64, stages=6, pingpong=True)
+# Gradient of W1: bands of 16 row tiles make 132 concurrent tiles about square; or half the gathered columns per tile.
 _GLUON_MATRIX = HopperConfig(128, 256, 64, group=16)
 _GLUON_TALL = HopperConfig(256, 128, 64)
-# Where a tile has few steps its end counts.
-_GLUON_ROWS = (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS), Candidate(_GLUON_TURNS_6))
+# With few steps per tile, its epilogue dominates.
+_GLUON_ROWS = (
+    ConfigCandidate(_GLUON_WIDE, depth=768),
+    ConfigCandidate(_GLUON_PINGPONG),
+    ConfigCandidate(_GLUON_PINGPONG_6),
+)
 _GLUON = {
-    "up": (Candidate(_GLUON_WIDE),),
+    "up": (ConfigCandidate(_GLUON_WIDE),),
     "down": _GLUON_ROWS,
-    "dhidden": (Candidate(_GLUON_WIDE),),
+    "dhidden": (ConfigCandidate(_GLUON_WIDE),),
     "dinput": _GLUON_ROWS,
-    "dw1": (Candidate(_GLUON_MATRIX), Candidate(_GLUON_TALL)),
-    "dw2": (Candidate(_GLUON_WIDE),),
+    "dw1": (ConfigCandidate(_GLUON_MATRIX), ConfigCandidate(_GLUON_TALL)),
+    "dw2": (ConfigCandidate(_GLUON_WIDE),),
 }
 
 
-def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[Candidate, ...]:
-    """Configurations of the Gluon form, which serve where they are verified and fastest: on Hopper, in half precision,
-    of sizes that are even, and looking rows up, but for products of rows that are sorted. None where the environment
-    variable FUSEDMOE_GLUON is 0."""
+def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[ConfigCandidate, ...]:
+    """Return the candidates of the Gluon form, which are used where verified and fastest.
+
+    They require Hopper, half precision, even sizes, and gathered rows except for GEMMs on sorted rows. None if the
+    environment variable FUSEDMOE_GLUON is 0.
+    """
     if capability != HOPPER or os.environ.get("FUSEDMOE_GLUON") == "0":
         return ()
     if not variant.bulk or variant.dtype == "float32":
@@ -268,11 +286,10 @@ def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[C
     return _GLUON[variant.operation] if variant.gather or variant.operation in ("down", "dinput") else ()
 
 
-def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
-    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning. Last come
-    those of the Gluon form, which serve where they have been timed."""
+def order_by_shape(choices: Sequence[ConfigCandidate], rows: int, depth: int) -> list[Config]:
+    """Order configurations by fit to the shape, the untuned default first and Gluon forms, which need timing, last."""
 
-    def order(one: Candidate) -> tuple[bool, bool]:
+    def order(one: ConfigCandidate) -> tuple[bool, bool]:
         return isinstance(one.config, HopperConfig), one.rows > rows or one.depth > depth
 
     return [one.config for one in sorted(choices, key=order)]

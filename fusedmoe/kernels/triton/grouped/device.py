@@ -1,4 +1,4 @@
-"""Device functions that the grouped kernels share: tile order, activations and their derivatives, row products."""
+"""Device functions of the grouped kernels: tile order, activations and derivatives, matrix multiply-accumulate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fusedmoe.kernels.backend import INTERPRET
 
 _INTERPRET = tl.constexpr(INTERPRET)
 
-# The activation of a kernel, a constexpr. Gated ones apply it to the first half.
+# Gated activations apply it to the first half.
 ACT_CODES = {"silu": 0, "swiglu": 0, "gelu": 1, "geglu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 @triton.jit
 def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
-    """Row and column tile of a program: bands of GROUP row tiles, so that a band's operands stay in the L2 cache."""
-    # Inside a band column tiles run slowest: programs that run at once share columns, and the band's rows.
+    """Map a program to its row and column tile, in bands of GROUP row tiles whose operands stay in the L2 cache."""
+    # Column tiles vary slowest in a band: concurrent programs share columns and the band's rows.
     band = GROUP * n_col_tiles
     first = (pid // band) * GROUP
     height = tl.minimum(n_row_tiles - first, GROUP)
@@ -25,8 +25,10 @@ def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), on a GPU in four instructions: numbers that are next to nothing count as zero, which saves
-    eight more, a quarter of what an epilogue has."""
+    """Compute 1 / (1 + exp(-x)), on a GPU in four instructions.
+
+    Flushing denormals to zero saves eight instructions, a quarter of an epilogue.
+    """
     if _INTERPRET or x.dtype != tl.float32:
         return tl.sigmoid(x)
     else:
@@ -37,7 +39,6 @@ def sigmoid(x):
 
 @triton.jit
 def act_forward(x, ACT: tl.constexpr):
-    """act(x) in float32 (float64)."""
     if ACT == 0:
         return x * sigmoid(x)
     elif ACT == 1:
@@ -50,7 +51,6 @@ def act_forward(x, ACT: tl.constexpr):
 
 @triton.jit
 def act_both(x, ACT: tl.constexpr):
-    """act(x) and act'(x)."""
     if ACT == 0:
         s = sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
@@ -66,7 +66,7 @@ def act_both(x, ACT: tl.constexpr):
 
 @triton.jit
 def mac(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
-    """acc + a·b. The interpreter multiplies raw bits of bf16, so there operands are widened first."""
+    """Return acc + a·b. The interpreter multiplies raw bf16 bits, so it widens operands first."""
     if INTERPRET:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -75,5 +75,4 @@ def mac(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, BN] -> its left and its right half, without leaving registers."""
     return x.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()

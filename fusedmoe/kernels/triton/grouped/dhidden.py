@@ -1,8 +1,8 @@
-"""Gradient of the hidden rows: dA' = dy[source]·W2_e, and from it, while it is in registers, everything that needs it.
+"""Grouped GEMM of the hidden gradient, dA' = dy[source]·W2_e, with all its consumers as epilogue.
 
-With A = act(H) recomputed and s the router weight of the row: dH = s·dA'·act'(H), s·A (for the gradient of W2), and
-the router weight's gradient ⟨dA', A⟩, one partial sum for each column tile. What nobody wants has no pointer, and is
-not stored.
+With A = act(H) recomputed and s the router weight of the row: dH = s·dA'·act'(H), s·A (for the gradient of W2), and the
+router weight's gradient ⟨dA', A⟩, one partial sum per column tile. Outputs that are not needed have a None pointer and
+are not stored.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.experts import ALL, Wanted, Weights
+from fusedmoe.kernels.experts import ALL, NeedsGrad, Weights
 from fusedmoe.kernels.one_sided import Wait
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned, constants, tensor_descriptor, wait_arguments
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_both, halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 
-# Columns that are finished at a time.
+# Columns per epilogue step.
 _PART = 32
 
 
 @triton.jit
 def _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT: tl.constexpr, GATED: tl.constexpr):
-    """Stores dH and s·A for some columns of a tile and returns their part of ⟨dA', A⟩."""
     mask = inside[:, None] & (column < H)[None, :]
     if GATED:
         offset = row[:, None] * (2 * H) + column[None, :]
@@ -57,7 +56,7 @@ def _finish_parts(
     da, s, h_ptr, dh_ptr, a_ptr, row, inside, first, H,
     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """`_finish` of WIDTH columns, PART of them at a time: all at once would not fit the registers."""
+    """Run `_finish` on PART columns at a time: all at once would not fit the registers."""
     if WIDTH <= PART:
         column = first + tl.arange(0, WIDTH)
         return _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
@@ -71,25 +70,21 @@ def _finish_parts(
 
 @jit(do_not_specialize=["n_row_tiles", "rows", "limit_ns"])
 def dhidden_kernel(
-    # Gradients of results, which of them each row reads, matrices or a descriptor, router weights, pre-activations.
+    # Gradients of results, their row indices, matrices or a descriptor, router weights, pre-activations.
     dy_ptr, source_ptr, w2, weight_ptr, h_ptr,
-    # What is made: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients; each may be None.
+    # Outputs: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients; each may be None.
     dh_ptr, a_ptr, ds_ptr,
-    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, rows, M, H,
-    # The wait for rows that are still on their way (`remote.py`).
     signals_ptr, epoch_ptr, stop_ptr, record_ptr, limit_ns,
-    # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
-    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
+    # WAIT_ROWS: rows per signal, 0 to wait for none.
+    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, WAIT_ROWS: tl.constexpr, NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    # In which way, and in which tiles (`configs.py`); PART: columns that are finished at a time.
+    # PART: columns per epilogue step.
     DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    # Which tile: programs of a band share rows of W2 in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BN), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
-    # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -98,14 +93,14 @@ def dhidden_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
-    # Rows past the end are clamped, not masked: see `up_kernel`.
+    # Clamped, not masked: see `up_kernel`.
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
-    if AWAITED > 0:
+    if WAIT_ROWS > 0:
         epoch = tl.load(epoch_ptr)
-        wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        wait(signals_ptr, (source // WAIT_ROWS).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
         if NVSHMEM:
-            arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)
+            arrived(signals_ptr + tl.load(source_ptr + start) // WAIT_ROWS, epoch)
     k = tl.arange(0, BK)
     dy_ptrs = dy_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:
@@ -121,7 +116,7 @@ def dhidden_kernel(
         if DESCRIPTORS:
             w = w2.load([expert, k0, n0]).reshape(BK, BN)
         else:
-            # Masked along the contiguous dimension, not clamped: a clamp would hide that addresses are contiguous.
+            # A clamp would hide that addresses are contiguous, hence the mask.
             if EVEN_K:
                 w = tl.load(w_ptrs, mask=(n < H)[None, :], other=0.0)
             else:
@@ -146,22 +141,24 @@ def dhidden(
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
-    wanted: Wanted = ALL,
+    needs_grad: NeedsGrad = ALL,
     wait: Wait | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dH [N, (2·)H], s·A [N, H] and the router weights' gradient [N], without the output bias's part; None for what no
-    wanted gradient needs."""
+    """Return dH [N, (2·)H], s·A [N, H], and the router weights' gradient [N] without the output bias's part.
+
+    Each is None if no requested gradient needs it.
+    """
     layout, dim, hidden = call.layout, dy_SM.shape[1], weights.w2.shape[2]
-    dy_SM, h, w2 = solid(dy_SM), solid(h), solid(weights.w2)
+    dy_SM, h, w2 = aligned(dy_SM), aligned(h), aligned(weights.w2)
     gather = layout.source_N is not None
     variant = call.variant("dhidden", dim, hidden, activation.name, gather, weight_N is not None)
 
     def launch(config: Config) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dh = torch.empty_like(h) if wanted.dh_NH else None
-        a = h.new_empty((layout.rows, hidden)) if wanted.w2 else None
+        dh = torch.empty_like(h) if needs_grad.dh_NH else None
+        a = h.new_empty((layout.rows, hidden)) if needs_grad.w2 else None
         column_tiles = triton.cdiv(hidden, config.bn)
         ds = None
-        if weight_N is not None and wanted.weight_N:
+        if weight_N is not None and needs_grad.weight_N:
             ds = torch.empty((column_tiles, layout.rows), device=h.device, dtype=torch.float32)
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_dhidden
@@ -169,13 +166,13 @@ def dhidden(
             assert wait is None, "calls that wait are not tuned, and the Gluon form is no one's default"
             launch_dhidden(call, config, dy_SM, h, weight_N, w2, dh, a, ds, activation)
             return dh, a, None if ds is None else ds.sum(0)
-        tiles = call.tiles(config.bm)
+        tiles = call.tiles(config.bm, wait)
         dhidden_kernel[(len(tiles.table) * column_tiles,)](
-            dy_SM, layout.source_N, described(w2, [1, config.bk, config.bn]) if variant.bulk else w2, weight_N, h,
-            dh, a, ds,
+            dy_SM, layout.source_N, tensor_descriptor(w2, [1, config.bk, config.bn]) if variant.bulk else w2,
+            weight_N, h, dh, a, ds,
             tiles.table, call.ends_E, len(tiles.table), layout.rows, dim, hidden,
             ACT=ACT_CODES[activation.name], GATED=activation.gated,
-            **waiting(wait),
+            **wait_arguments(wait),
             GATHER=gather, WEIGHTED=variant.extra, PART=min(_PART, config.bn // 4), **constants(variant, config),
         )  # fmt: skip
         return dh, a, None if ds is None else ds.sum(0)

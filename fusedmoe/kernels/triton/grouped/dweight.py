@@ -1,7 +1,7 @@
-"""Gradient of the experts' matrices: out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n].
+"""Weight gradient of the experts: out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n].
 
-A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros. Gradients of other
-rows may be added on the way out, in float32: so a layer in chunks adds them up without a pass over all matrices.
+A grouped GEMM of ragged depth; either side may be gathered. An expert without rows gets zeros. The epilogue may add
+gradients of other rows in float32, so a chunked layer accumulates without another pass over the matrices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned, constants, tensor_descriptor
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
@@ -19,7 +19,7 @@ from fusedmoe.kernels.triton.jit import jit
 
 @triton.jit
 def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
-    """Returns where a row is looked up; the last one for rows past it, which are prefetched and not used."""
+    """Return the index of a gathered row, clamped to the last one: rows past it are prefetched and not used."""
     if GATHER:
         source = tl.load(source_ptr + tl.minimum(row, last))
         return source.to(tl.int32) if NARROW else source
@@ -29,21 +29,18 @@ def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
 
 @jit
 def dweight_kernel(
-    # Both sides, [rows, P] and [rows, Q]; with DESCRIPTORS also descriptors of those that are not gathered, which are
-    # read in whole blocks of rows.
+    # Both sides, [rows, P] and [rows, Q]; with DESCRIPTORS also descriptors of those not gathered, for whole blocks.
     left_ptr, right_ptr, left_rows, right_rows,
-    # Which row a gathered side reads, the experts' matrices, the first row of each expert, and sizes.
-    # Where `total_ptr` is not None: matrices that are added, which may be those of the results, in float32 then.
+    # Indices of the gathered side, accumulator or None (may be the output, then in float32), output, first row of each
+    # expert.
     source_ptr, total_ptr, out_ptr, starts_ptr, P, Q,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
-    # EVEN: tiles end where the matrix does. NARROW: in whole blocks, elements are counted in 32 bits.
+    # EVEN: tiles end where the matrix does. NARROW: 32-bit element offsets in whole blocks.
     DESCRIPTORS: tl.constexpr, EVEN: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
-    # Tiles, and rows of a step (`configs.py`).
     BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # A matrix of each expert is a grid of its own: its rows are summed by one program for each tile, so that the
-    # order of the sum is fixed and an expert without rows gets zeros.
+    # A program sums all rows of its tile, so the order of the sum is fixed and an expert without rows gets zeros.
     expert = tl.program_id(1)
     p_tile, q_tile = swizzle(tl.program_id(0), tl.cdiv(P, BP), tl.cdiv(Q, BQ), GROUP)
     start = tl.load(starts_ptr + expert)
@@ -54,12 +51,11 @@ def dweight_kernel(
 
     acc = tl.zeros((BP, BQ), dtype=tl.float32)
     full_end = start + (end - start) // BK * BK
-    # The next block's source rows are read one block ahead: an indirect load inside the loop would cost it its stages.
+    # Row indices are loaded one block ahead: an indirect load inside the loop would disable its pipelining.
     row = start + tl.arange(0, BK)
     row = row if NARROW else row.to(tl.int64)
     last = tl.maximum(end - 1, 0)
     source = _source(source_ptr, row, last, GATHER_LEFT or GATHER_RIGHT, NARROW)
-    # Main loop: whole blocks of the expert's rows, so that no row is masked.
     for row0 in range(start, full_end, BK):
         if DESCRIPTORS and not GATHER_LEFT:
             left = left_rows.load([row0, p_tile * BP])
@@ -75,7 +71,7 @@ def dweight_kernel(
         source = _source(source_ptr, row, last, GATHER_LEFT or GATHER_RIGHT, NARROW)
         acc = mac(left.T, right, acc, PRECISION, INTERPRET)
     if full_end < end:
-        # The rows that are left. Both sides are masked: zero times an unwritten row could be NaN.
+        # Remaining rows. Both sides are masked: zero times uninitialized memory could be NaN.
         rest = (row < end)[:, None]
         left_ptrs = left_ptr + (source if GATHER_LEFT else row).to(tl.int64)[:, None] * P + p[None, :]
         right_ptrs = right_ptr + (source if GATHER_RIGHT else row).to(tl.int64)[:, None] * Q + q[None, :]
@@ -87,45 +83,45 @@ def dweight_kernel(
         out_ptrs = out_ptr + first + p[:, None].to(tl.int64) * Q + q[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(p < P)[:, None] & (q < Q)[None, :])
     else:
-        # Some columns at a time: what is added to all of them would not fit the registers beside the sums.
+        # Registers cannot hold all columns of the accumulator and the sums.
         left_half, right_half = halves(acc, BP, BQ)
         for half in tl.static_range(2):
             one, other = halves(left_half if half == 0 else right_half, BP, BQ // 2)
             for quarter in tl.static_range(2):
                 part = one if quarter == 0 else other
                 column = q_tile * BQ + (2 * half + quarter) * (BQ // 4) + tl.arange(0, BQ // 4)
-                places = first + p[:, None].to(tl.int64) * Q + column[None, :]
+                offset = first + p[:, None].to(tl.int64) * Q + column[None, :]
                 inside = (p < P)[:, None] & (column < Q)[None, :]
-                part += tl.load(total_ptr + places, mask=inside, other=0.0).to(tl.float32)
-                tl.store(out_ptr + places, part.to(out_ptr.dtype.element_ty), mask=inside)
+                part += tl.load(total_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out_ptr + offset, part.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dweight(
     call: GroupedCall, operation: str, left: Tensor, right: Tensor, gather: str | None, total: Tensor | None = None
 ) -> Tensor:
-    """Σ over each expert's rows of left[n]ᵀ·right[n], [E, P, Q]; `gather`: which side's rows are looked up.
+    """Return [E, P, Q]; rows of the `gather` side are gathered.
 
-    `total`: [E, P, Q], to which it is added: in place in float32, of half precision into new float32 memory, so that a
-    sum over chunks is rounded once.
+    `total` [E, P, Q] is added: in place in float32; half precision in new float32 memory, to round the sum of all
+    chunks once.
     """
     layout = call.layout
     if layout.source_N is None:
         gather = None
-    left, right = solid(left), solid(right)
+    left, right = aligned(left), aligned(right)
     p, q = left.shape[1], right.shape[1]
     if layout.rows == 0:
         return left.new_zeros((layout.experts, p, q)) if total is None else total.float()
     variant = call.variant(operation, p, q, gather=gather is not None, extra=total is not None)
-    total = None if total is None else solid(total)
+    total = None if total is None else aligned(total)
     dtype = left.dtype if total is None else torch.float32
 
-    # A side that comes by bulk copies has no addresses of its own, and may be large.
+    # A side loaded by bulk copies has no element offsets, so it may be larger.
     looked_up = {"left": left, "right": right}.get(gather or "")
     addressed = [left, right] if not variant.bulk else [] if looked_up is None else [looked_up]
     narrow = max((side.numel() for side in addressed), default=0) < 2**31
 
     def launch(config: Config, out: Tensor | None = None) -> Tensor:
-        # Launches that are repeated to choose a configuration must not add to `total` each time.
+        # Launches repeated for tuning must not accumulate into `total` each time.
         out = left.new_empty((layout.experts, p, q), dtype=dtype) if out is None else out
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_dweight
@@ -135,8 +131,8 @@ def dweight(
         given = constants(variant, config)
         given |= {"BP": given.pop("BM"), "BQ": given.pop("BN")}
         given["EVEN"] = given.pop("EVEN_K") and p % config.bm == 0 and q % config.bn == 0
-        left_rows = described(left, [config.bk, config.bm]) if variant.bulk and gather != "left" else None
-        right_rows = described(right, [config.bk, config.bn]) if variant.bulk and gather != "right" else None
+        left_rows = tensor_descriptor(left, [config.bk, config.bm]) if variant.bulk and gather != "left" else None
+        right_rows = tensor_descriptor(right, [config.bk, config.bn]) if variant.bulk and gather != "right" else None
         dweight_kernel[(triton.cdiv(p, config.bm) * triton.cdiv(q, config.bn), layout.experts)](
             left, right, left_rows, right_rows, layout.source_N, total, out, call.starts_E1, p, q,
             GATHER_LEFT=gather == "left", GATHER_RIGHT=gather == "right", NARROW=narrow, **given,

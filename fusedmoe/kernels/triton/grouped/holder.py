@@ -1,4 +1,4 @@
-"""Holds some of a GPU's multiprocessors, as communication does, while a launch is timed."""
+"""Occupy some multiprocessors of a GPU while a launch is timed, as communication does."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import triton.language as tl
 
 from fusedmoe.kernels.triton.jit import jit
 
-#: Multiprocessors that are held: one program on each.
+# Number of multiprocessors occupied, by one program each.
 HELD = 16
-#: A program has as many threads as those of communication: what needs most of a multiprocessor does not fit beside it.
+# As in communication kernels: a program that needs most of a multiprocessor does not fit alongside.
 WARPS, NUMBERS = 16, 512
-# After so many looks a program ends though nobody let it go, some hundred milliseconds; and how many are a moment.
-_MOST_LOOKS, _MOMENT = 100_000, 200
+# Maximum polls of a program, some hundred milliseconds; and of a short delay.
+_MAX_POLLS, _DELAY_POLLS = 100_000, 200
 
 
-@jit(do_not_specialize=["epoch", "most"])
-def hold_kernel(flag_ptr, sink_ptr, epoch, most, NUMBERS: tl.constexpr):
-    """Stays until the flag is `epoch`, or for `most` looks at it, and moves a few numbers meanwhile."""
+@jit(do_not_specialize=["epoch", "max_polls"])
+def hold_kernel(flag_ptr, sink_ptr, epoch, max_polls, NUMBERS: tl.constexpr):
+    """Run until the flag equals `epoch`, at most `max_polls`; loads and stores a few numbers between polls."""
     at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
-    looks = 0
+    polls = 0
     seen = tl.load(flag_ptr, volatile=True)
-    while (seen != epoch) & (looks < most):
+    while (seen != epoch) & (polls < max_polls):
         tl.store(sink_ptr + at, tl.load(sink_ptr + at, volatile=True) + 1)
         seen = tl.load(flag_ptr, volatile=True)
-        looks += 1
+        polls += 1
 
 
 class Holder:
-    """Holds multiprocessors from `hold` to `let_go`, which the host calls around a launch on the current stream."""
+    """Occupies multiprocessors between `hold` and `release` around a launch on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -38,15 +38,15 @@ class Holder:
 
     def hold(self) -> None:
         self._epoch += 1
-        self._stream.wait_stream(torch.cuda.current_stream())  # no sooner than what is to be timed could begin
+        self._stream.wait_stream(torch.cuda.current_stream())  # not before the timed launch could start
         with torch.cuda.stream(self._stream):
-            self._look(HELD, self._sink, self._epoch, _MOST_LOOKS)
-        # A moment, so that they are there before the launch, whose programs could fill the GPU.
-        self._look(1, self._sink[HELD * NUMBERS :], -1, _MOMENT)
+            self._launch(HELD, self._sink, self._epoch, _MAX_POLLS)
+        # A delay: the programs must be resident before the launch, which could fill the GPU.
+        self._launch(1, self._sink[HELD * NUMBERS :], -1, _DELAY_POLLS)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._flag.fill_(self._epoch)
-        torch.cuda.current_stream().wait_stream(self._stream)  # nothing of it reaches into what is timed next
+        torch.cuda.current_stream().wait_stream(self._stream)  # must not overlap the next timed launch
 
-    def _look(self, programs: int, sink: torch.Tensor, epoch: int, most: int) -> None:
-        hold_kernel[(programs,)](self._flag, sink, epoch, most, NUMBERS=NUMBERS, num_warps=WARPS)
+    def _launch(self, programs: int, sink: torch.Tensor, epoch: int, max_polls: int) -> None:
+        hold_kernel[(programs,)](self._flag, sink, epoch, max_polls, NUMBERS=NUMBERS, num_warps=WARPS)

@@ -1,11 +1,10 @@
-"""A product of rows with their expert's matrix: out[n] = a[n]·B_e (+ bias). The down projection and the rows' gradient.
+"""Grouped GEMM of rows with their expert's matrix: out[n] = a[n]·B_e (+ bias). Down projection and rows' gradient.
 
 B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`).
 
-Results may go straight to other ranks (`PUT`). Those for far peers (`NVSHMEM`) are stored in staging by the same code,
-the columns of a row by several programs; the last of them to finish with a row tile has its rows put as wholes, in as
-few puts as it can, while other tiles are still computed. What one program has of a row is some hundred bytes, for which
-a put would cost more than it carries.
+Results may be put directly to other ranks (`PUT`). For far peers (`NVSHMEM`) programs store them in staging. The last
+program to finish a row tile puts its whole rows while other tiles are still computed: a program's part of a row, a few
+hundred bytes, is too small for a put.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.one_sided import Put
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, putting, solid
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned, constants, put_arguments, tensor_descriptor
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import halves, mac, swizzle
-from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
+from fusedmoe.kernels.triton.jit import MAX_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import put_runs
-from fusedmoe.kernels.triton.one_sided.put import finish, signal_peers, signal_those_without
+from fusedmoe.kernels.triton.one_sided.put import finish_put, signal_idle_peers, signal_peers
 
 
 @triton.jit
 def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
-    """Some columns of a tile straight to the ranks that asked, rounded as a result and once more times its weight, as
-    results are that are weighted when they are summed."""
+    """Store some columns of a tile directly at their destination ranks.
+
+    Rounds before and after applying the weight, which equals weighting stored results.
+    """
     dtype: tl.constexpr = target.dtype.element_ty
     out = part.to(dtype)
     if WEIGHTED:
@@ -38,28 +39,26 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
 
 @jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
 def product_kernel(
-    # Rows and all experts' matrices, or descriptors of them; the output bias; where results go.
+    # Rows and all experts' matrices, or descriptors of them; the output bias; the destination.
     a, b, bias_ptr, out_ptr,
-    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
+    # Row tiles (`make_tiles`), end of each expert's rows, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, K, N, bias_start, bias_columns,
-    # Rows that are put elsewhere: addresses, weights, peers, and how peers learn that all of theirs are there.
-    address_ptr, weight_ptr, peer_ptr, counter_ptr, wanted_ptr, signal_ptr,
-    # For far peers: finished tiles of each row tile, addresses at the peer, numbers of peers to NVSHMEM.
+    # For puts: addresses, weights, peers, and the counters and signals of completed peers.
+    address_ptr, weight_ptr, peer_ptr, counter_ptr, num_rows_ptr, signal_ptr,
+    # For far peers: count of finished tiles per row tile, addresses at the peer, PEs.
     done_ptr, target_ptr, pe_ptr, epoch_ptr, W,
-    # What is computed.
     TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PUT: tl.constexpr, NVSHMEM: tl.constexpr, WEIGHTED: tl.constexpr,
-    # In which way, and in which tiles (`configs.py`).
+    # ALIGNED: all addresses are multiples of 16 bytes.
+    ALIGNED: tl.constexpr,
     DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # Which tile: programs of a band share rows of B in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
     if PUT:
-        # A rank that gets no row from here would wait for ever: one program signals it before the work begins.
+        # A rank that gets no row would wait forever, so one program signals it first.
         if tl.program_id(0) == 0:
-            signal_those_without(wanted_ptr, signal_ptr, tl.load(epoch_ptr), W)
+            signal_idle_peers(num_rows_ptr, signal_ptr, tl.load(epoch_ptr), W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
-    # The grid is a bound on the tiles. Those beyond have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -68,8 +67,8 @@ def product_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
-    # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores
-    # directly. Row times width passes 2³¹, hence 64 bits.
+    # Clamped, because a masked operand could not be copied to the tensor cores directly. Row times width exceeds 2³¹,
+    # hence 64 bits.
     row = tl.minimum(row, end - 1).to(tl.int64)
     n = n0 + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -81,11 +80,10 @@ def product_kernel(
         else:
             b_ptrs = first + k[:, None].to(tl.int64) * N + n[None, :]
 
-    # Main loop: a step is BK of the depth.
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, K, BK):
         if DESCRIPTORS:
-            # A tile's box may run into the next expert's rows, whose results are not stored.
+            # A tile's box may extend into the next expert's rows, whose results are not stored.
             a_tile = a.load([start, k0])
             if TRANSPOSED:
                 b_tile = b.load([expert, n0, k0]).reshape(BN, BK).T
@@ -103,7 +101,7 @@ def product_kernel(
                     b_tile = tl.load(b_ptrs, mask=k[None, :] < K - k0, other=0.0).T
                 b_ptrs += BK
             else:
-                # Masked along the contiguous dimension, not clamped: a clamp would hide that addresses are contiguous.
+                # As in `dhidden_kernel`.
                 if EVEN_K:
                     b_tile = tl.load(b_ptrs, mask=(n < N)[None, :], other=0.0)
                 else:
@@ -112,7 +110,7 @@ def product_kernel(
             a_ptrs += BK
         acc = mac(a_tile, b_tile, acc, PRECISION, INTERPRET)
 
-    # Epilogue. The bias has columns of its own: a shard of the experts owns a part of them.
+    # The bias may cover only some columns: a shard of the experts owns a slice of it.
     if BIAS:
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)
@@ -122,8 +120,10 @@ def product_kernel(
             weight = tl.load(weight_ptr + row).to(tl.float32)
         else:
             weight = tl.full((BM,), 1.0, dtype=tl.float32)
-        # Some columns at a time: addresses of all would not fit the registers.
+        # Addresses of all columns would not fit the registers.
         target = tl.load(address_ptr + row).to(out_ptr.dtype)
+        if ALIGNED:
+            target = tl.multiple_of(target, [16])
         left, right = halves(acc, BM, BN)
         for half in tl.static_range(2):
             first, second = halves(left if half == 0 else right, BM, BN // 2)
@@ -145,7 +145,7 @@ def product_kernel(
                 put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, start, end - start, size, BM)
         peer = tl.load(peer_ptr + row)
         parts, epoch = tl.cdiv(N, BN), tl.load(epoch_ptr)
-        signal_peers(peer, inside, parts, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+        signal_peers(peer, inside, parts, counter_ptr, num_rows_ptr, signal_ptr, epoch, W)
     else:
         out_ptrs = out_ptr + row[:, None] * N + n[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
@@ -161,8 +161,8 @@ def product(
     bias_start: int = 0,
     put: Put | None = None,
 ) -> Tensor:
-    """a[n]·B_e for every row n; b [E, N, K] if transposed, else [E, K, N]. What is put elsewhere is not returned."""
-    a, b = solid(a), solid(b)
+    """Return a[n]·B_e for every row n, or no rows with `put`; b is [E, N, K] if transposed, else [E, K, N]."""
+    a, b = aligned(a), aligned(b)
     depth, columns = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     variant = call.variant(operation, depth, columns, extra=bias is not None)
     if put is None and a.shape[0] == 0:
@@ -175,22 +175,22 @@ def product(
             assert put is None, "calls that put are not tuned, and the Gluon form is no one's default"
             return launch_product(call, config, a, b, transposed, bias, bias_start)
         if put is not None and put.addresses.network is not None:
-            # Calls of NVSHMEM take a few registers more.
-            config = replace(config, registers=MOST_REGISTERS)
+            # NVSHMEM calls take additional registers.
+            config = replace(config, registers=MAX_REGISTERS)
         out = a.new_empty((a.shape[0], columns)) if put is None else put.like
         box = [1, config.bn, config.bk] if transposed else [1, config.bk, config.bn]
         tiles = call.tiles(config.bm)
         product_kernel[(len(tiles.table) * triton.cdiv(columns, config.bn),)](
-            described(a, [config.bm, config.bk]) if variant.bulk else a,
-            described(b, box) if variant.bulk else b,
+            tensor_descriptor(a, [config.bm, config.bk]) if variant.bulk else a,
+            tensor_descriptor(b, box) if variant.bulk else b,
             bias, out, tiles.table, call.ends_E, len(tiles.table), depth, columns,
             bias_start, 0 if bias is None else bias.shape[1],
-            **putting(put, len(tiles.table)),
+            **put_arguments(put, len(tiles.table)),
             TRANSPOSED=transposed, BIAS=variant.extra, **constants(variant, config),
         )  # fmt: skip
         if put is None:
             return out
-        finish(put)
+        finish_put(put)
         return out[:0]
 
     return call.run(variant, depth, columns, launch)

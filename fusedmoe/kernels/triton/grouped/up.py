@@ -1,6 +1,6 @@
-"""Up projection: h = x[source]·W1_eᵀ + b1_e and a = act(h), rows gathered on the way in, the activation on the way out.
+"""Grouped GEMM of the up projection, h = x[source]·W1_eᵀ + b1_e and a = act(h), with gathered inputs.
 
-Replaces a copy of the routed rows, a product for each expert and a pass over H.
+Replaces a copy of the routed rows, a GEMM per expert and a pass over H.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import Wait
-from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned, constants, tensor_descriptor, wait_arguments
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_forward, halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
@@ -22,7 +22,6 @@ from fusedmoe.kernels.triton.one_sided.remote import wait
 
 @triton.jit
 def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
-    """Adds the bias to some columns of a tile and stores both halves of H, and A."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
         bias_ptrs = b1_ptr + expert * 2 * H + column
@@ -37,7 +36,6 @@ def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, AC
 
 @triton.jit
 def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
-    """Finishes a tile whose activation is not gated."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
         h += tl.load(b1_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
@@ -48,26 +46,24 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
 
 @jit(do_not_specialize=["n_row_tiles", "limit_ns"])
 def up_kernel(
-    # Tokens, which of them each row copies, all experts' matrices or a descriptor of them, their bias; results.
+    # Tokens, their row indices, all experts' matrices or a descriptor, their bias; results.
     x_ptr, source_ptr, w1, b1_ptr, h_ptr, a_ptr,
-    # Row tiles (`make_tiles`), where each expert's rows end, and sizes.
+    # Row tiles (`make_tiles`), end of each expert's rows, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, M, H,
-    # The wait for rows that are still on their way (`remote.py`).
+    # Wait for rows in flight (`remote.py`).
     signals_ptr, epoch_ptr, stop_ptr, record_ptr, limit_ns,
-    # What is computed. AWAITED: rows of a signal, 0 where none are awaited.
-    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, AWAITED: tl.constexpr, NVSHMEM: tl.constexpr,
+    # WAIT_ROWS: rows per signal, 0 to wait for none.
+    ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, WAIT_ROWS: tl.constexpr, NVSHMEM: tl.constexpr,
     BIAS: tl.constexpr,
-    # In which way, and in which tiles (`configs.py`).
     DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # BH columns of the hidden dimension make BN columns of the product: both halves of a gated activation side by side.
+    # Of the tile's BN columns, a gated activation has BH in each half.
     HALVES: tl.constexpr = 2 if GATED else 1
     BH: tl.constexpr = BN // HALVES
-    # Which tile: programs of a band share rows of W1 in the L2 cache.
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
-    # The grid is a bound on the tiles. Those beyond have no expert.
+    # The grid is an upper bound; unused tiles have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)
@@ -76,26 +72,25 @@ def up_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
-    # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores directly.
+    # Clamped, because a masked operand could not be copied to the tensor cores directly.
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
-    # Rows that are still on their way: a tile waits for the signals of the buffer's tiles that hold them, no more.
-    if AWAITED > 0:
+    # A tile waits only for the signals of the buffer tiles that hold its rows.
+    if WAIT_ROWS > 0:
         epoch = tl.load(epoch_ptr)
-        wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        wait(signals_ptr, (source // WAIT_ROWS).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
         if NVSHMEM:
-            arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)
+            arrived(signals_ptr + tl.load(source_ptr + start) // WAIT_ROWS, epoch)
     k = tl.arange(0, BK)
     x_ptrs = x_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:
         n = tl.arange(0, BN)
         column = h0 + n % BH
-        # Row n of the tile is row n % BH of half n // BH: with both halves in one tile the activation needs no other
-        # program. Columns past H are clamped; they are not stored.
+        # Row n of the tile is row n % BH of half n // BH, so a tile has both halves for the activation. Columns past H
+        # are clamped, and not stored.
         weight_row = (expert.to(tl.int64) * HALVES + n // BH) * H + tl.minimum(column, H - 1)
         w_ptrs = w1 + weight_row[:, None] * M + k[None, :]
 
-    # Main loop: a step is BK of the model dimension.
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, M, BK):
         if EVEN_K:
@@ -116,7 +111,7 @@ def up_kernel(
         x_ptrs += BK
         acc = mac(x, w.T, acc, PRECISION, INTERPRET)
 
-    # Some columns at a time: all at once would not fit the registers.
+    # All columns at once would not fit the registers.
     left, right = halves(acc, BM, BN)
     if GATED:
         g_left, g_right = halves(left, BM, BH)
@@ -142,9 +137,8 @@ def up_kernel(
 def up(
     call: GroupedCall, x_SM: Tensor, weights: Weights, activation: Activation, wait: Wait | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation h [N, (2·)H] and a [N, H]."""
     layout, hidden, dim = call.layout, weights.w2.shape[2], x_SM.shape[1]
-    x_SM, w1 = solid(x_SM), solid(weights.w1)
+    x_SM, w1 = aligned(x_SM), aligned(weights.w1)
     gather = layout.source_N is not None
     variant = call.variant("up", dim, hidden, activation.name, gather, weights.b1 is not None)
 
@@ -159,12 +153,12 @@ def up(
             return h, a
         columns = config.bn // activation.halves
         box = [activation.halves, columns, config.bk]
-        tiles = call.tiles(config.bm)
+        tiles = call.tiles(config.bm, wait)
         up_kernel[(len(tiles.table) * triton.cdiv(hidden, columns),)](
-            x_SM, layout.source_N, described(w1.view(-1, hidden, dim), box) if variant.bulk else w1, weights.b1, h, a,
-            tiles.table, call.ends_E, len(tiles.table), dim, hidden,
+            x_SM, layout.source_N, tensor_descriptor(w1.view(-1, hidden, dim), box) if variant.bulk else w1,
+            weights.b1, h, a, tiles.table, call.ends_E, len(tiles.table), dim, hidden,
             ACT=ACT_CODES[activation.name], GATED=activation.gated,
-            **waiting(wait),
+            **wait_arguments(wait),
             GATHER=gather, BIAS=variant.extra, **constants(variant, config),
         )  # fmt: skip
         return h, a

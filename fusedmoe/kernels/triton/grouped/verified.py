@@ -1,15 +1,12 @@
-"""Configurations of the grouped products that gave right results on a GPU. The run-time tuner times no others.
+"""Configurations of the grouped GEMMs verified on GPUs: the only ones that the run-time tuner times.
 
-`python -m bench.gpu.verify`, a part of `make bench-gpu`, compares every candidate with its definition and records the
-verdicts in bench/results. A configuration enters this table by hand, with the file that shows its verdict and the
-version of Triton that it ran with. On a GPU without an entry nothing is tuned: each launch runs in the default of the
-table of tiles.
+`python -m bench.gpu.verify`, a part of `make bench-gpu`, compares every candidate with its reference and records the
+verdicts in bench/results. Entries are added here by hand, with the file of their verdict and its Triton version.
 
-Gluon is experimental: its interface, and the instructions that its programs control themselves, change between versions
-of Triton. A verdict on the Gluon form therefore holds for the versions of its evidence only. A verdict on Triton's form
-holds for every version that the library was tested with: `make aot` compiles each configuration with each version and
-checks the machine code (bench/launches.json). The default of an untuned launch is of the same form, so the table could
-not keep a launch from a version that compiles this form wrongly.
+A verdict on the Gluon form holds only for the Triton versions of its evidence, because Gluon is experimental. A verdict
+on the Triton form holds for every tested version: `make aot` compiles each configuration with each version and checks
+the machine code (bench/launches.json). Untuned launches use the Triton form as well, so this table could not exclude a
+version that miscompiles it.
 """
 
 from __future__ import annotations
@@ -23,17 +20,14 @@ import triton
 from fusedmoe.kernels.generation import Capability
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Variant, with_programs
 
-#: The version of Triton that compiles this process's kernels.
 TRITON_VERSION: str = triton.__version__
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that decide which configurations it may run.
+    """Properties of a GPU that determine which configurations it can run.
 
     Attributes:
-        capability: compute capability.
-        shared_bytes: the most shared memory that a block can have.
-        multiprocessors: number of multiprocessors.
+        shared_bytes: maximum shared memory per block, in bytes.
     """
 
     capability: Capability
@@ -42,14 +36,13 @@ class Gpu(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Configurations that gave right results on one kind of GPU.
+    """Configurations with correct results on one kind of GPU.
 
     Attributes:
-        capability, shared_bytes: as of `Gpu`.
-        configs: names of configurations by the first words of the variants that were checked (`str(Variant)`). A name
-            that ends in " p" was checked with fewer programs than tiles, as a launch beside communication has them.
-        triton: versions of Triton in the evidence. The Gluon form is verified for these versions only.
-        evidence: files of bench/results with the verdicts.
+        configs: names of configurations by prefix of the verified variants (`str(Variant)`). A name that ends in " p"
+            was verified with fewer programs than tiles, as in launches overlapped with communication.
+        triton: Triton versions of the evidence. The Gluon form is verified for these only.
+        evidence: files in bench/results with the verdicts.
     """
 
     capability: Capability
@@ -72,9 +65,9 @@ _TRITON_ON_HOPPER = {
 _GLUON = "gluon 128x256x64 w4 s4 g8 r168"
 _GLUON_ROWS = (_GLUON, *(f"gluon 128x128x64 w4 s{stages} g8 r168 by turns" for stages in (5, 6)))
 
-#: The only GPUs on which configurations have run are an H100 and an H200.
+#: Configurations have run only on an H100 and an H200.
 VERIFIED = (
-    # The tests of the kernels checked every configuration, in both half precisions and float32.
+    # The kernel tests checked every configuration in both half precisions and float32.
     Verified(
         (9, 0),
         232_448,
@@ -86,8 +79,8 @@ VERIFIED = (
         ("3.6.0",),
         ("gpu-1_20261126T211029.json", "gpu_nvidia-h100-80gb-hbm3_20261127T015127.json"),
     ),
-    # A tuner that checked before it timed, in layers of SwiGLU experts without biases. Other activations, biases,
-    # float16, gradients that are added to a chunk's before, and fewer programs were not checked by these runs.
+    # Verified by a tuner that checked results, in layers of SwiGLU experts without biases. Not covered: other
+    # activations, biases, float16, accumulated gradients, and fewer programs.
     Verified(
         (9, 0),
         232_448,
@@ -112,16 +105,13 @@ VERIFIED = (
 
 
 def name_of(config: Config) -> str:
-    """Returns the name of a configuration in the table, the same for any number of programs below all."""
+    """Return a configuration's key in `Verified.configs`. The suffix " p" stands for any limited number of programs."""
     fewer = isinstance(config, HopperConfig) and config.programs > 0
     return str(with_programs(config, 0)) + " p" * fewer
 
 
 def is_verified(gpu: Gpu, variant: Variant, config: Config) -> bool:
-    """Return whether a configuration gave right results on such a GPU in such a variant.
-
-    The Gluon form needs evidence with this version of Triton. Triton's form does not; see the module's docstring.
-    """
+    """Return whether a configuration is verified for this GPU and variant (see the module docstring)."""
     return _is_verified(gpu, variant, config, TRITON_VERSION)
 
 

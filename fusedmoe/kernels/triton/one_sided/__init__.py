@@ -1,1 +1,1 @@
-"""Rows put straight into other ranks' memory, signals, and waits for them. They need Triton."""
+"""One-sided puts to other ranks' memory, signals, and waits; requires Triton."""

@@ -1,14 +1,11 @@
-"""Results that have come back from other ranks, in one launch: each token's sum, the number that came with each pair's
-result, and credit for what has been read.
+"""Reduce results returned from other ranks: token sums and per-pair scalars, and give credit, in one launch.
 
-Definitions: `define_gather_sum`, `put_pairs`, and `give_credit`, whose launch this is elsewhere. Programs count those
-that are done, and the last one gives credit. None waits for another: the count is a release of what a program has read
-and an acquire of what others have, so a peer that sees the credit writes behind all of their reads.
+Finished programs increment a counter and the last one gives credit; none waits for another. The increment releases the
+program's reads and acquires all earlier ones, so a peer that sees the credit writes after all reads.
 
-The wait for the results is a launch of its own before it, of one program. Peers may have far more to compute than this
-rank, and programs that wait hold the multiprocessors that other streams could use: so many do that only for what is on
-its way already. Through a network credit is a launch of its own, too: calls of NVSHMEM would take registers that the
-sums need.
+A launch of one program waits for the results first: peers may have far more to compute than this rank, and waiting
+programs would occupy multiprocessors. Over the network, credit is a separate launch, because NVSHMEM calls would take
+registers that the sums need.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Faults, ReceiveBuffer
-from fusedmoe.kernels.triton.gather_sum import columns, sum_of_token, total_dtype
+from fusedmoe.kernels.triton.gather_sum import accumulation_dtype, columns, sum_of_token
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.put import credit_arguments, credit_peer, give_credit
 
-#: Programs at the most for each block of columns: each counts itself, and all wait for their turn there.
+# Maximum number of programs per block of columns; each increments the counter once.
 PROGRAMS = 1024
 
 
@@ -33,14 +30,14 @@ PROGRAMS = 1024
 def receive_kernel(
     # Results, the row of each pair, and the tokens' sums.
     rows_ptr, row_ptr, y_ptr, S, M,
-    # A number of each row, and those of pairs; None where none came.
+    # A scalar of each row, and the pairs' scalars; None without.
     value_ptr, own_value_ptr,
-    # How many programs are done, 0 before and after; None where no credit is given. Then as `credit_kernel`.
+    # Number of finished programs, 0 before and after; None if no credit is given. The rest as in `credit_kernel`.
     done_ptr,
     credits_ptr, credit_table_ptr, epoch_ptr, slot,
     second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
     third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
-    told_ptr, stop_ptr, record_ptr, me, W,
+    received_ptr, stop_ptr, record_ptr, me, W,
     K: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,18 +51,18 @@ def receive_kernel(
                     tl.store(own_value_ptr + s * K + k, tl.load(value_ptr + row, mask=row >= 0, other=0))
         s += tl.num_programs(0)
     if done_ptr is not None:
-        # All threads have read before the one counts the program.
+        # All threads have read before the program counts itself.
         tl.debug_barrier()
         before = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")
         if before + 1 == tl.num_programs(0) * tl.num_programs(1):
-            # For the next launch; nobody else looks at it in this one.
+            # No other program reads it in this launch.
             tl.store(done_ptr, 0)
             for peer in range(W):
                 credit_peer(
                     credits_ptr, credit_table_ptr, epoch_ptr, slot,
                     second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,
                     third_credits_ptr, third_table_ptr, third_epoch_ptr, third_slot,
-                    told_ptr, stop_ptr, record_ptr, peer, W, None, None, me, False,
+                    received_ptr, stop_ptr, record_ptr, peer, W, None, None, me, False,
                 )  # fmt: skip
 
 
@@ -77,15 +74,16 @@ def receive(
     read: Sequence[tuple[ReceiveBuffer, int]],
     faults: Faults | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums each token's results, which are known to be there, and gives credit for what has been read with them.
+    """Sum each token's results, which must have arrived, and give credit for the slots read.
 
     Args:
-        rows_RM: of a slot of the results.   value_R: float32, a number of each row; None: none came.
-        done: [1] int32, 0, which serves one launch after the other.
-        read: up to three buffers and slots of which nothing will be read again, the results among them.
-        faults: as for `give_credit`.
+        rows_RM: one slot of the results.
+        value_R: float32, a scalar per row; None without.
+        done: [1] int32, 0; reusable across launches.
+        read: up to three buffers and slots that will not be read again, including the results.
+        faults: as in `give_credit`.
     Returns:
-        [S, M], and [S, K], 0 for pairs that were dropped.
+        sums [S, M], and the scalars [S, K], 0 for dropped pairs.
     """
     row_SK, dim = layout.row_SK.contiguous(), rows_RM.shape[1]
     tokens, k = row_SK.shape
@@ -98,7 +96,7 @@ def receive(
         receive_kernel[(min(tokens, PROGRAMS), triton.cdiv(dim, block))](
             rows_RM, row_SK, y_SM, tokens, dim, value_R, value_SK, None if apart else done,
             *credit_arguments([] if apart else read, None if apart else faults), buffer.me, buffer.peers,
-            K=k, TOTAL=total_dtype(rows_RM.dtype), BLOCK=block, num_warps=warps,
+            K=k, TOTAL=accumulation_dtype(rows_RM.dtype), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if apart:
         give_credit(*read[0], *read[1:], faults=faults)

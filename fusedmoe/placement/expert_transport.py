@@ -1,6 +1,6 @@
-"""Sparse collectives: whole experts travel from rank to rank, beside everything else (Hecate, section 3.1).
+"""Sparse collectives: transfers of whole experts between ranks, overlapped with computation (Hecate, section 3.1).
 
-`fusedmoe.placement.traffic` decides which rank sends which expert to which; here they are carried.
+`placement.traffic` computes the list of transfers.
 """
 
 from __future__ import annotations
@@ -18,118 +18,113 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_to_all_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
-from fusedmoe.threads import Helper
+from fusedmoe.threads import WorkerThread
 
 if TYPE_CHECKING:
     # Not at run time: it needs Triton.
     from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
-# (expert, source, target, step), in an order that is the same on all ranks.
+# (expert, source, target, step), in the same order on all ranks.
 Transfers = Sequence[tuple[int, int, int, int]]
 
 
-class Arrived(NamedTuple):
-    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor for each table."""
+class ArrivedExpert(NamedTuple):
+    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per table."""
 
     expert: int
     parts: tuple[Tensor, ...]
 
 
-class _Call(NamedTuple):
-    """One sparse collective, by the arguments of `gather` and `reduce`; `owned` None: rows are written, not added."""
+class _TransferCall(NamedTuple):
+    """Arguments of a `gather` or `reduce`. `num_owned`: None for a gather: received rows overwrite table rows."""
 
     operation: str
     transfers: Transfers
     rows: Mapping[int, int]
     tables: Sequence[Tensor]
-    owned: int | None
-    during: AbstractContextManager[None] | None
+    num_owned: int | None
+    recording: AbstractContextManager[None] | None
 
 
 class SparseWork:
-    """A handle on experts that are on their way, like `torch.distributed.Work`; this rank sends `sent_bytes`."""
+    """Handle on transfers in flight, like `torch.distributed.Work`. `sent_bytes`: sent by this rank."""
 
     def __init__(
-        self, sent_bytes: int = 0, done: Callable[[], list[Arrived]] = list, after: torch.cuda.Event | None = None
+        self, sent_bytes: int = 0, done: Callable[[], list[ArrivedExpert]] = list, after: torch.cuda.Event | None = None
     ) -> None:
         self.sent_bytes, self._done, self._after = sent_bytes, done, after
 
-    def wait(self) -> list[Arrived]:
-        """Waits until all has arrived (on CUDA the current stream waits); returns gradients for this rank to add."""
+    def wait(self) -> list[ArrivedExpert]:
+        """Wait for the transfers (on CUDA the current stream waits). Returns gradients that this rank has to add."""
         if self._after is not None:
             torch.cuda.current_stream().wait_event(self._after)
         return self._done()
 
 
 class SparseCollectives:
-    """Sparse collectives over the ranks of a group, in the order in which they are called, which all ranks share.
+    """Sparse collectives over the ranks of a group, executed in call order, which must be the same on all ranks.
 
-    On CUDA a stream carries them, on a CPU a thread makes them.
+    They run on their own stream on CUDA, and in a thread on a CPU.
 
     Args:
-        group: with a process group that nothing else uses (`Topology.beside`).
-        one_sided: over the same ranks; experts travel by its puts instead of by collectives. On a CPU the work is then
-            done when it begins.
+        group: with a process group that nothing else uses (`Topology.duplicate_group`).
+        one_sided: over the same ranks; sends experts by one-sided puts instead of collectives. On a CPU a call then
+            blocks until the transfers are done.
     """
 
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
         self._group, self._one_sided = group, one_sided
-        self._thread: Helper | None = None
-        self._last: Future[list[Arrived]] | None = None
+        self._thread: WorkerThread | None = None
+        self._last: Future[list[ArrivedExpert]] | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def at_once(self) -> bool:
-        """Tells whether a call ends when all has arrived, so that nothing goes on beside it."""
-        return self._one_sided is not None and not self._group.on_gpu
 
     def gather(
         self,
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
-        during: AbstractContextManager[None] | None = None,
+        recording: AbstractContextManager[None] | None = None,
     ) -> SparseWork:
-        """SparseAllGather: sends parameters to the ranks that will hold them. All ranks pass the same transfers.
+        """SparseAllGather: send parameters to the ranks that will hold replicas. All ranks pass the same transfers.
 
         Args:
-            rows: the row in the tables of each expert that this rank holds, or receives.
-            tables: [rows, ...], contiguous; trailing shapes and dtypes are the same on every rank. Received experts are
+            rows: the table row of each expert that this rank holds or receives.
+            tables: [rows, ...], contiguous, with equal trailing shapes and dtypes on every rank. Received experts are
                 written to them until the work is done.
-            during: is entered for as long as they travel, as a measurement.
+            recording: a context around the transfers, which measures them.
         """
-        return self._start(_Call("sparse all-gather", transfers, rows, tables, None, during))
+        return self._start(_TransferCall("sparse all-gather", transfers, rows, tables, None, recording))
 
     def reduce(
         self,
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
-        owned: int,
-        during: AbstractContextManager[None] | None = None,
+        num_owned: int,
+        recording: AbstractContextManager[None] | None = None,
     ) -> SparseWork:
-        """SparseReduceScatter: sends gradients back to the owners, added on the way to those of the ranks they pass.
+        """SparseReduceScatter: send gradients to the owners; ranks on the route add their own gradients.
 
-        Sums are in the order of the transfers: the same bits, whatever arrives first. Gradients for an expert of this
-        rank itself, whose row is below `owned`, are not added but returned when the work is done, in the order in which
-        they are to be added: by then its own gradient may have been moved.
+        Sums are in transfer order: bitwise deterministic. Gradients for an expert that this rank owns (row below
+        `num_owned`) are not added in place, because the rank's own gradient may be replaced meanwhile:
+        `SparseWork.wait` returns them, in summation order.
 
         Args:
-            rows, tables, during: as for `gather`; rows of replicas are used up.
+            rows, tables, recording: as for `gather`; rows of replicas are overwritten.
         """
-        return self._start(_Call("sparse reduce-scatter", transfers, rows, tables, owned, during))
+        return self._start(_TransferCall("sparse reduce-scatter", transfers, rows, tables, num_owned, recording))
 
-    def wait(self) -> None:
-        """Waits until all that was begun is done (on CUDA the current stream waits); raises none of its errors."""
+    def wait_for_all(self) -> None:
+        """Wait for all calls (on CUDA the current stream waits). Does not raise their errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._thread is not None and self._last is not None:
-            self._thread.settle(self._last)
+            self._thread.wait_for(self._last)
 
     def close(self) -> None:
-        """Ends the thread, once what was begun is done."""
+        """Wait for all calls, and end the thread."""
         if self._thread is not None and self._last is not None:
-            self._thread.settle(self._last)
+            self._thread.wait_for(self._last)
             self._thread.end()
         self._thread = self._last = None
 
@@ -137,10 +132,10 @@ class SparseCollectives:
         # Process groups cannot be copied.
         return self
 
-    def _start(self, call: _Call) -> SparseWork:
+    def _start(self, call: _TransferCall) -> SparseWork:
         if self._group.size == 1 or not call.transfers:
             return SparseWork()
-        # A closed topology says so here, before a helper begins.
+        # Raises for a closed topology, before a thread starts.
         _ = self._group.handle
         call = call._replace(rows=dict(call.rows), tables=[table.detach() for table in call.tables])
         sources = [source for _, source, _, _ in call.transfers]
@@ -150,46 +145,45 @@ class SparseCollectives:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 arrived = run()
-                # Else the allocator may reuse them before the stream is done.
+                # The allocator must not reuse the tables before the stream is done.
                 for table in call.tables:
                     table.record_stream(self._stream)
             after = torch.cuda.Event()
             after.record(self._stream)
             return SparseWork(sent, lambda: arrived, after)
-        if self.at_once:
-            # Triton's interpreter runs in the caller: it is not thread-safe.
+        if self._one_sided is not None:
+            # Triton's interpreter is not thread-safe.
             arrived = run()
             return SparseWork(sent, lambda: arrived)
-        self._thread = self._thread or Helper("fusedmoe sparse")
+        self._thread = self._thread or WorkerThread("fusedmoe sparse")
         self._last = self._thread.begin(run)
         return SparseWork(sent, partial(self._thread.result, self._last))
 
     @torch.no_grad()
-    def _run(self, call: _Call) -> list[Arrived]:
-        """Carries one sparse collective, step by step."""
-        arrived: list[Arrived] = []
+    def _run(self, call: _TransferCall) -> list[ArrivedExpert]:
+        arrived: list[ArrivedExpert] = []
         try:
-            with call.during or nullcontext():
-                # The transfers of one step leave together. The next step may send on experts that have just arrived.
+            with call.recording or nullcontext():
+                # The next step may forward experts that have just arrived.
                 for step in range(max(transfer[3] for transfer in call.transfers) + 1):
                     of_step = [transfer for transfer in call.transfers if transfer[3] == step]
                     for expert, parts in self._exchange(call._replace(transfers=of_step)):
-                        row, added = call.rows[expert], call.owned is not None
-                        if call.owned is not None and row < call.owned:
-                            arrived.append(Arrived(expert, parts))
+                        row, added = call.rows[expert], call.num_owned is not None
+                        if call.num_owned is not None and row < call.num_owned:
+                            arrived.append(ArrivedExpert(expert, parts))
                             continue
                         for table, part in zip(call.tables, parts, strict=True):
                             table[row] = _sum(table[row], part) if added else part
         except RankError:
             raise
         except BaseException as error:
-            # The other ranks wait for this rank's experts, and must not take what the thread sends next for them.
+            # Other ranks wait for this rank's experts, and must not mistake the thread's next message for them.
             self._group.board.post(self._group.job.rank, call.operation, f"{type(error).__name__}: {error}")
             raise
         return arrived
 
-    def _exchange(self, call: _Call) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """Sends this rank's experts of one step; returns each received expert with a part for each table."""
+    def _exchange(self, call: _TransferCall) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """Send this rank's experts of one step. Returns each received expert with a part per table."""
         me, size, tables = self._group.index, self._group.size, call.tables
         sizes = [_row_bytes(table) for table in tables]
         sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)
@@ -204,21 +198,20 @@ class SparseCollectives:
             most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in call.transfers).values())
             bytes_ = self._one_sided.exchange(bytes_, send, recv, most, call.operation)
         pieces = iter(bytes_.split(sizes * len(received)))
-        return [(expert, tuple(_typed(next(pieces), table) for table in tables)) for _, expert in received]
+        return [(expert, tuple(_view_as_row(next(pieces), table) for table in tables)) for _, expert in received]
 
 
 def _row_bytes(table: Tensor) -> int:
     return table.shape[1:].numel() * table.element_size()
 
 
-def _typed(part: Tensor, table: Tensor) -> Tensor:
-    # Between tables of several dtypes bytes need not be aligned.
+def _view_as_row(part: Tensor, table: Tensor) -> Tensor:
+    # After a table of another dtype, bytes may be unaligned.
     if part.storage_offset() % table.element_size():
         part = part.clone()
     return part.view(table.dtype).view(table.shape[1:])
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """Adds two gradients in at least float32."""
     dtype = torch.promote_types(first.dtype, torch.float32)
     return (first.to(dtype) + second.to(dtype)).to(first.dtype)

@@ -1,4 +1,4 @@
-"""Sparse collectives between two placements, on ranks that come late, fail or have nothing to send."""
+"""Sparse collectives between two placements, on ranks that are late, fail or have nothing to send."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from bench.placement.baselines import predicted_volume
-from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
+from fusedmoe.placement.expert_transport import SparseCollectives
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import gather, reduce, traffic
 from tests.cluster import Cluster
@@ -27,7 +27,7 @@ LONG: tuple[tuple[int, ...], ...] = ((3, 2), (11000,))
 
 
 def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement:
-    """Any owners, also none for some ranks; any replicas."""
+    """Draw any owners, also none for some ranks, and any replicas."""
     owners = tuple(draw.randrange(ranks) for _ in range(experts))
     return Placement(
         ranks,
@@ -36,63 +36,67 @@ def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement
     )
 
 
-def random_within(draw: random.Random, placement: Placement) -> Placement:
+def random_subset_of_replicas(draw: random.Random, placement: Placement) -> Placement:
     kept = tuple(tuple(rank for rank in of if draw.random() < 0.5) for of in placement.replicas)
     return Placement(placement.ranks, placement.owners, kept)
 
 
-def parameters(expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
+def random_parameters(expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(expert)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def gradients(rank: int, expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
-    return parameters(1000 * (rank + 1) + expert, dtype, shapes)
+def random_gradients(rank: int, expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
+    return random_parameters(1000 * (rank + 1) + expert, dtype, shapes)
 
 
-def held_by(placement: Placement, rank: int) -> list[int]:
-    """Owned experts first, as in a layer; replicas in another order than that of their numbers."""
+def experts_on_rank(placement: Placement, rank: int) -> list[int]:
+    """Owned experts first, as in a layer; replicas not in the order of their numbers."""
     return [*placement.owned(rank), *(e for e in reversed(range(placement.experts)) if rank in placement.replicas[e])]
 
 
-def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Random pairs of placements; counts those that moved something."""
+def run_random_exchanges(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Exchange random pairs of placements; return the number of exchanges that moved an expert."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
-    return exchange_over(SparseCollectives(topology.beside(topology.ep, "experts")), rank, world, seeds, dtypes, SHAPES)
+    return exchange_random_placements(
+        SparseCollectives(topology.duplicate_group(topology.ep, "experts")), rank, world, seeds, dtypes, SHAPES
+    )
 
 
 def exchange_by_puts(rank: int, world: int, seeds: int) -> int:
-    """The same, in Triton's interpreter, through a receive buffer that is smaller than an expert."""
+    """The same in Triton's interpreter, through a receive buffer that is smaller than an expert."""
     from fusedmoe.comm.one_sided.heaps import open_heap
     from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     with open_heap(topology.ep, torch.device("cpu")) as heap:
         sparse = SparseCollectives(topology.ep, OneSidedAllToAll(heap, rows=16))
-        return exchange_over(sparse, rank, world, seeds, (torch.float64, torch.bfloat16), LONG)
+        return exchange_random_placements(sparse, rank, world, seeds, (torch.float64, torch.bfloat16), LONG)
 
 
-def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, dtypes: Any, shapes: Any) -> int:
+def exchange_random_placements(
+    sparse: SparseCollectives, rank: int, world: int, seeds: int, dtypes: Any, shapes: Any
+) -> int:
     moved = 0
     for seed in range(seeds):
         draw = random.Random(seed)
         nodes = Nodes(world, draw.choice([n for n in (1, 2, 4) if world % n == 0]))
         dtype = draw.choice(dtypes)
         after = random_placement(draw, world, draw.randint(1, 7))
-        before = random_within(draw, after)
-        held, rows = held_by(after, rank), {}
+        before = random_subset_of_replicas(draw, after)
+        held, rows = experts_on_rank(after, rank), {}
         rows = {expert: row for row, expert in enumerate(held)}
         tables = [torch.full((max(1, len(held)), *shape), float("nan"), dtype=dtype) for shape in shapes]
-        for expert in set(held_by(before, rank)):
-            for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
+        for expert in set(experts_on_rank(before, rank)):
+            for table, value in zip(tables, random_parameters(expert, dtype, shapes), strict=True):
                 table[rows[expert]] = value
         transfers = gather(before, after, nodes)
         work = sparse.gather(transfers, rows, tables)
         assert work.wait() == []
         for expert in held:
-            for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
+            for table, value in zip(tables, random_parameters(expert, dtype, shapes), strict=True):
                 assert torch.equal(table[rows[expert]], value), (seed, expert)
-        bytes_ = sum(value.nbytes for value in parameters(0, dtype, shapes))
+        bytes_ = sum(value.nbytes for value in random_parameters(0, dtype, shapes))
         assert work.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
         counted = traffic(transfers, nodes, bytes_)
         assert counted.total == predicted_volume(before, after, nodes, bytes_).total
@@ -101,7 +105,7 @@ def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, 
         whole = gather(after.sharding, after, nodes)
         grads = [table.clone() for table in tables]
         for expert in held:
-            for grad, value in zip(grads, gradients(rank, expert, dtype, shapes), strict=True):
+            for grad, value in zip(grads, random_gradients(rank, expert, dtype, shapes), strict=True):
                 grad[rows[expert]] = value
         owned = len(after.owned(rank))
         own = [grad[:owned].to(torch.float64, copy=True) for grad in grads]
@@ -117,7 +121,7 @@ def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, 
         for expert in after.owned(rank):
             ranks = [rank, *after.replicas[expert]]
             for n, total in enumerate(own):
-                wanted = sum(gradients(other, expert, dtype, shapes)[n].double() for other in ranks)
+                wanted = sum(random_gradients(other, expert, dtype, shapes)[n].double() for other in ranks)
                 torch.testing.assert_close(total[rows[expert]], wanted, rtol=tolerance, atol=tolerance)
         moved += bool(transfers)
     sparse.close()
@@ -125,23 +129,23 @@ def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, 
 
 
 @pytest.mark.parametrize("world", [2, *slowly(4)])
-def test_any_pair_of_placements(cluster: Cluster, world: int):
-    """SparseAllGather gives the right replicas, SparseReduceScatter the right sums, in the predicted bytes."""
-    assert min(cluster.run(world, exchange_all, 40, (torch.float64, torch.bfloat16))) > 10
+def test_gather_and_reduce_between_random_placements(cluster: Cluster, world: int):
+    """SparseAllGather sends the right replicas, SparseReduceScatter the right sums, in the predicted bytes."""
+    assert min(cluster.run(world, run_random_exchanges, 40, (torch.float64, torch.bfloat16))) > 10
 
 
-def in_flight(rank: int, world: int) -> list[torch.Tensor]:
-    """Several at once, other collectives beside; sums have the same bits whenever what arrives."""
+def run_concurrent_exchanges(rank: int, world: int) -> list[torch.Tensor]:
+    """Several run at once, overlapped with other collectives; sums are bitwise equal for any order of arrival."""
     from fusedmoe.comm.collectives import all_reduce
 
     topology = Topology.from_sizes(ep=world, timeout_s=30.0)
-    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
+    sparse = SparseCollectives(topology.duplicate_group(topology.ep, "experts"))
     everywhere = Placement(world, (0,), (tuple(range(1, world)),))
     back = reduce(gather(everywhere.sharding, everywhere, Nodes(world, 2)))
     works = []
     for number in range(8):
         grads = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(10 * rank + number % 2))]
-        works.append(sparse.reduce(back, {0: 0}, grads, owned=int(rank == 0)))
+        works.append(sparse.reduce(back, {0: 0}, grads, num_owned=int(rank == 0)))
         all_reduce(topology.world, torch.ones(100))
     sums = [sum(one.parts[0] for one in work.wait()) for work in works] if rank == 0 else []
     for work in works:
@@ -150,14 +154,14 @@ def in_flight(rank: int, world: int) -> list[torch.Tensor]:
     return sums
 
 
-def test_several_at_once(cluster: Cluster):
-    sums = cluster.run(4, in_flight)[0]
+def test_concurrent_exchanges_have_bitwise_equal_sums(cluster: Cluster):
+    sums = cluster.run(4, run_concurrent_exchanges)[0]
     assert all(torch.equal(one, sums[number % 2]) for number, one in enumerate(sums))
 
 
-def without_a_peer(rank: int, world: int, told: Path) -> str:
+def gather_without_peer(rank: int, world: int, told: Path) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=4.0)
-    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
+    sparse = SparseCollectives(topology.duplicate_group(topology.ep, "experts"))
     if rank == 1:
         while not told.exists():
             time.sleep(0.05)
@@ -172,16 +176,16 @@ def without_a_peer(rank: int, world: int, told: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come(cluster: Cluster, tmp_path: Path):
-    """The error names who is missing and what was to be done."""
-    message = cluster.run(2, without_a_peer, tmp_path / "told")[0]
+def test_timeout_error_names_missing_rank_and_operation(cluster: Cluster, tmp_path: Path):
+    """The error names the missing rank and the pending operation."""
+    message = cluster.run(2, gather_without_peer, tmp_path / "told")[0]
     assert "sparse all-gather" in message and "rank 1" in message
 
 
-def fails_on_the_way(rank: int, world: int) -> str:
-    """Rank 0 fails in the first of two; what it sends for the second, of other sizes, must not be taken for that."""
+def fail_in_first_of_two_exchanges(rank: int, world: int) -> str:
+    """Rank 0 fails in the first of two; its messages of the second have other sizes and must not be mistaken for it."""
     topology = Topology.from_sizes(ep=world)
-    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
+    sparse = SparseCollectives(topology.duplicate_group(topology.ep, "experts"))
     both = Placement(2, (0,), ((1,),))
     transfers, tables = gather(both.sharding, both, Nodes(2, 1)), [torch.ones(1, 4)]
 
@@ -202,13 +206,13 @@ def fails_on_the_way(rank: int, world: int) -> str:
     return str(first.value)
 
 
-def test_what_follows_a_failure_does_not_travel(cluster: Cluster):
-    texts = cluster.run(2, fails_on_the_way)
+def test_failed_exchange_stops_later_exchanges(cluster: Cluster):
+    texts = cluster.run(2, fail_in_first_of_two_exchanges)
     assert texts[0] == "it failed" and "rank 0 failed in sparse all-gather: ValueError: it failed" in texts[1]
 
 
-def test_nothing_to_do():
-    """A world of one needs no process group; no transfers need no peers."""
+def test_empty_exchange_needs_no_peers():
+    """A world of one needs no process group; an empty transfer needs no peers."""
     sparse = SparseCollectives(Topology().ep)
     alone = Placement(1, (0, 0))
     work = sparse.gather(gather(alone, alone, Nodes(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])

@@ -1,4 +1,4 @@
-"""A store whose waits have a time-out of their own."""
+"""A store wrapper that overrides the caller's timeout."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 
-class PatientStore(dist.Store):
-    """A job's store as a backend that connects sees it: every wait may last `patience`, whatever the backend asks for.
+class FixedTimeoutStore(dist.Store):
+    """Wrapper around the job's store that uses one timeout for all waits and ignores the backend's timeouts.
 
-    Gloo has one time-out, of which a wait for a key takes all, and a wait for a connection five times as much.
+    Gloo has a single timeout: a wait for a key uses it once, a wait for a connection five times over.
     """
 
     def __init__(self, store: dist.Store, patience: timedelta) -> None:

@@ -1,0 +1,99 @@
+"""The experts of a block in micro-batches: static, or placed dynamically with replicas."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
+from fusedmoe.engine.dispatcher import is_recomputing
+from fusedmoe.engine.run import ReplicaTransport
+from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.placement.replica_state import ReplicaTiming
+
+
+class CalledExperts(NamedTuple):
+    """The experts of one call.
+
+    Attributes:
+        held: number of experts on this rank under dynamic placement; None: equal on all ranks.
+        replicas: transport of expert replicas under dynamic placement.
+    """
+
+    chunks: ChunkExperts
+    held: int | None = None
+    replicas: ReplicaTransport | None = None
+
+
+class BlockExperts:
+    """The experts of one block.
+
+    Attributes:
+        can_regroup: forward and backward may have different chunks.
+        refusal: why this rank cannot use its replicas in this call, if so.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        self._layer, self._placed = layer, layer.placed
+        self.refusal: str | None = None
+        # Fixed: whether experts use this library's kernels or autograd.
+        like = next(layer.experts.parameters(), torch.empty(0, device="cpu"))
+        self.can_regroup = layer.experts.in_chunks(like).can_regroup
+
+    @property
+    def has_replicas(self) -> bool:
+        return self._placed is not None
+
+    def require_nothing_between_layers(self) -> None:
+        """Raise `ConfigError` for settings of a placement that pipelined blocks do not support."""
+        if self._placed is not None and (text := self._placed.why_not_in_blocks()) is not None:
+            raise ConfigError(f"pipeline: {text}, or MoELayer(schedule=…) in place of the pipeline")
+
+    def send_replicas(self, *, by_tasks: bool) -> None:
+        """Send replicas in tasks of the plans if `by_tasks`, else from the start of the model's forward pass."""
+        if self._placed is not None:
+            self._placed.timing = ReplicaTiming.BY_TASKS if by_tasks else ReplicaTiming.EAGER
+
+    def without_tasks(self) -> AbstractContextManager[None]:
+        """Return a context for calls without a plan. In it, replicas are sent from the start of the forward pass."""
+        if self._placed is None or self._placed.timing is not ReplicaTiming.BY_TASKS:
+            return nullcontext()
+        return self._placed.with_timing(ReplicaTiming.EAGER)
+
+    def begin(self, x: Tensor) -> CalledExperts:
+        """Begin a call for tokens like x, and fetch replicas. Collective over the experts' ranks, under a placement.
+
+        Casts the parameters under autocast, once for all chunks.
+        """
+        experts, placed = self._layer.experts, self._placed
+        like = x.new_empty(0, dtype=experts.row_dtype(x))
+        if placed is None:
+            return CalledExperts(experts.in_chunks(like))
+        self._counts_tokens = experts.training and not is_recomputing()  # tasks may run on other threads
+        placed.begin_turn(self._layer.recorder)
+        self.refusal = placed.replicas.refusal()
+        waits, fetches = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
+        chunks, replicas = placed.call(partial(_of_tables, like), waits=waits, fetches=fetches)
+        return CalledExperts(chunks, placed.table.num_rows, replicas)
+
+    def split_rows(self, layout: Layout) -> Layout:
+        """Divide each expert's rows among owner and replicas, and re-sort them by slot. Collective over EP and ESP."""
+        assert self._placed is not None
+        return self._placed.split_rows(layout, self._counts_tokens, may_add=False)
+
+
+def _of_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
+    """Return experts bound to the current parameters, some of which are `replicas`."""
+    chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
+    # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
+    if not chunks.can_regroup:
+        compute = partial(torch.func.functional_call, experts, named)
+        chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
+    return chunks, replicas

@@ -1,0 +1,129 @@
+"""Requests to the job's store with bounded waits.
+
+A torch TCPStore client has no timeout for answers: if the host of the store is stopped, a request blocks forever in
+native code. Requests therefore run in a thread, over a separate connection, and are abandoned on timeout. The
+connection of `torch.distributed` may be blocked until some rank joins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from datetime import timedelta
+from functools import partial
+from threading import Lock
+from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fusedmoe.threads import WorkerThread
+
+T = TypeVar("T")
+
+# A store answers within 1 ms, or within this time on an overloaded host.
+REQUEST_TIMEOUT_S = 1.5
+
+
+class StoreClient:
+    """A store connection and a thread that sends one request at a time. Both end with the last reference."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._connection, self._helper = _Connection(store), WorkerThread("fusedmoe-store")
+        self._lock = Lock()
+        self._last: Future[object] | None = None
+        self._since = 0.0
+        #: Error text after the connection broke, when no more requests are sent: the client logs each failure.
+        self.connection_error = ""
+
+    @property
+    def failure_reason(self) -> str:
+        """The reason why the store does not answer, else ""."""
+        silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._since
+        silent = f"no answer for {silent_s:.0f} s" if silent_s >= REQUEST_TIMEOUT_S else ""
+        return self.connection_error or silent
+
+    def request(self, question: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
+        """Return the answer; None on timeout, counted from the oldest open request, or if the connection broke."""
+        start = time.monotonic()
+        if self.connection_error or not self._lock.acquire(timeout=timeout_s):
+            return None
+        try:
+            # Counted from the start of the wait: `failure_reason` would otherwise miss an unanswered request for as
+            # long as it took to send it.
+            since = start
+            if self._last is not None and not self._last.done():
+                start = self._since
+                self._last.result(max(0.0, start + timeout_s - time.monotonic()))
+                since = time.monotonic()
+            last = self._helper.begin(partial(self._connection.answer, question, timeout_s))
+            self._last, self._since = last, since  # type: ignore[assignment]
+            answer = last.result(max(0.0, start + timeout_s - time.monotonic()))
+        except NotDone:
+            return None
+        finally:
+            self._lock.release()
+        if isinstance(answer, _ConnectionLost):
+            self.connection_error = answer.text
+            return None
+        return answer
+
+
+class _ConnectionLost(NamedTuple):
+    """An error text in place of an answer. An exception's frames would keep the caller and the connection alive."""
+
+    text: str
+
+
+class _Connection:
+    """The thread's connection, opened at the first request. Holds no reference to its `StoreClient`."""
+
+    def __init__(self, store: dist.Store) -> None:
+        # The client lives as long as the Python object `store`, so `store` must not be held. A prefix store holds only
+        # the underlying store, and only until the first request.
+        self._original_store: dist.PrefixStore | None = dist.PrefixStore("", store)
+        self._own: dist.Store
+        self._connection_error = ""
+
+    def answer(self, question: Callable[[dist.Store], T], timeout_s: float) -> T | _ConnectionLost:
+        if self._connection_error:
+            return _ConnectionLost(self._connection_error)
+        try:
+            return question(self._connect(timeout_s))
+        except RuntimeError as error:
+            self._connection_error = f"the connection to it broke: {error}"
+            return _ConnectionLost(self._connection_error)
+
+    def _connect(self, timeout_s: float) -> dist.Store:
+        if self._original_store is not None:
+            given, self._original_store = self._original_store, None
+            try:
+                self._own = dist.PrefixStore("fusedmoe", _reconnect(given.underlying_store, timeout_s))
+            except (OSError, ValueError, MemoryError) as error:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        return self._own
+
+
+def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:
+    if isinstance(store, dist.TCPStore):
+        # The client retries until its timeout if the host is gone. A clone would use the job's timeout of half an hour.
+        bound, libuv = timedelta(seconds=timeout_s), getattr(store, "libuvBackend", True)
+        return dist.TCPStore(store.host, store.port, timeout=bound, wait_for_workers=False, use_libuv=libuv)
+    return store.clone()  # type: ignore[attr-defined]
+
+
+# One connection per process and store: for each new client the store's only thread resolves the client's name (torch
+# 2.13) and blocks all requests meanwhile, 5 s with a slow name server.
+_CLIENTS: WeakKeyDictionary[dist.Store, StoreClient] = WeakKeyDictionary()
+
+
+def shared_client(store: dist.Store) -> StoreClient:
+    """Return the process's connection to a store, shared by all its prefixes."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    client = _CLIENTS.get(store) or _CLIENTS.get(base) or StoreClient(base)
+    _CLIENTS[store] = _CLIENTS[base] = client
+    return client

@@ -1,0 +1,244 @@
+"""The planned path: dispatch, experts and combine in chunks, in the order of a plan, forward and backward.
+
+Two adapters of `run_forward` and `run_backward` store the tensors for backward: `PlannedFunction` saves them per chunk,
+and the compiled operators of `scheduled_operator.py` return them. Blocks (`fusedmoe/blocks`) share the tasks
+(`run.py`).
+
+Every plan sums a token's results in one order (`chunks.py`); matrix products of other sizes may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.compat.torch import retains_graph
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, gradients_of
+from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
+from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
+from fusedmoe.kernels import gather_sum as kernels
+from fusedmoe.kernels.deduplicate import ReceivedPairs, SentTokens
+from fusedmoe.kernels.derivatives import Function
+from fusedmoe.schedule.task import Task, TaskKind
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """Inputs of one call of the planned path that both passes need."""
+
+    sent: SentTokens
+    exchange: Exchange
+    experts: ChunkExperts
+    run: Run
+
+    def chunks(self, pairs: ReceivedPairs, degree: int) -> RowChunks:
+        return RowChunks(self.exchange, self.sent.tokens, pairs, self.sent.k, degree)
+
+    def for_backward(self) -> PlannedBatch:
+        """Return the batch without references to modules (`ChunkExperts.for_backward`)."""
+        return replace(self, experts=self.experts.for_backward())
+
+
+@dataclass(eq=False)
+class SavedForward:
+    """Results of `run_forward` that `run_backward` reads. Lists have one entry per chunk of the forward pass.
+
+    Attributes:
+        x_RM: received tokens; None where the backward of the experts does not read them.
+        activations: saved by the experts: pre-activations [P, H] (gated [P, 2, H]), or an autograd graph.
+        weight_R: router weights of received pairs, sorted by expert; None: all weights are 1.
+        num_weights: N, the router weights on this rank, padding included; None: all weights are 1.
+    """
+
+    pairs: ReceivedPairs
+    chunks: RowChunks
+    x_RM: list[Any]
+    activations: list[Any]
+    weight_R: list[Tensor | None]
+    num_weights: int | None
+
+
+class PlannedGradients(NamedTuple):
+    """Results of `run_backward`; a gradient is None where no rank needs it."""
+
+    dx_SM: Tensor | None
+    dweight_N: Tensor | None
+    totals: Totals
+
+
+def run_forward(
+    batch: PlannedBatch, x_SM: Tensor, weight_N: Tensor | None, *, keep: bool = True
+) -> tuple[Tensor, SavedForward]:
+    """Send tokens through the experts in the order of the forward plan. Collective.
+
+    Args:
+        weight_N: [N], router weights of the rows sorted by expert; None: all weights are 1.
+        keep: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
+    Returns:
+        [S, M], the sum over the experts of each token, and the input of `run_backward`.
+    """
+    # Expert ids and router weights of all chunks take one message before the first chunk.
+    pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
+    chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
+    weight_R: list[Tensor | None] = [None] * len(chunks.parts) if weight_P is None else [*chunks.split(weight_P)]
+    forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
+    forward.keep = keep
+    out_TM = forward.run()
+    assert out_TM is not None
+    x_RM, activations = ([getattr(chunk, name) for chunk in forward.own.values()] for name in ("x_RM", "activations"))
+    num_weights = None if weight_N is None else len(weight_N)
+    saved = SavedForward(pairs, chunks, x_RM, activations, weight_R, num_weights)
+    return kernels.gather_sum(out_TM, chunks.layout), saved
+
+
+def run_backward(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> PlannedGradients:
+    """Send gradients through the experts in the order of the backward plan, which may have other chunks. Collective.
+
+    Clears the lists of `saved`, so that each chunk frees its memory once it is done.
+
+    Args:
+        dy_SM: [S, M], gradient of the result of `run_forward`.
+    """
+    exchange, run = batch.exchange, batch.run
+    # Compare calls first: a rank without a backward pass is reported before any rows are sent.
+    exchange.begin_backward()
+    first, backward = saved.weight_R[0], _backward_pass(batch, saved, dy_SM)
+    chunks, dx_TM, dweight_N = backward.row_chunks, backward.run(), None
+    dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
+    if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
+        # Gradients of the weights of all chunks take one message after the last chunk.
+        dweights = [chunk.weight_R.to(first.dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
+        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
+    totals = backward.totals[backward.layer]
+    # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
+    sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
+    if run.gradients is not None:
+        run.gradients.begin(run.beside, sent)
+    return PlannedGradients(dx_SM, dweight_N, totals)
+
+
+class PlannedFunction(Function):
+    """`run_forward` and `run_backward` as a function for autograd.
+
+    Saves for backward: received tokens, R·M, if the experts' backward reads them (`ChunkExperts.needs_input_rows`), and
+    the pre-activations of P pairs, P·H (gated 2·P·H). If the two plans differ in degree, backward copies both once.
+    """
+
+    operation = "the way through the experts of several ranks (MoELayer, moe_layer)"
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: PlannedBatch, *parameters: Tensor | None
+    ) -> Tensor:
+        y_SM, saved = run_forward(batch, x_SM, weight_N)
+        tensors = saved.activations if batch.experts.can_regroup else ()
+        ctx.save_for_backward(*saved.x_RM, *saved.weight_R, *tensors, *parameters)
+        ctx.graphs = [] if tensors else saved.activations
+        ctx.batch, ctx.saved = batch.for_backward(), replace(saved, x_RM=[], weight_R=[], activations=[])
+        return y_SM
+
+    @staticmethod
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        batch: PlannedBatch = ctx.batch
+        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.parts)
+        x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
+        del tensors[: 2 * count]
+        activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
+        if batch.experts.can_regroup:
+            activations, tensors = tensors[:count], tensors[count:]
+        saved = replace(ctx.saved, x_RM=x_RM, weight_R=weight_R, activations=activations)
+        # Local names would keep every chunk's memory to the end of the pass.
+        del x_RM, weight_R, activations
+        # Weights that experts join for a pass live as long as that pass.
+        gradients = run_backward(batch.for_backward(), saved, dy_SM)
+        return gradients.dx_SM, gradients.dweight_N, None, *gradients_of(gradients.totals, tensors)
+
+
+def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
+    degree, count = batch.run.plans.degrees[1], len(saved.chunks.parts)
+    chunks, weight_R = saved.chunks, saved.weight_R
+    if degree != count:
+        chunks = batch.chunks(saved.pairs, degree)
+        parts = [weight for weight in weight_R if weight is not None]
+        weight_R = [*chunks.split(saved.chunks.join(parts))] if parts else [None] * degree
+    backward = TokensBackward(batch, saved, chunks, kernels.permute(dy_SM.contiguous(), chunks.layout), weight_R)
+    saved.x_RM, saved.activations, saved.weight_R = [], [], []
+    return backward
+
+
+class _TokensPass(PassRun):
+    """A forward or backward pass of one layer, whose rows are all available at its start."""
+
+    def __init__(
+        self, batch: PlannedBatch, row_chunks: RowChunks, rows_TM: Tensor, weight_R: Sequence[Tensor | None]
+    ) -> None:
+        run = batch.run
+        plan = run.plans.forward if self.phase == "forward" else run.plans.backward
+        # Tasks carry the layer's number in its model; a step's plan also has gradients of other layers.
+        layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
+        super().__init__(run, {layer: batch.experts})
+        self.layer, self.row_chunks = layer, row_chunks
+        parts = zip(row_chunks.parts, row_chunks.received, weight_R, strict=True)
+        self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.chunks[layer] = self.own
+        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in row_chunks.parts])]
+        # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
+        # streams have joined, at the end of `execute`.
+        self._alive: list[Tensor] = []
+
+    def start(self, task: Task) -> None:
+        number = task.chunk or 0
+        self.own[number].rows, self._rows[number] = self._rows[number], None
+
+    def finish(self, task: Task, rows: Tensor) -> None:
+        self._rows[task.chunk or 0] = rows
+
+    def keep_alive(self, tensor: Tensor) -> Tensor:
+        if self.settings.streams is not None:
+            self._alive.append(tensor)
+        return tensor
+
+    def run(self) -> Tensor | None:
+        """Execute the plan; return the combined rows in chunk order, or None where no rank needs them."""
+        # Gradients that run alongside the previous pass use the link before the rows of this layer.
+        if self.settings.gradients is not None:
+            self.settings.gradients.wait()
+        self.execute()
+        rows = [chunk_rows for chunk_rows in self._rows if chunk_rows is not None]
+        self._rows.clear()
+        return concat(rows) if rows else None
+
+
+class TokensForward(_TokensPass, ForwardPass):
+    """The forward pass of a layer, after the gate and the metadata exchange."""
+
+
+class TokensBackward(_TokensPass, BackwardPass):
+    def __init__(
+        self,
+        batch: PlannedBatch,
+        saved: SavedForward,
+        row_chunks: RowChunks,
+        rows_TM: Tensor,
+        weight_R: Sequence[Tensor | None],
+    ) -> None:
+        super().__init__(batch, row_chunks, rows_TM, weight_R)
+        # Rows of each chunk among those of the forward pass, as received and as sorted; None: the chunks are the same.
+        self._places = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
+        if self._places is None:
+            for chunk, x_RM, activations in zip(self.own.values(), saved.x_RM, saved.activations, strict=True):
+                chunk.x_RM, chunk.activations = x_RM, activations
+        else:
+            self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
+            self._activations = SavedRows(saved.activations)
+
+    def regroup_saved(self, task: Task) -> None:
+        if self._places is not None:
+            number = task.chunk or 0
+            chunk, (received, in_order) = self.own[number], self._places[number]
+            chunk.x_RM = None if self._x_RM is None else self._x_RM.rows(received)
+            chunk.activations = self._activations.rows(in_order)

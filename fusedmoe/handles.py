@@ -1,0 +1,56 @@
+"""Registry of objects that compiled graphs refer to by name.
+
+A graph of `torch.compile` holds tensors and plain values. Its operators receive the name of a topology's group, a route
+or a dispatcher and look the object up when the graph runs: one graph serves all layers that are alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+from fusedmoe.errors import ConfigError
+
+
+class GraphHandle:
+    """Keeps a name registered for as long as one of its owners lives. Copies and pickles of it are empty."""
+
+    __slots__ = ("__weakref__", "owners")
+
+    def __init__(self) -> None:
+        self.owners: WeakSet[Any] = WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphHandle:
+        return GraphHandle()
+
+    def __reduce__(self) -> tuple[type[GraphHandle], tuple[()]]:
+        return GraphHandle, ()
+
+
+_handles: WeakValueDictionary[str, GraphHandle] = WeakValueDictionary()
+
+
+def register(name: str, owner: Any) -> GraphHandle:
+    """Register an owner of `name`. Several owners may share a name. The owner must keep the returned handle."""
+    handle = _handles.get(name)
+    if handle is None:
+        handle = _handles[name] = GraphHandle()
+    handle.owners.add(owner)
+    return handle
+
+
+def find(name: str) -> Any:
+    """Return an owner of `name`, preferably one whose `is_open` is true, or None if all owners are gone."""
+    handle = _handles.get(name)
+    owners = [] if handle is None else list(handle.owners)
+    return next((owner for owner in owners if getattr(owner, "is_open", True)), owners[0] if owners else None)
+
+
+def require(name: str, operation: str) -> Any:
+    """Return an owner of `name`. Raise `ConfigError` if all owners are gone."""
+    owner = find(name)
+    if owner is None:
+        raise ConfigError(
+            f"{operation}: the layer of {name} was freed; keep the model until the backward pass has ended"
+        )
+    return owner

@@ -1,0 +1,433 @@
+"""The experts of one layer under a dynamic placement: each has one owner and temporary replicas (Hecate).
+
+Each rank has a table of the experts that it holds (`expert_table.py`), and dispatch sends rows to slots in these
+tables. A rank's rows for one expert are split over the owner and its replicas, transparently to dispatch, experts and
+combine.
+
+    begin → split_rows → call( use(experts, replicas) )          one forward pass of a layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_gather_rows
+from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import version_of
+from fusedmoe.engine.dispatcher import is_recomputing
+from fusedmoe.errors import ConfigError
+from fusedmoe.experts.networks import Experts, ExpertsModule
+from fusedmoe.kernels.derivatives import require_no_tangent
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.placement.balance import Balance
+from fusedmoe.placement.expert_table import ExpertTable, sort_by_slot, sum_over_shards
+from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.replica_gradients import (
+    GradientRoute,
+    SendGradients,
+    attach_tables,
+    before_backward,
+    receive_gradients,
+    send_accumulated,
+)
+from fusedmoe.placement.replica_state import ReplicaTiming
+from fusedmoe.placement.replicas import Recording, Replicas
+from fusedmoe.placement.traffic import Transfer, dispatch
+from fusedmoe.runtime.recorder import Moment, Recorder, span
+from fusedmoe.schedule.task import GATHER, REDUCE
+
+T = TypeVar("T")
+
+# (placement, tokens of each rank for each expert) -> a placement with at least the replicas of `placement`.
+Correct = Callable[[Placement, NDArray[np.int64]], Placement]
+# (as above, whether replicas may be added) -> rows that each rank computes.
+ShareRows = Callable[[Placement, NDArray[np.int64], bool], Balance]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementSettings:
+    """Settings that `ShardedExperts` attaches to a layer's experts.
+
+    Attributes:
+        transport: sends experts between ranks; shared by all layers, which orders the transfers.
+        before, after: the adjacent layers, whose replicas may be fetched one layer ahead.
+        releases_replicas: replicas are released after each forward and fetched again for its backward.
+        correct: adds on-demand replicas for the current batch's routing (`hecate.calibrate`).
+        share_rows: assigns rows to replicas (`placement.balance`); None: rows are split evenly.
+    """
+
+    transport: SparseCollectives | None = None
+    before: PlacedExperts | None = None
+    after: PlacedExperts | None = None
+    releases_replicas: bool = False
+    correct: Correct | None = None
+    share_rows: ShareRows | None = None
+
+
+class IdleClock:
+    """While `is_on`, records the times in a forward pass at which the model and a layer's experts start and end."""
+
+    def __init__(self) -> None:
+        self.is_on, self.start, self.turn, self.end = False, Moment(), Moment(), Moment()
+
+    def note(self, moment: Moment, device: torch.device) -> None:
+        if self.is_on:
+            moment.note(device)
+
+    def idle_s(self, before: IdleClock | None) -> float:
+        """Return the seconds between the previous layer's experts (or the model's start) and this layer's."""
+        return max(0.0, self.turn.after(self.start if before is None else before.end))
+
+
+class PlacedExperts:
+    """The experts of one layer under a placement that changes between steps.
+
+    Constructed by `MoELayer(placement="fssdp")`; `ShardedExperts` attaches settings and sets placements. "Collective"
+    methods are collective over the expert-parallel group: its ranks call them in the same order, layer by layer.
+
+    Attributes:
+        table: the ranks that hold each expert, and this rank's parameters.
+        replicas: state of this rank's replicas.   timing: when replicas are sent.
+        has_learned: a backward pass has computed gradients of these experts.
+        duplicates: existing results of `copy.deepcopy`, numbered in order of creation.
+    """
+
+    def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
+        self._reset(ExpertTable(experts, num_experts, topology))
+
+    def _reset(self, table: ExpertTable, timing: ReplicaTiming = ReplicaTiming.EAGER) -> None:
+        self.table, self.replicas, self.timing = table, Replicas(table), timing
+        self.settings = PlacementSettings()
+        self.clock, self._load_E = IdleClock(), np.zeros(table.placement.experts, dtype=np.int64)
+        self.duplicates: WeakValueDictionary[int, PlacedExperts] = WeakValueDictionary()
+        self._indices = count()
+        self._recorder: Recorder | None = None
+        self._route: GradientRoute | None = None
+        self._received: tuple[Tensor, ...] = ()
+        # Whether `begin` has prepared a forward; whether no on-demand replica may be added until the next step.
+        self._has_begun = self._replicas_are_final = self.has_learned = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedExperts:
+        # Topology, groups and streams are shared. The copy has no replicas.
+        made = copy(self)
+        memo[id(self)] = made
+        self.duplicates[next(self._indices)] = made
+        made._reset(self.table.copy_for(deepcopy(self.table.experts, memo)), self.timing)
+        return made
+
+    # Placement.
+
+    def attach(self, settings: PlacementSettings) -> None:
+        self.settings = settings
+        self.replicas.transport = settings.transport
+
+    def detach(self) -> None:
+        """Remove replicas and settings. Experts stay with their owners."""
+        self.replicas.abandon()
+        self.attach(PlacementSettings())
+        self.take_load()
+        self.clock.is_on = self._has_begun = False
+        self._recorder, self._route, self._received = None, None, ()
+        self._set_placement(self.table.sharding)
+
+    @property
+    def is_attached(self) -> bool:
+        return self.settings.transport is not None
+
+    def set_placement(self, placement: Placement) -> None:
+        """Set the placement of the next forward passes, which fetch its replicas.
+
+        Raises:
+            ConfigError: the placement has different owners.
+        """
+        if placement.sharding != self.table.sharding:
+            raise ConfigError("a layer's owners change with reshard(), not with set_placement()")
+        self.replicas.drop()
+        self._set_placement(placement)
+
+    def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
+        """Change owners. `tensors`: parameters of this rank's new experts. Drops gradients."""
+        self.replicas.drop()  # first: no transfer may write to the old memory
+        self.table.replace(tensors)
+        self._set_placement(sharding)
+        self._route, self._received = None, ()  # they describe rows of the old owners
+
+    def _set_placement(self, placement: Placement) -> None:
+        self.table.set_placement(placement)
+        self._replicas_are_final = False
+
+    @contextmanager
+    def with_timing(self, timing: ReplicaTiming) -> Iterator[None]:
+        """Context manager that sends replicas with another timing."""
+        outer, self.timing = self.timing, timing
+        try:
+            yield
+        finally:
+            self.timing = outer
+
+    def why_not_in_blocks(self) -> str | None:
+        """Return why pipelined blocks do not support the settings, or None if they do.
+
+        In blocks, all layers compute concurrently, and replicas are chosen before the first gate.
+        """
+        if self.clock.is_on:
+            return "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"
+        if self.settings.releases_replicas:
+            return "rematerialises=True releases replicas after each layer: use rematerialises=False"
+        if self.settings.correct is not None:
+            return "replicas are added once a gate has chosen for a whole batch: use policy='hecate' without calibrates"
+        return None
+
+    # A forward pass.
+
+    def begin_turn(self, recorder: Recorder | None) -> None:
+        """Call `begin` unless it was already called for this forward pass. Collective."""
+        if not self.is_attached or not (self._has_begun or is_recomputing()):
+            self.begin(recorder)
+
+    def begin(self, recorder: Recorder | None = None) -> None:
+        """Prepare a forward pass: drop the previous pass's replicas, and start fetching new ones. Collective.
+
+        Nothing is fetched yet if a plan's tasks or an earlier layer start the transfer (`ReplicaTiming`). If gradients
+        are enabled, also sets up autograd for the gradients of replicas.
+
+        Args:
+            recorder: records the transfers of this pass.
+        """
+        self.clock.note(self.clock.start, self.table.device)
+        # Replicas of an earlier forward serve its backward only: changes of parameters through `.data` are
+        # undetectable.
+        self.replicas.drop()
+        self._has_begun, self._recorder = True, recorder
+        is_first = self.settings.before is None
+        one_by_one = self._needs_fetch_ahead or self.timing is ReplicaTiming.IN_TURNS
+        if is_first if one_by_one else self.timing is ReplicaTiming.EAGER:
+            self.fetch()
+        if torch.is_grad_enabled():
+            self._make_route()
+
+    @property
+    def _needs_fetch_ahead(self) -> bool:
+        """True if each layer fetches the next layer's replicas. On-demand replicas then wait for few transfers."""
+        shares = self.settings.share_rows is not None and self.timing is ReplicaTiming.EAGER
+        return self.settings.releases_replicas or shares
+
+    def _make_route(self) -> None:
+        # Before the whole model: its backward runs last, and other layers' backward hides the gradient transfers.
+        rows = {expert: row for row, expert in enumerate(self.table.held[: self.table.num_owned])}
+        parameters = self.table.parameters
+        self._route = GradientRoute(rows, [parameter.requires_grad for parameter in parameters])
+        self._received = receive_gradients(parameters, self._route)
+
+    def fetch(self) -> None:
+        """Start fetching replicas unless already started. Collective."""
+        if not self.replicas.has_started:
+            self.replicas.fetch(self._record_gather())
+
+    def fetch_next(self) -> None:
+        """Start fetching the next layer's replicas if they are fetched one layer ahead. Collective."""
+        after = self.settings.after
+        if self._needs_fetch_ahead and after is not None and self.timing is not ReplicaTiming.IN_TURNS:
+            after.fetch()
+
+    def wait_for_replicas(self) -> None:
+        """Wait for all replicas of this layer; start fetching them if necessary. Collective."""
+        self.fetch()
+        self.replicas.wait_for_transfers()
+
+    def wait_for_link(self) -> None:
+        """Wait for all layers' expert weights and gradients in flight. Does not raise their errors."""
+        if self.settings.transport is not None:
+            self.settings.transport.wait_for_all()
+
+    def take_load(self) -> NDArray[np.int64]:
+        """Return and reset [E], this rank's rows for each expert since the last call."""
+        load_E, self._load_E = self._load_E, np.zeros_like(self._load_E)
+        return load_E
+
+    def split_rows(self, layout: Layout, training: bool, may_add: bool = True) -> Layout:
+        """Divide each expert's rows among owner and replicas, and re-sort them by slot. Collective.
+
+        Args:
+            layout: sorted by expert, without padding.
+            training: count the tokens for the next prediction.   may_add: on-demand replicas may be added.
+        """
+        table, settings = self.table, self.settings
+        if training:
+            self.clock.note(self.clock.turn, table.device)
+        counts_E = layout.counts_E
+        # All counts on each rank: the assignment of rows to replicas needs no further communication.
+        ones, mine = [1] * table.group.size, table.group.index
+        tokens_WE = all_gather_rows(table.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
+        if training:  # loads predict training batches; evaluation may have different tokens
+            self._load_E += tokens_WE[mine]
+        if settings.correct is not None and training:
+            self._add_replicas(settings.correct(table.current, sum_over_shards(table.shards, tokens_WE)))
+        if settings.share_rows is None:
+            sent_EV = dispatch(tokens_WE, table.current, table.nodes)[mine]
+        else:
+            # Once per step: a recomputation, or the backward of an earlier forward, needs the same tables.
+            adds = training and may_add and not self._replicas_are_final
+            sent_EV = self._share_rows(settings.share_rows, tokens_WE, adds).sent_from(mine)
+        return sort_by_slot(layout, sent_EV, table.held_W)
+
+    def _share_rows(self, share_rows: ShareRows, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
+        if adds:
+            self._replicas_are_final = True
+            # Ranks with shards of the same experts must decide alike.
+            wanted = share_rows(self.table.current, sum_over_shards(self.table.shards, tokens_WE), True)
+            if wanted.placement == self.table.current and self.table.shards.size == 1:
+                return wanted
+            self._add_replicas(wanted.placement)
+        return share_rows(self.table.current, tokens_WE, False)
+
+    def _add_replicas(self, wanted: Placement) -> None:
+        """Fetch the missing replicas of `wanted`; remove all others. Collective."""
+        if wanted != self.table.current:
+            self.wait_for_replicas()
+            self.replicas.add(self.table.add(wanted), self._record_gather())
+
+    def call(self, use: Callable[[Experts, ReplicaCall], T], *, waits: bool = False, fetches: bool = True) -> T:
+        """Return `use(experts, replicas)`, where the experts' parameters are the tables with replicas. Collective.
+
+        `waits`: wait for replicas first. `fetches`: start fetching them first; False: a plan's task fetches them during
+        `use`.
+        """
+        settings, after = self.settings, self.settings.after
+        # A recomputation is followed by its backward.
+        in_turns, recomputes = self.timing is ReplicaTiming.IN_TURNS, is_recomputing()
+        if not recomputes:
+            self._has_begun = False
+        if waits or in_turns:
+            self.wait_for_replicas()
+            self.fetch_next()
+        elif fetches:
+            self.fetch()
+        if in_turns:
+            self.wait_for_link()
+        # The transfer of parameters to replicas would lose forward-mode derivatives.
+        require_no_tangent("experts with replicas (placement='fssdp')", self.table.parameters)
+        tables, needs_grad, send = self.table.tensors(), torch.is_grad_enabled(), None
+        self._replicas_are_final |= needs_grad
+        if needs_grad:
+            tables, send = self._differentiable(tables)
+        named = {f"experts.{name}": table for name, table in zip(self.table.names, tables, strict=True)}
+        replicas = ReplicaCall(self, tables, send)
+        y = torch.func.functional_call(ExpertsModule(self.table.experts), named, (use, replicas))
+        if needs_grad and (settings.releases_replicas or in_turns):
+            assert isinstance(y, Tensor)
+            y = before_backward(y, self._prepare_backward)
+        # The last layer's backward runs next: keep its replicas.
+        if settings.releases_replicas and not (needs_grad and (after is None or recomputes)):
+            self.replicas.release()
+        # In a step with a plan, the link is free for the next layer's replicas after this layer's rows.
+        if in_turns and after is not None and not recomputes:
+            after.fetch()
+        if not recomputes:
+            self.clock.note(self.clock.end, self.table.device)
+        return y
+
+    def _differentiable(self, tables: Sequence[Tensor]) -> tuple[list[Tensor], SendGradients | None]:
+        """Attach the tables to the parameters in autograd. Also returns the sender of gradients, None if frozen."""
+        if self._route is None:  # `begin` was not called with gradients enabled
+            self._make_route()
+        assert self._route is not None
+        versions = [version_of(parameter) for parameter in self.table.parameters]
+        send = partial(self._send_gradients, self.table.transfers, self.table.rows, self.table.num_owned, versions)
+        made = list(attach_tables(self._received, tables, self._route, send))
+        send_gradients = partial(self._send_by_plan, self._route, send) if any(self._route.needs_grad) else None
+        return made, send_gradients
+
+    # The backward pass.
+
+    def _prepare_backward(self) -> None:
+        """Fetch released replicas before the layer's backward. With a plan, wait for all transfers. Collective."""
+        in_turns, before = self.timing is ReplicaTiming.IN_TURNS, self.settings.before
+        if self.settings.releases_replicas:
+            self.wait_for_replicas()
+            if before is not None and not in_turns:
+                before.fetch()
+        if in_turns:
+            self.wait_for_link()
+
+    def _send_gradients(
+        self,
+        transfers: tuple[Transfer, ...],
+        rows: dict[int, int],
+        num_owned: int,
+        versions: list[int],
+        grads: Sequence[Tensor],
+    ) -> SparseWork:
+        self.has_learned = True
+        # Gradients of old parameters must not be added to new parameters.
+        if versions != [version_of(parameter) for parameter in self.table.parameters]:
+            raise RuntimeError(
+                "experts have changed between a forward pass and its backward pass; call backward() before "
+                "optimizer.step()"
+            )
+        if self.settings.releases_replicas:
+            self.replicas.release()
+        recording = self._record("sparse reduce-scatter", REDUCE, "backward")
+        return self.replicas.send_gradients(transfers, rows, grads, num_owned, recording)
+
+    def _send_by_plan(self, route: GradientRoute, send: SendGradients, grads: Sequence[Tensor]) -> SparseWork:
+        route.is_sent = True
+        work = route.send(send, grads)
+        before = self.settings.before
+        if self.settings.releases_replicas and before is not None:
+            before.fetch()
+        return work
+
+    def _record_gather(self) -> Recording:
+        return self._record("sparse all-gather", GATHER, "backward" if is_recomputing() else "forward")
+
+    def _record(self, name: str, kind: str, phase: str) -> Recording:
+        if self.timing is ReplicaTiming.BY_TASKS:
+            return None  # the executor records the task
+        return span(self._recorder, name, kind=kind, resource="inter", phase=phase)
+
+
+class ReplicaCall:
+    """The replicas of one call of a layer's experts; implements `engine.run.ReplicaTransport`.
+
+    Args:
+        tables: the experts' parameters in this call, replicas included.
+        send: sends the gradients of `tables`' replicas to their owners; None: no gradients are needed.
+    """
+
+    def __init__(self, placed: PlacedExperts, tables: Sequence[Tensor], send: SendGradients | None) -> None:
+        self._placed = placed
+        # If no plan schedules the link, autograd sends gradients as soon as they are computed.
+        self._send = None if placed.timing is ReplicaTiming.EAGER else send
+        self._tables = () if self._send is None else tables
+
+    def wait_for_replicas(self) -> None:
+        self._placed.fetch_next()
+        self._placed.wait_for_replicas()
+
+    def send_gradients(
+        self, inputs: Sequence[Tensor | None], totals: Sequence[Tensor | None] | None, *, wait: bool = False
+    ) -> Callable[[], None]:
+        if self._send is None:
+            return _nothing
+        work = send_accumulated(self._send, self._tables, inputs, totals)
+        if wait:
+            work.wait()
+        return self._placed.wait_for_link
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,148 @@
+"""Planning of placements: owners and replicas of the next step; after the gate, on-demand replicas and row sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusedmoe.comm.collectives import all_gather_object, max_over_ranks_s
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance
+from fusedmoe.placement.hecate import LayerLoads, LayerPolicy, hecate, is_due, is_uneven, predict_load, reshard
+from fusedmoe.placement.placed_experts import PlacedExperts
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.traffic import PlacementCosts
+from fusedmoe.runtime.cache import measured_costs
+
+HECATE = ("hecate", "algorithm1")
+
+#: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
+Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
+
+#: Placeholder if no decision depends on costs.
+UNKNOWN_COSTS = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
+
+
+class PlacementPlanner:
+    """Chooses placements by a policy, identically on all ranks.
+
+    Args:
+        memory: m, maximum number of replicas on a rank in each layer.
+        may_reshard: owners may change.   correction: see `Correction`.
+    Attributes:
+        costs: of tokens and experts.
+        overlap: t, maximum number of experts sent for a layer.
+        planning_s: seconds that a search for a balance takes on the slowest rank; None: always search.
+    """
+
+    def __init__(
+        self,
+        policy: str | LayerPolicy,
+        memory: int,
+        overlap: int,
+        may_reshard: bool,
+        correction: Correction | None,
+        nodes: Nodes,
+    ) -> None:
+        self.policy, self.memory, self.overlap, self.may_reshard = policy, memory, overlap, may_reshard
+        self.correction, self.nodes = correction, nodes
+        self.costs = UNKNOWN_COSTS
+        self.planning_s: float | None = None
+
+    def decide(
+        self, iteration: int, placements: Sequence[Placement], history_ILE: NDArray[np.int64], topology: Topology
+    ) -> list[Placement]:
+        """Return each layer's placement in the next step, from current placements and loads. Collective."""
+        world, before = topology.world, tuple(placements)
+        if self.policy in HECATE and self.may_reshard and is_due(iteration):
+            shardings, load_LE = tuple(placement.sharding for placement in before), predict_load(history_ILE)
+            if self.planning_s is None or is_uneven(shardings, load_LE):
+                before = reshard(shardings, load_LE, self.nodes, self.overlap)
+        # Layers are independent: distribute them over ranks.
+        decided = []
+        for layer in range(world.index, len(before), world.size):
+            loads = LayerLoads(iteration, before[layer], history_ILE[:, layer], self.nodes, self.costs)
+            placement = self._place(loads, layer)
+            decided.append((placement.owners, placement.replicas))
+        owners = [placement.owners for placement in before]
+        of_ranks = all_gather_object(world, (owners, decided), "placements")
+        if any(theirs != owners for theirs, _ in of_ranks):
+            raise RankError(
+                f"rank {topology.rank}: the ranks give experts to different owners. These follow from the loads: "
+                "run the same versions of this library and of NumPy on every rank"
+            )
+        chosen = [of_ranks[layer % world.size][1][layer // world.size] for layer in range(len(before))]
+        return [Placement(self.nodes.ranks, *owners_and_replicas) for owners_and_replicas in chosen]
+
+    def _place(self, loads: LayerLoads, layer: int) -> Placement:
+        before = loads.placement
+        if self.policy == "ep":
+            return before
+        if not callable(self.policy):
+            return hecate(loads, t=self.overlap, m=self.memory, searches=self.policy == "hecate")
+        placement = self.policy(loads)
+        same = (placement.ranks, placement.experts) == (before.ranks, before.experts)
+        if not same or not (self.may_reshard or placement.owners == before.owners):
+            raise ConfigError(
+                f"ShardedExperts: the policy has placed layer {layer} as {_in_line(placement)} after "
+                f"{_in_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
+            )
+        return placement
+
+    def correct(self, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
+        """Return the placement with on-demand replicas for the current batch's routing."""
+        assert self.correction is not None
+        wanted = self.correction(placement, tokens_WE, self.nodes, self.memory, self.costs)
+        if not placement.is_within(wanted):
+            raise ConfigError(
+                f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
+                f"{_in_line(placement)} is not within {_in_line(wanted)}"
+            )
+        return wanted
+
+    def share_rows(self, placement: Placement, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
+        """Return the assignment of a batch's rows to owners and replicas, with new replicas if `may_add`."""
+        m = self.memory if may_add else 0
+        # Backward between two layers takes twice as long as forward, which hides t experts.
+        hidden_s = 2 * self.overlap * self.costs.expert_bytes / self.costs.inter_bytes_s
+        if self.planning_s is None:
+            return cheapest_balance(placement, tokens_WE, self.nodes, m, self.costs, hidden_s)
+        return auto_balance(placement, tokens_WE, self.nodes, m, self.costs, self.planning_s, hidden_s)
+
+    def measure_planning(self, placed: PlacedExperts, topology: Topology) -> None:
+        """Measure `planning_s`. Collective over all ranks."""
+        sharding = placed.table.sharding
+        skewed_WE = np.tile(4096 // np.arange(1, sharding.experts + 1), (sharding.ranks, 1))  # by Zipf's law
+        seconds = []
+        for _ in range(3):  # the first also imports and allocates
+            start = perf_counter()
+            balance = auto_balance(sharding, skewed_WE, self.nodes, self.memory, self.costs)
+            auto_balance(balance.placement, skewed_WE, self.nodes, 0, self.costs)  # as `PlacedExperts.split_rows` does
+            seconds.append(perf_counter() - start)
+        self.planning_s = max_over_ranks_s(topology.world, [min(seconds)], "time to balance in")[0]
+
+
+def measured_placement_costs(placed: PlacedExperts, model_dim: int, topology: Topology) -> PlacementCosts:
+    """Measure the costs of a layer's tokens and experts. Collective over all ranks."""
+    parameters, expert_bytes = placed.table.parameters, placed.table.expert_bytes
+    first = parameters[0]
+    lines = measured_costs(topology, first.device, first.dtype).lines
+    inter = lines["all-to-all/ep"]
+    # Forward: one multiplication and one addition per parameter; backward: twice that.
+    flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
+    return PlacementCosts(
+        token_s=flop * lines["gemm"].beta_s,
+        token_bytes=model_dim * first.element_size(),
+        expert_bytes=expert_bytes,
+        state_bytes=2 * expert_bytes,  # Adam's two moments; the optimizer has not stepped yet
+        inter_bytes_s=inter.per_s,
+        intra_bytes_s=lines.get("all-gather/esp", inter).per_s,
+    )
+
+
+def _in_line(placement: Placement) -> str:
+    return str(placement).replace("\n", "; ")

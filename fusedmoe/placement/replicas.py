@@ -1,0 +1,129 @@
+"""Replicas of one layer's experts on this rank, with the states of `replica_state.TRANSITIONS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from fusedmoe.placement.expert_table import ExpertTable
+from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
+from fusedmoe.placement.replica_state import ReplicaEvent, ReplicaState, after
+from fusedmoe.placement.traffic import Transfer, reduce
+
+# Context that records a transfer, entered by the thread that runs it.
+Recording = AbstractContextManager[None] | None
+
+
+class Replicas:
+    """The replicas in a layer's table.
+
+    Methods that start transfers are collective over the expert-parallel group: its ranks call them in the same order,
+    layer by layer.
+
+    Attributes:
+        state: of all replicas of the layer.
+        transport: sends experts between ranks, shared by all layers; None without `ShardedExperts`.
+        sent_bytes: bytes of parameters and gradients that this rank has sent.
+    """
+
+    def __init__(self, table: ExpertTable) -> None:
+        self.table, self.state = table, ReplicaState.ABSENT
+        self.transport: SparseCollectives | None = None
+        self.sent_bytes = 0
+        self._works: list[SparseWork] = []
+        self._versions: list[tuple[int, int]] = []
+
+    @property
+    def has_started(self) -> bool:
+        """True if replicas are present or in flight: no fetch is needed."""
+        return self.state not in (ReplicaState.ABSENT, ReplicaState.RELEASED)
+
+    def fetch(self, recording: Recording = None) -> None:
+        """Start the transfers of all replicas. Collective."""
+        tensors = self.table.tensors()
+        # Compared later: replicas of older parameters must not be used.
+        self._versions = self.table.versions()
+        self._start(ReplicaEvent.FETCH, self.table.transfers, tensors, recording)
+
+    def add(self, transfers: Sequence[Transfer], recording: Recording = None) -> None:
+        """Start the transfers of on-demand replicas. Collective."""
+        if transfers:
+            self._start(ReplicaEvent.ADD, transfers, self.table.tensors(), recording)
+
+    def wait_for_transfers(self) -> None:
+        """Wait for the started transfers (on CUDA the current stream waits)."""
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except BaseException:
+            self._change(ReplicaEvent.FAIL)
+            raise
+        if self.state is not ReplicaState.PRESENT:
+            self._change(ReplicaEvent.ARRIVE)
+
+    def drop(self) -> None:
+        """Wait for started transfers, and mark the replicas as outdated."""
+        self._settle()
+        self._change(ReplicaEvent.DROP)
+
+    def release(self) -> None:
+        """Wait for started transfers, and free the memory of the replicas."""
+        self._settle()
+        self._change(ReplicaEvent.RELEASE)
+        self.table.free_replicas()
+
+    def abandon(self) -> None:
+        """Mark the replicas as outdated. The caller ensures that transfers have ended."""
+        self._works = []
+        if self.state is ReplicaState.IN_FLIGHT:
+            self._change(ReplicaEvent.FAIL)
+        self._change(ReplicaEvent.DROP)
+
+    def refusal(self) -> str | None:
+        """Return why replicas must not be used (this rank's experts have changed since the fetch), or None."""
+        has_data = bool(self._works) or self.state is ReplicaState.PRESENT
+        if has_data and self._versions != self.table.versions():
+            return (
+                "experts have changed since their replicas started, at the start of the model's forward pass. Change "
+                "parameters between forward and backward passes, not within one"
+            )
+        return None
+
+    def send_gradients(
+        self,
+        transfers: Sequence[Transfer],
+        rows: Mapping[int, int],
+        grads: Sequence[Tensor],
+        num_owned: int,
+        recording: Recording,
+    ) -> SparseWork:
+        """Start sending gradients of replicas to the owners, along `transfers` reversed. Collective."""
+        if not transfers:
+            return SparseWork()
+        assert self.transport is not None
+        work = self.transport.reduce(reduce(transfers), rows, grads, num_owned, recording)
+        self.sent_bytes += work.sent_bytes
+        return work
+
+    def _start(
+        self, event: ReplicaEvent, transfers: Sequence[Transfer], tensors: Sequence[Tensor], recording: Recording
+    ) -> None:
+        state = after(self.state, event)
+        if transfers:
+            assert self.transport is not None
+            with torch.inference_mode(False):  # it may end in another thread
+                work = self.transport.gather(transfers, self.table.rows, tensors, recording)
+            self.sent_bytes += work.sent_bytes
+            self._works.append(work)
+        self.state = state
+
+    def _settle(self) -> None:
+        if self.state is ReplicaState.IN_FLIGHT:
+            self.wait_for_transfers()
+
+    def _change(self, event: ReplicaEvent) -> None:
+        self.state = after(self.state, event)
