@@ -12,14 +12,14 @@ from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
-from fusedmoe.engine.dispatcher import Dispatcher, Routed
+from fusedmoe.engine.dispatcher import Dispatcher, Routed, SharedExpert
+from fusedmoe.engine.shared_expert import single_expert_layout
 from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.hooks import Hooks, apply_end_hooks, apply_start_hooks, validate_hooks
 from fusedmoe.kernels.backend import require_float_dtype
 from fusedmoe.kernels.derivatives import exclude_from_graphs
-from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import (
     agree_on_parts,
@@ -186,6 +186,8 @@ class MoELayer(PlannedLayer, nn.Module):
         self.number: int | None = None
         self.plans = make_plans(schedule, parts, moves, bool(self.hooks))
         self.parts = self.plans.kinds
+        # Gradients of a shared expert are also summed over MP ranks, which no plan does.
+        self.plans.shared = None if self.mp_tokens.joint else shared
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
@@ -246,8 +248,10 @@ class MoELayer(PlannedLayer, nn.Module):
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))
         ordered = self._sort_rows(x_SM, routing)
-        y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None)
-        y_SM = self._sum_results(y_SM, ordered, x_SM)
+        planned = self.plans.shared
+        shared = None if planned is None else SharedExpert(planned, x_SM)
+        y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None, shared)
+        y_SM = self._sum_results(y_SM, ordered, x_SM, None if shared is None else shared.result)
         if self.topology.mp.size > 1:
             aux = self.mp_tokens.aux(aux)
         self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
@@ -294,11 +298,16 @@ class MoELayer(PlannedLayer, nn.Module):
         return ordered
 
     def _exchange(
-        self, ordered: Ordered, routing: Routing | SoftRouting, refusal: str | None, masked: bool
+        self,
+        ordered: Ordered,
+        routing: Routing | SoftRouting,
+        refusal: str | None,
+        masked: bool,
+        shared: SharedExpert | None,
     ) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7; also returns the auxiliary loss, made dependent on the exchange in a graph."""
         nonfinite, aux = self.checks.nonfinite_logits(routing), routing.aux_loss
-        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite)
+        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite, shared)
         count = None if nonfinite is None else nonfinite.number
         if (captured := self.run_captured(routed, count, aux, masked)) is not None:
             return captured
@@ -306,14 +315,15 @@ class MoELayer(PlannedLayer, nn.Module):
         self.load.count_sent(self.dispatcher.sent_counts)
         return y_SM, aux
 
-    def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor) -> Tensor:
-        """Step 8 without the MP ranks."""
+    def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor, shared_SM: Tensor | None) -> Tensor:
+        """Step 8 without the MP ranks. `shared_SM`: the shared expert's results, if a plan has computed them."""
         with part_span("unpermute"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is None:
             return y_SM
-        shared_SM = self.mp_tokens.call(self.shared, x_SM, single_expert_layout(x_SM), None)
+        if shared_SM is None:
+            shared_SM = self.mp_tokens.call(self.shared, x_SM, single_expert_layout(x_SM), None)
         check_results(type(self.shared).__name__, shared_SM, x_SM)
         return y_SM + shared_SM
 
@@ -384,11 +394,6 @@ class MoELayer(PlannedLayer, nn.Module):
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, "
             f"schedule={str(self.plans)!r}, {self.topology}"
         )
-
-
-def single_expert_layout(x_SM: Tensor) -> Layout:
-    """Return the layout with which a shared expert processes every token."""
-    return contiguous_layout(torch.full((1,), x_SM.shape[0], device=x_SM.device), x_SM.shape[0])
 
 
 def number_layers(layers: Iterable[MoELayer | ScheduledExchange]) -> None:

@@ -36,6 +36,7 @@ COLOURS: dict[str, str] = {
     TaskKind.DISPATCH: "#0a2f66",
     TaskKind.ALL_GATHER: "#1f7350",
     TaskKind.EXPERT: "#f79a1c",
+    TaskKind.SHARED_EXPERT: "#7a4a00",
     TaskKind.REDUCE_SCATTER: "#80f2d8",
     TaskKind.COMBINE: "#98b8f8",
     TaskKind.UNPERMUTE: "#d9cbf8",

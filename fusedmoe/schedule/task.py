@@ -35,6 +35,7 @@ class TaskKind(StrEnum):
     DISPATCH = "dispatch"
     ALL_GATHER = "all-gather"
     EXPERT = "expert"
+    SHARED_EXPERT = "shared-expert"
     REDUCE_SCATTER = "reduce-scatter"
     COMBINE = "combine"
     DISPATCH_EXPERT_COMBINE = "dispatch-expert-combine"
@@ -111,6 +112,7 @@ SYMBOLS: dict[str, str] = {
     _K.DISPATCH_EXPERT_COMBINE: "DEC",
     _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: "AGERS",
     _K.UNPERMUTE: "U",
+    _K.SHARED_EXPERT: "SE",
     _K.ATTENTION: "A",
     _K.WEIGHT_GRADIENT: "WG",
     _K.ATTENTION_WEIGHT_GRADIENT: "AWG",
