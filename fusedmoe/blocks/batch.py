@@ -134,9 +134,9 @@ class BatchRouting:
         self._whole = whole = MicroBatch(0, 1, lead, rows, group.index, mask, x.device)
         own_SM = x_SM[whole.own]
         self._capacity = gate.row_capacity(len(own_SM) if x.numel() else 0) if block.has_capacity else None
-        self._drawn = tuple(whole.batch(values) for values in gate.draw(own_SM))
+        self._drawn = tuple(whole.scatter_to_batch(values) for values in gate.draw(own_SM))
         given = None if gate.tap is None else gate.tap.next_experts(len(own_SM), gate.k)
-        self._given = given and given._replace(expert_TK=whole.batch(given.expert_TK.to(x.device), -1))
+        self._given = given and given._replace(expert_TK=whole.scatter_to_batch(given.expert_TK.to(x.device), -1))
         self._taken_E: Tensor | None = None  # rows of each expert so far
         self._num_routed = 0  # dense micro-batches
 
@@ -166,7 +166,7 @@ class BatchRouting:
         """
         assert chunk.start == self._num_routed, "micro-batches must be routed in order"
         self._num_routed, axis = chunk.stop, self._batch.split.axis
-        chosen = [dense.micro_batch.batch(dense.routing.expert_SK, -1) for dense in routed]
+        chosen = [dense.micro_batch.scatter_to_batch(dense.routing.expert_SK, -1) for dense in routed]
         if (capacity := self._capacity) is None:
             return chosen
         together = torch.cat(chosen, axis)
@@ -200,7 +200,7 @@ class BatchRouting:
         # Losses are means over all tokens: the gate runs once more, on the scores of all micro-batches.
         dense = [state.dense[place] for place in range(len(state.dense))]
         parts = zip(
-            *([one.micro_batch.batch(score.detach()) for score in one.scores] for one in dense),
+            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense),
             strict=True,
         )
         scores = [self._tokens(torch.cat(part, axis))[whole.own] for part in parts]
@@ -221,7 +221,7 @@ class BatchRouting:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
             of_scores = [next(grads) if score.requires_grad else None for score in scores]
-            state.dscores = [None if grad is None else whole.batch(grad) for grad in of_scores]
+            state.dscores = [None if grad is None else whole.scatter_to_batch(grad) for grad in of_scores]
         return aux.detach()
 
     def _tokens(self, value: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class BlockExperts:
             return CalledExperts(experts.in_chunks(like))
         self._counts_tokens = experts.training and not is_recomputing()  # tasks may run on other threads
         placed.begin_turn(self._layer.recorder)
-        self.refusal = placed.replicas.refusal()
+        self.refusal = placed.replicas.why_unusable()
         waits, fetches = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
         chunks, replicas = placed.call(partial(_of_tables, like), waits=waits, fetches=fetches)
         return CalledExperts(chunks, placed.table.num_rows, replicas)

@@ -161,12 +161,12 @@ class MicroBatch:
             self.real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
             self.own = self.real + start
 
-    def batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
+    def scatter_to_batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Scatter values of the tokens that this rank routes, [S, ·], into [b, …, ·], with `fill` elsewhere."""
-        value_S = own_S if len(self.rows) == 1 and self.real is None else self.spread(own_S, fill)
+        value_S = own_S if len(self.rows) == 1 and self.real is None else self.scatter_to_tokens(own_S, fill)
         return value_S.view(*self.lead, *value_S.shape[1:])
 
-    def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:
+    def scatter_to_tokens(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Scatter values of the tokens that this rank routes, [S, ·], into [tokens, ·], with `fill` elsewhere."""
         tokens, at = sum(self.rows), self.own
         if len(own_S) == tokens:

@@ -207,11 +207,11 @@ class _DensePart(nn.Module):
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
         if self.shared is not None:
-            shared = micro_batch.spread(self.shared(u_SM, single_expert_layout(u_SM), None)).view(y.shape)
+            shared = micro_batch.scatter_to_tokens(self.shared(u_SM, single_expert_layout(u_SM), None)).view(y.shape)
         # Added inside the graph unless it must pass through the end of the block.
         if shared is not None and not self._has_end:
             y, shared = y + shared, None
-        return y, micro_batch.spread(u_SM).view(x.shape), shared, scores, own
+        return y, micro_batch.scatter_to_tokens(u_SM).view(x.shape), shared, scores, own
 
     def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._call_dense(x, (), None)[:2]

@@ -130,7 +130,7 @@ class BlocksForward(BlockPass, ForwardPass):
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
             with torch.set_grad_enabled(self.keep):
-                weight = dense.micro_batch.batch(dense.routing.weight_SK)
+                weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
                 for p in state.cuts.rows_of[place]:
                     at = state.cuts.rows_in_dense_at[p]
                     expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)

@@ -44,7 +44,7 @@ from fusedmoe.schedule.refit import compare
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import saved_at
-from fusedmoe.training.copies import replicas
+from fusedmoe.training.replicated_parameters import replicas
 
 #: Steps between two collections of metrics.
 METRICS_EVERY = 10

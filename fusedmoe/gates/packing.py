@@ -23,7 +23,7 @@ def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
             values. On CUDA and in a graph a device-side assertion checks the values.
     """
     tokens, name = x.shape[:-1].numel(), type(gate).__name__
-    if not gate.packs or not trait_applies(type(gate), "packs", ("forward", "route", "choose")):
+    if not gate.has_packed_loss or not trait_applies(type(gate), "has_packed_loss", ("forward", "route", "choose")):
         raise ConfigError(f"MoELayer got cu_seqlens, but its {name} gate has no loss per sequence; use DeepSeekV3")
     if gate.loss_sequence is not None:
         raise ConfigError(

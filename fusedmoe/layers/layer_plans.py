@@ -65,7 +65,7 @@ class LayerPlans:
     """Provides the plans of one layer.
 
     Args:
-        moves: experts are dynamically placed.
+        is_placed: experts are dynamically placed.
     Attributes:
         assigned: plans that override the schedule; not copied with the layer.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
@@ -76,8 +76,8 @@ class LayerPlans:
     #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
     requires_puts = False
 
-    def __init__(self, parts: LayerParts, moves: bool = False) -> None:
-        self.topology, self.parts, self.moves = parts.topology, parts, moves
+    def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
+        self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
         self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None

@@ -57,13 +57,13 @@ class Load:
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = kept_E if all_kept else expert_load(routing.expert_SK, experts)
-        wanted = training and (self.counters is not None or gate.balances) and is_counting_tokens()
-        self._counts = self.counters is not None and wanted
+        is_counted = training and (self.counters is not None or gate.needs_load) and is_counting_tokens()
+        self._counts = self.counters is not None and is_counted
         if self._counts:
             assert self.counters is not None
             self.counters.count_choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
             self.counters.count_rows(kept_E)
-        if wanted and gate.balances:
+        if is_counted and gate.needs_load:
             # Always a tensor: otherwise compiled layers would need another graph for the first step.
             self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be specialized on each value
@@ -97,7 +97,7 @@ class Load:
 
     def update_gate(self, gate: Gate, world: Group) -> None:
         """All-reduce the training load since the last call and pass it to a gate that balances. Collective."""
-        if gate.balances:
+        if gate.needs_load:
             sum_E, self._sum_E, self._forwards_since_update = self._sum_E, torch.zeros_like(self._sum_E), 0
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))

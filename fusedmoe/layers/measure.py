@@ -69,7 +69,7 @@ def measure_layer(
     topology, gate, order, experts = plans.parts
     half_s = None if again_s is None else again_s / 2
     costs = measured_costs(topology, like.device, like.dtype, half_s)
-    if plans.moves:
+    if plans.is_placed:
         return costs
     # All ranks measure with the largest number of tokens.
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))

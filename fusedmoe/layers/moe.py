@@ -180,11 +180,11 @@ class MoELayer(PlannedLayer, nn.Module):
             require_library_dispatch(dispatch, option if off else f"schedule={schedule!r}")
         gate.setup(model_dim, device=device, dtype=dtype)
         parts = LayerParts(self.topology, gate, self.order, experts)
-        moves = placement == "fssdp" and self.topology.ep.size > 1
-        self.placed = set_up_experts(parts, shared, model_dim, moves, device, dtype)
+        is_placed = placement == "fssdp" and self.topology.ep.size > 1
+        self.placed = set_up_experts(parts, shared, model_dim, is_placed, device, dtype)
         self.recorder: Recorder | None = None
         self.number: int | None = None
-        self.plans = make_plans(schedule, parts, moves, bool(self.hooks))
+        self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)

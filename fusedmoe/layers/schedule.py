@@ -239,8 +239,8 @@ class ScheduledPlans(LayerPlans):
         ConfigError: the experts do not describe their workload, and the schedule has degrees to choose.
     """
 
-    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, hooked: bool) -> None:
-        super().__init__(parts, moves)
+    def __init__(self, parts: LayerParts, schedule: Schedule, is_placed: bool, hooked: bool) -> None:
+        super().__init__(parts, is_placed)
         ep, esp = parts.topology.ep.size, parts.topology.esp.size
         if not isinstance(schedule, Schedule):
             raise ConfigError(
@@ -254,7 +254,7 @@ class ScheduledPlans(LayerPlans):
                 parts.experts.workload(1, 1, ep, esp)
         self.schedule, self.requires_puts = schedule, schedule.policy == FUSED_POLICY
         # One-sided kernels call no hooks and do not support dynamic placement.
-        self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
+        self.puts, self.limit = schedule.puts and not is_placed and not hooked, schedule.limit
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}

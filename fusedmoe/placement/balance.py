@@ -171,9 +171,9 @@ def cheapest_balance(
     nodes, with room for fewer replicas, and with node-local replicas. The result never costs more than `balance` with
     any of `LEVELS`, with m = 0 or this m. New replicas may replace underused replicas.
     """
-    walk = _Walk(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
-    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s) or as_it_is
+    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, level_balances.balances, hidden_s)
+    return _search_replicas(placement, level_balances, m, costs, hidden_s, as_it_is_s) or as_it_is
 
 
 def auto_balance(
@@ -207,9 +207,9 @@ def auto_balance(
     now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _WORTH * now_s):
         return nearest
-    walk = _Walk(placement, tokens_WE, nodes, m)
-    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
+    level_balances = _LevelBalances(placement, tokens_WE, nodes, m)
+    as_it_is_s, as_it_is = _cheapest(placement, costs, level_balances.balances, hidden_s)
+    return _search_replicas(placement, level_balances, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
 
 
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
@@ -246,7 +246,7 @@ def _cheapest(
     return best_s, best
 
 
-class _Walk:
+class _LevelBalances:
     """Balances with the replicas of one placement, computed for each of `LEVELS` from the highest to the lowest.
 
     Attributes:
@@ -283,7 +283,7 @@ class _Walk:
 
 
 def _search_replicas(
-    before: Placement, walk: _Walk, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
+    before: Placement, level_balances: _LevelBalances, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
 ) -> Balance | None:
     """Return the fastest balance with new or replaced replicas, if its layer takes less than `below_s`; else None.
 
@@ -292,11 +292,11 @@ def _search_replicas(
     bound of the time does not exclude.
 
     Args:
-        walk: the balances over the replicas of `before`, already computed.
+        level_balances: the balances over the replicas of `before`, already computed.
         m: maximum number of replicas per rank.
         hidden_s: seconds of gradient transfers that overlap with computation.
     """
-    tokens_WE, nodes, best = walk.tokens_WE, walk.nodes, None
+    tokens_WE, nodes, best = level_balances.tokens_WE, level_balances.nodes, None
     transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
 
     def offer(start: Placement, offered: Balance) -> float:
@@ -308,30 +308,30 @@ def _search_replicas(
             below_s, best = offered_s, offered
         return offered_s
 
-    def may_win(each: _Walk, most: int, room: int) -> bool:
+    def may_win(each: _LevelBalances, most: int, room: int) -> bool:
         # Lower bound: one rank computes `most` rows, and one new replica is sent.
         work_s = most * costs.token_s
         rows_s = EXCHANGES * each.min_inter_node_rows(room) * costs.token_bytes / costs.inter_bytes_s
         return work_s + rows_s + transfer_s + max(0.0, transfer_s - hidden_s) < below_s
 
-    def offer_replicated(each: _Walk, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
+    def offer_replicated(each: _LevelBalances, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
         """Add up to `room` replicas per rank; offer the balance. Returns its seconds and the most replicas per rank."""
         sharing = each.stuck[most].copy(room)
         sharing.replicate(most, inside=inside)
         return offer(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.fullest
 
     tries = max(_TRIES, _SMALL // tokens_WE.size)
-    used = _drop_underused(walk.balances[-1])
+    used = _drop_underused(level_balances.balances[-1])
     near = add_node_local(used, tokens_WE, nodes, m, costs)
     starts = [near] if near != used else []
-    if used != before and (tries > _TRIES or walk.balances[-1].busiest > _row_limit(1.0, tokens_WE)):
+    if used != before and (tries > _TRIES or level_balances.balances[-1].busiest > _row_limit(1.0, tokens_WE)):
         starts.append(used)
-    walks = [walk, *(_Walk(start, tokens_WE, nodes, m) for start in starts)]
-    for each in walks[1:]:
+    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, nodes, m) for start in starts)]
+    for each in all_balances[1:]:
         for balanced in each.balances:
             offer(each.start, balanced)
-    runs: list[tuple[float, int, _Walk, int, int]] = []
-    for each in walks:
+    runs: list[tuple[float, int, _LevelBalances, int, int]] = []
+    for each in all_balances:
         # Lowest level first: its busiest rank computes the fewest rows.
         for most in reversed(each.stuck):
             if may_win(each, most, m):
@@ -339,7 +339,7 @@ def _search_replicas(
                 runs.append((run_s, len(runs), each, most, room))
     for _, _, each, most, room in sorted(runs)[:tries]:
         # Node-local replicas change neither a node's total rows nor its inter-node rows.
-        if may_win(each, max(most, each.stuck[most].busiest_node), 0):
+        if may_win(each, max(most, each.stuck[most].busiest_node_mean_rows), 0):
             offer_replicated(each, most, m, inside=True)
         # Less room than the fullest rank used leads to a different choice of replicas.
         while (room := room - 1) > 0:

@@ -41,7 +41,7 @@ class PlacedDispatcher(Collectives):
             # Remove padding: rows are split over replicas by their counts. Predictions use training steps only.
             training = placed.table.experts.training and not is_recomputing()
             layout = placed.split_rows(routed.layout.exact(), training)
-        refusal = placed.replicas.refusal() or routed.refusal
+        refusal = placed.replicas.why_unusable() or routed.refusal
         return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
 
     def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:

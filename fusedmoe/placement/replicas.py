@@ -83,7 +83,7 @@ class Replicas:
             self._change(ReplicaEvent.FAIL)
         self._change(ReplicaEvent.DROP)
 
-    def refusal(self) -> str | None:
+    def why_unusable(self) -> str | None:
         """Return why replicas must not be used (this rank's experts have changed since the fetch), or None."""
         has_data = bool(self._works) or self.state is ReplicaState.PRESENT
         if has_data and self._versions != self.table.versions():

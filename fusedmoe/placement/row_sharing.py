@@ -60,7 +60,7 @@ class RowSharing:
         return int((self.before.extra_W() + new_V)[new_V > 0].max(initial=0))
 
     @property
-    def busiest_node(self) -> int:
+    def busiest_node_mean_rows(self) -> int:
         """Mean number of rows per rank on the busiest node."""
         return int(np.bincount(self._node_V, self.work_V).max()) // int(np.count_nonzero(self._node_V == 0))
 

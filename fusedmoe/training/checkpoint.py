@@ -25,10 +25,10 @@ from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint_folder import first_path, write_folder
 from fusedmoe.training.checkpoint_index import CURE, FORMAT
 from fusedmoe.training.checkpoint_reader import CheckpointReader, index_digest
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizer_state import GROUPS, EntryFilter, OptimizerState
 from fusedmoe.training.plain_values import require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import ShardSpecs, expert_number_names, is_writer, plain_name, shard_specs
 
 _MODEL = "model."

@@ -34,8 +34,8 @@ from fusedmoe.training.checkpoint_index import (
     write_index,
     write_parts,
 )
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.plain_values import EncodedValue, encode_value, require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import RowShard
 
 #: File name of the index in formats 1 and 2.

@@ -82,7 +82,7 @@ class TensorPart(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
 
 
 @dataclass

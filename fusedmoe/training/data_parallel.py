@@ -34,7 +34,10 @@ from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an op
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED, experts_of
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_shardings
-from fusedmoe.training.copies import (
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.optimizers import check_first_step
+from fusedmoe.training.repeated_sync import note_synchronised
+from fusedmoe.training.replicated_parameters import (
     MpLoss,
     broadcast,
     compare_replicas,
@@ -45,9 +48,6 @@ from fusedmoe.training.copies import (
     replicas,
     sharded_with_experts,
 )
-from fusedmoe.training.gradient_buckets import GradientBuckets
-from fusedmoe.training.optimizers import check_first_step
-from fusedmoe.training.repeated_sync import note_synchronised
 
 
 def sync_gradients(

@@ -21,7 +21,7 @@ from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
 from fusedmoe.threads import WorkerThread
-from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
+from fusedmoe.training.replicated_parameters import MpLoss, Replica, divisor, local_part, replicas
 
 
 @dataclass(eq=False)

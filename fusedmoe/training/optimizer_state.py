@@ -14,8 +14,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer, Optimizers, require_plain
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.plain_values import encode_value, require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
 
 STATE = "optimizer.state."

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import MatrixOptimizer, require_elementwise_part, require_plain
-from fusedmoe.training.copies import Replica
+from fusedmoe.training.replicated_parameters import Replica
 
 # Name and sharding of sharded parameters whose optimizer has not stepped yet.
 _unchecked: Any = WeakIdKeyDictionary()

@@ -21,7 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import NAMED, NUMBERS, experts_of
 from fusedmoe.experts.sharding import active_shardings
-from fusedmoe.training.copies import local_part, replica_group
+from fusedmoe.training.replicated_parameters import local_part, replica_group
 
 Shapes = dict[str, tuple[int, ...]]
 

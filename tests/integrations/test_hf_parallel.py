@@ -20,7 +20,7 @@ from fusedmoe.hf.callbacks import RouterMetrics
 from fusedmoe.hf.module_experts import compute
 from fusedmoe.layers import input_checks
 from fusedmoe.training import clip_grad_norm
-from fusedmoe.training.copies import local_part
+from fusedmoe.training.replicated_parameters import local_part
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 

@@ -119,15 +119,15 @@ def test_replica_lifecycle_follows_transition_table() -> None:
 
 def test_parameter_update_during_fetch_is_rejected() -> None:
     replicas = make_replicas(Transport())
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
     replicas.fetch()
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
     with torch.no_grad():
         replicas.table.parameters[0].add_(1)
-    refusal = replicas.refusal()
+    refusal = replicas.why_unusable()
     assert refusal is not None and "experts have changed since their replicas started" in refusal
     replicas.drop()
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
 
 
 def test_failed_transfer_leaves_replicas_absent() -> None:

@@ -413,6 +413,6 @@ def test_layer_gradients_equal_one_process(cluster: Cluster, world: int, ep: int
 
 def test_unknown_divisor_convention_is_rejected() -> None:
     model = nn.Linear(2, 2)
-    replica = training.copies.replicas(model, Topology())[0]
+    replica = training.replicated_parameters.replicas(model, Topology())[0]
     with pytest.raises(fusedmoe.ConfigError, match="choose summands or replicated"):
-        training.copies.divisor(replica, Topology(), "shared")  # type: ignore[arg-type]
+        training.replicated_parameters.divisor(replica, Topology(), "shared")  # type: ignore[arg-type]
