@@ -25,7 +25,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, chain_gathers, gather
+from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers
 
 
 class ExpertTable:
@@ -72,7 +72,7 @@ class ExpertTable:
 
         Removes other replicas: their rows are reused, and they send no gradients.
         """
-        more = gather(self.current.both(wanted), wanted, self.nodes)
+        more = gather_transfers(self.current.both(wanted), wanted, self.nodes)
         stays = tuple(one for one in self.transfers if wanted.holds_EW[one.expert, one.target])
         self._hold(wanted)
         self._transfers = chain_gathers(stays, more)
@@ -85,7 +85,7 @@ class ExpertTable:
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers of all replicas from their owners."""
         if self._transfers is None:
-            self._transfers = gather(self.sharding, self.current, self.nodes)
+            self._transfers = gather_transfers(self.sharding, self.current, self.nodes)
         return self._transfers
 
     @property

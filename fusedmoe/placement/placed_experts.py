@@ -45,7 +45,7 @@ from fusedmoe.placement.replica_gradients import (
 )
 from fusedmoe.placement.replica_state import ReplicaTiming
 from fusedmoe.placement.replicas import Recording, Replicas
-from fusedmoe.placement.traffic import Transfer, dispatch
+from fusedmoe.placement.traffic import Transfer, split_tokens
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
@@ -277,7 +277,7 @@ class PlacedExperts:
         if settings.correct is not None and training:
             self._add_replicas(settings.correct(table.current, sum_over_shards(table.shards, tokens_WE)))
         if settings.share_rows is None:
-            sent_EV = dispatch(tokens_WE, table.current, table.nodes)[mine]
+            sent_EV = split_tokens(tokens_WE, table.current, table.nodes)[mine]
         else:
             # Once per step: a recomputation, or the backward of an earlier forward, needs the same tables.
             adds = training and may_add and not self._replicas_are_final

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedmoe.placement.expert_table import ExpertTable
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.replica_state import ReplicaEvent, ReplicaState, after
-from fusedmoe.placement.traffic import Transfer, reduce
+from fusedmoe.placement.traffic import Transfer, reduce_transfers
 
 # Context that records a transfer, entered by the thread that runs it.
 Recording = AbstractContextManager[None] | None
@@ -105,7 +105,7 @@ class Replicas:
         if not transfers:
             return SparseWork()
         assert self.transport is not None
-        work = self.transport.reduce(reduce(transfers), rows, grads, num_owned, recording)
+        work = self.transport.reduce(reduce_transfers(transfers), rows, grads, num_owned, recording)
         self.sent_bytes += work.sent_bytes
         return work
 
