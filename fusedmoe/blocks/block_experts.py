@@ -77,10 +77,10 @@ class BlockExperts:
         if placed is None:
             return CalledExperts(experts.in_chunks(like))
         self._counts_tokens = experts.training and not is_recomputing()  # tasks may run on other threads
-        placed.begin_turn(self._layer.recorder)
+        placed.begin_once(self._layer.recorder)
         self.refusal = placed.replicas.why_unusable()
-        waits, fetches = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
-        chunks, replicas = placed.call(partial(_of_tables, like), waits=waits, fetches=fetches)
+        wait_first, fetch_first = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
+        chunks, replicas = placed.call(partial(_of_tables, like), wait_first=wait_first, fetch_first=fetch_first)
         return CalledExperts(chunks, placed.table.num_rows, replicas)
 
     def split_rows(self, layout: Layout) -> Layout:

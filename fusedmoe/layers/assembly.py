@@ -129,10 +129,10 @@ def set_up_experts(
     topology, gate, order, experts = parts
     assert isinstance(experts, Experts)
     if is_placed:
-        from fusedmoe.placement.expert_table import first_place
+        from fusedmoe.placement.expert_table import initial_place
         from fusedmoe.placement.placed_experts import PlacedExperts
 
-        place = first_place(gate.experts, topology)
+        place = initial_place(gate.experts, topology)
     else:
         place = assign_evenly(gate.experts, topology)
     if isinstance(source := getattr(experts, "source", None), ExpertSource):

@@ -59,27 +59,27 @@ class ExpertTable:
         self.placement, self.current = placement, placement.sharding
         self.held_W = [placement.owned(rank) for rank in range(placement.ranks)]
         self._transfers: tuple[Transfer, ...] | None = None
-        self._hold(placement)
+        self._set_current(placement)
         self.experts.own_numbers, self.experts.is_placed = placement.owned(self.group.index), True
 
-    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+    def replace_parameters(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the parameters by the tensors of other owned experts. Drops gradients."""
         for name, parameter in self.parameter_items:
             _replace_data(parameter, tensors[name])
 
-    def add(self, wanted: Placement) -> tuple[Transfer, ...]:
-        """Allocate rows for missing replicas in `wanted`, and return their transfers.
+    def set_replicas(self, target: Placement) -> tuple[Transfer, ...]:
+        """Allocate rows for missing replicas in `target`, and return their transfers.
 
         Removes other replicas: their rows are reused, and they send no gradients.
         """
-        more = gather_transfers(self.current.both(wanted), wanted, self.nodes)
-        stays = tuple(one for one in self.transfers if wanted.holds_EW[one.expert, one.target])
-        self._hold(wanted)
-        self._transfers = chain_gathers(stays, more)
+        more = gather_transfers(self.current.both(target), target, self.nodes)
+        kept = tuple(one for one in self.transfers if target.holds_EW[one.expert, one.target])
+        self._set_current(target)
+        self._transfers = chain_gathers(kept, more)
         return more
 
-    def _hold(self, wanted: Placement) -> None:
-        self.held_W, self.current = held_after(self.held_W, self.current, wanted), wanted
+    def _set_current(self, target: Placement) -> None:
+        self.held_W, self.current = held_after(self.held_W, self.current, target), target
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -152,7 +152,7 @@ class ExpertTable:
         return [(version_of(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
 
 
-def first_place(experts: int, topology: Topology) -> Place:
+def initial_place(experts: int, topology: Topology) -> Place:
     """Return the consecutive experts that this rank owns at first. Numbers of experts differ by at most 1 over EP."""
     ep, esp = topology.ep, topology.esp
     owned = Placement.even(ep.size, experts).owned(ep.index)

@@ -50,15 +50,15 @@ class SparseWork:
     """Handle on transfers in flight, like `torch.distributed.Work`. `sent_bytes`: sent by this rank."""
 
     def __init__(
-        self, sent_bytes: int = 0, done: Callable[[], list[ArrivedExpert]] = list, after: torch.cuda.Event | None = None
+        self, sent_bytes: int = 0, wait: Callable[[], list[ArrivedExpert]] = list, event: torch.cuda.Event | None = None
     ) -> None:
-        self.sent_bytes, self._done, self._after = sent_bytes, done, after
+        self.sent_bytes, self._wait, self._event = sent_bytes, wait, event
 
     def wait(self) -> list[ArrivedExpert]:
         """Wait for the transfers (on CUDA the current stream waits). Returns gradients that this rank has to add."""
-        if self._after is not None:
-            torch.cuda.current_stream().wait_event(self._after)
-        return self._done()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return self._wait()
 
 
 class SparseCollectives:
@@ -148,9 +148,9 @@ class SparseCollectives:
                 # The allocator must not reuse the tables before the stream is done.
                 for table in call.tables:
                     table.record_stream(self._stream)
-            after = torch.cuda.Event()
-            after.record(self._stream)
-            return SparseWork(sent, lambda: arrived, after)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            return SparseWork(sent, lambda: arrived, event)
         if self._one_sided is not None:
             # Triton's interpreter is not thread-safe.
             arrived = run()
@@ -173,7 +173,7 @@ class SparseCollectives:
                             arrived.append(ArrivedExpert(expert, parts))
                             continue
                         for table, part in zip(call.tables, parts, strict=True):
-                            table[row] = _sum(table[row], part) if added else part
+                            table[row] = _add_in_float32(table[row], part) if added else part
         except RankError:
             raise
         except BaseException as error:
@@ -212,6 +212,6 @@ def _view_as_row(part: Tensor, table: Tensor) -> Tensor:
     return part.view(table.dtype).view(table.shape[1:])
 
 
-def _sum(first: Tensor, second: Tensor) -> Tensor:
+def _add_in_float32(first: Tensor, second: Tensor) -> Tensor:
     dtype = torch.promote_types(first.dtype, torch.float32)
     return (first.to(dtype) + second.to(dtype)).to(first.dtype)

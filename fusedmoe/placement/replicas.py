@@ -60,28 +60,28 @@ class Replicas:
             for work in works:
                 work.wait()
         except BaseException:
-            self._change(ReplicaEvent.FAIL)
+            self._transition(ReplicaEvent.FAIL)
             raise
         if self.state is not ReplicaState.PRESENT:
-            self._change(ReplicaEvent.ARRIVE)
+            self._transition(ReplicaEvent.ARRIVE)
 
     def drop(self) -> None:
         """Wait for started transfers, and mark the replicas as outdated."""
-        self._settle()
-        self._change(ReplicaEvent.DROP)
+        self._wait_if_in_flight()
+        self._transition(ReplicaEvent.DROP)
 
     def release(self) -> None:
         """Wait for started transfers, and free the memory of the replicas."""
-        self._settle()
-        self._change(ReplicaEvent.RELEASE)
+        self._wait_if_in_flight()
+        self._transition(ReplicaEvent.RELEASE)
         self.table.free_replicas()
 
     def abandon(self) -> None:
         """Mark the replicas as outdated. The caller ensures that transfers have ended."""
         self._works = []
         if self.state is ReplicaState.IN_FLIGHT:
-            self._change(ReplicaEvent.FAIL)
-        self._change(ReplicaEvent.DROP)
+            self._transition(ReplicaEvent.FAIL)
+        self._transition(ReplicaEvent.DROP)
 
     def why_unusable(self) -> str | None:
         """Return why replicas must not be used (this rank's experts have changed since the fetch), or None."""
@@ -121,9 +121,9 @@ class Replicas:
             self._works.append(work)
         self.state = state
 
-    def _settle(self) -> None:
+    def _wait_if_in_flight(self) -> None:
         if self.state is ReplicaState.IN_FLIGHT:
             self.wait_for_transfers()
 
-    def _change(self, event: ReplicaEvent) -> None:
+    def _transition(self, event: ReplicaEvent) -> None:
         self.state = after(self.state, event)
