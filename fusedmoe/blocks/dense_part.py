@@ -156,7 +156,9 @@ class DenseRunner:
             routing = gate.choose(*scores)
         assert isinstance(routing, Routing)
         if gate.tap is not None:
-            gate.tap.record_choice(None if given is None else given.chosen(routing.expert_SK), routing.expert_SK)
+            gate.tap.record_choice(
+                None if given is None else given.with_live_rows(routing.expert_SK), routing.expert_SK
+            )
         return routing
 
     def _call_or_checkpoint(self, compute: Callable[..., Any], *inputs: Any) -> Any:

@@ -133,7 +133,7 @@ class ExpertParallel(EPImplementation):
         bad = exchange.checks.nonfinite_flag(x_TM, weight_TK)
         x_TM = x_TM.to(row_dtype(base_parameter(self._experts, "down_proj"), hidden_states))
         layout = autograd.order(expert_TK, self.num_local_experts * self._topology.ep.size)
-        y_TM = exchange.in_graph(Routed(x_TM, layout, weight_TK), bad)
+        y_TM = exchange.run_in_graph(Routed(x_TM, layout, weight_TK), bad)
         return join_rows(y_TM, sharing, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable

@@ -97,11 +97,11 @@ def require_replicable(order: Order, gate: Gate) -> None:
         raise uniform_load_error(gate)
 
 
-def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bool, hooked: bool) -> LayerPlans:
+def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bool, has_hooks: bool) -> LayerPlans:
     """Create the plan provider of a layer.
 
     With schedule "off" or None, the layer follows assigned plans only. `is_placed`: experts are dynamically placed.
-    `hooked`: the layer has hooks.
+    `has_hooks`: the layer has hooks.
     """
     if schedule is None or schedule == "off":
         return LayerPlans(parts, is_placed)
@@ -110,7 +110,7 @@ def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bo
     # A name may imply more than a policy: "auto" also allows one-sided kernels.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
-    return ScheduledPlans(parts, named, is_placed, hooked)
+    return ScheduledPlans(parts, named, is_placed, has_hooks)
 
 
 def set_up_experts(
@@ -177,13 +177,13 @@ def make_dispatcher(
     if placed is not None:
         from fusedmoe.placement.placed_dispatcher import PlacedDispatcher
 
-        made = PlacedDispatcher(placed, topology, all_to_all, plans.find, hooks)
+        made = PlacedDispatcher(placed, topology, all_to_all, plans.find_plans, hooks)
     elif plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
-        made = OneSided(plans.transport, topology, all_to_all, plans.find, name=name)
+        made = OneSided(plans.transport, topology, all_to_all, plans.find_plans, name=name)
     else:
-        made = Collectives(topology, all_to_all, plans.find, hooks, name)
+        made = Collectives(topology, all_to_all, plans.find_plans, hooks, name)
     if dispatch == "auto":
         from fusedmoe.layers.measure import choose_all_to_all, has_algorithm_choice
 

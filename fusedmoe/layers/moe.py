@@ -48,14 +48,14 @@ class _Tokens(NamedTuple):
     Attributes:
         packing: the packed sequences of these tokens; None: not packed.
         real_S: indices of these tokens among tokens and padding; None: no mask.
-        counts: tokens of each MP rank; None: MP ranks have separate tokens.
+        mp_counts: tokens of each MP rank; None: MP ranks have separate tokens.
     """
 
     x_SM: Tensor
     refusal: str | None
     packing: Packing | None = None
     real_S: Tensor | None = None
-    counts: list[int] | None = None
+    mp_counts: list[int] | None = None
 
 
 class MoELayer(PlannedLayer, nn.Module):
@@ -187,7 +187,9 @@ class MoELayer(PlannedLayer, nn.Module):
         self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
+        self.checks = input_checks.InputChecks(
+            self.topology, exchange_reports_logits=self.dispatcher.collectives is not None
+        )
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
         copies = self.topology.edp.ranks
         self.check_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
@@ -256,7 +258,7 @@ class MoELayer(PlannedLayer, nn.Module):
     def _select_tokens(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Tokens:
         """Step 1."""
         x_SM, refusal = self.checks.flatten_tokens(x, self.model_dim, self.experts)
-        packing = real_S = counts = None
+        packing = real_S = mp_counts = None
         if cu_seqlens is not None:
             packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.joint)
         if mask is not None:
@@ -265,9 +267,9 @@ class MoELayer(PlannedLayer, nn.Module):
             packing = packing and packing.select(real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-            counts = self.mp_tokens.counts(len(x_SM))
-            x_SM = self.mp_tokens.take(x_SM, counts)
-        return _Tokens(x_SM, refusal, packing, real_S, counts)
+            mp_counts = self.mp_tokens.mp_counts(len(x_SM))
+            x_SM = self.mp_tokens.take(x_SM, mp_counts)
+        return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
         """Step 2; also returns an error message if this rank cannot take part."""
@@ -319,8 +321,8 @@ class MoELayer(PlannedLayer, nn.Module):
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
         """The inverse of `_select_tokens`."""
-        if tokens.counts is not None:
-            y_SM = self.mp_tokens.join(y_SM, tokens.counts)
+        if tokens.mp_counts is not None:
+            y_SM = self.mp_tokens.join(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, tokens.real_S, y_SM)
         return y_SM.view(x.shape)

@@ -368,7 +368,7 @@ def measure_in_checkpoint(rank: int, world: int, folder: str) -> int:
         patch.setattr(measure_module, "time_layer", lambda *given: (measured.append(0), observe(*given))[1])
         for number, call in enumerate(calls):
             patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
-            patch.setattr(measure_module, "_parts", WeakKeyDictionary())
+            patch.setattr(measure_module, "_observed_parts", WeakKeyDictionary())
             layer = make_layer(LAYER, topology, schedule="auto")
             same(layer, call)
             same(layer, call)
