@@ -115,9 +115,8 @@ def measure_layer(
     facts["tokens"] = len(like)
     # FSDP gathers a layer's parameters only during its forward; otherwise earlier measurements of the parts are kept.
     is_unsharded = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
-    seen = measure_parts(
-        topology, like.device, like.dtype, facts, observe, ignore_cache=is_unsharded and again_s is not None
-    )
+    ignore_cache = is_unsharded and again_s is not None
+    seen = measure_parts(topology, like.device, like.dtype, facts, observe, ignore_cache=ignore_cache)
     return replace(costs, observed={workload.shapes: seen})
 
 
