@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.checkpoint_folder import local_tensor, require_writable, saved_at
+from fusedmoe.training.checkpoint_folder import find_checkpoint, local_tensor, require_writable
 from fusedmoe.training.checkpoint_index import (
-    CURE,
+    DAMAGE_FIX,
     INDEX,
     FilePart,
     damage_error,
@@ -31,12 +31,12 @@ from fusedmoe.training.lossless_conversion import is_lossy, require_convertible,
 from fusedmoe.training.plain_values import byte_buffer, decode_value
 
 # The default limit is 1,024 open files per process.
-_MOST_OPEN = 256
+_MAX_OPEN_FILES = 256
 
 
 def index_digest(path: Path) -> str | None:
     """Return the unverified digest stated in the index; None if unreadable."""
-    folder = saved_at(path)
+    folder = find_checkpoint(path)
     try:
         return None if folder is None else stored_digest(folder)
     except OSError:
@@ -57,7 +57,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path) -> None:
-        folder = saved_at(path)
+        folder = find_checkpoint(path)
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save that all ranks can access")
         if not (folder / INDEX).is_file():
@@ -129,7 +129,7 @@ class CheckpointReader:
                 raise
             raise replaced from error
         # Beyond the limit, files are reopened by name and may be from a later save.
-        if len(self._files) == _MOST_OPEN and index_digest(self._path) != self.digest:
+        if len(self._files) == _MAX_OPEN_FILES and index_digest(self._path) != self.digest:
             raise replaced
 
     def _tensors(self, targets: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class CheckpointReader:
         file = self._files.get(name)
         if file is not None:
             yield file
-        elif len(self._files) < _MOST_OPEN:
+        elif len(self._files) < _MAX_OPEN_FILES:
             self._files[name] = (self._folder / name).open("rb")
             yield self._files[name]
         else:
@@ -210,7 +210,9 @@ class CheckpointReader:
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:
-                raise ConfigError(f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {CURE}")
+                raise ConfigError(
+                    f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {DAMAGE_FIX}"
+                )
 
 
 class PlainPlanner(DefaultLoadPlanner):

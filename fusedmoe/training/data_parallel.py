@@ -41,11 +41,11 @@ from fusedmoe.training.replicated_parameters import (
     MpLoss,
     broadcast,
     compare_replicas,
-    divisor,
+    gradient_divisor,
+    list_replicas,
     propagate_nonfinite,
     reduce_gradients,
     replica_group,
-    replicas,
     sharded_with_experts,
 )
 
@@ -89,14 +89,14 @@ def sync_gradients(
         return
     # All ranks reduce started buckets before other gradients, in the same order.
     done = set() if buckets is None else buckets.close()
-    all_replicas = replicas(model, topology)
+    all_replicas = list_replicas(model, topology)
     check_first_step(model, all_replicas)
     copies = [replica for replica in all_replicas if id(replica.parameter) not in done]
-    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
+    reduce_gradients(copies, [gradient_divisor(replica, topology, mp_loss) for replica in copies], topology, model)
     propagate_nonfinite(all_replicas, topology)
     for replica in all_replicas:
         if not replica.is_fsdp:  # FSDP accumulates gradients without running hooks
-            note_synchronised(replica.parameter, divisor(replica, topology, mp_loss) / replica.group.size)
+            note_synchronised(replica.parameter, gradient_divisor(replica, topology, mp_loss) / replica.group.size)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -125,12 +125,12 @@ def distributed_data_parallel(
     if topology.size == 1:
         return SingleRank(model)
     # PyTorch would compare only the number of trainable parameters.
-    copies = [one for one in replicas(model, topology) if not one.has_local_name]
+    copies = [one for one in list_replicas(model, topology) if not one.has_local_name]
     trainable = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
     topology.require_equal_facts(trainable, "distributed_data_parallel")
     wrapped = DataParallel(model, topology, mp_loss, **options)
     if not options.get("init_sync", True):
-        compare_replicas(replicas(model, topology), topology)
+        compare_replicas(list_replicas(model, topology), topology)
     return wrapped
 
 
@@ -155,7 +155,7 @@ class DataParallel(WatchedDataParallel):
     """DistributedDataParallel for models with sharded parameters; created by `distributed_data_parallel`."""
 
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
-        copies = replicas(model, topology)
+        copies = list_replicas(model, topology)
         check_first_step(model, copies)
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
@@ -177,7 +177,7 @@ class DataParallel(WatchedDataParallel):
             if replica.parameter.requires_grad:
                 # Averaging over replicas leaves gradients accumulated in earlier backwards unchanged; with this scale
                 # it yields the required divided sum.
-                scale = replica.group.size / divisor(replica, topology, mp_loss)
+                scale = replica.group.size / gradient_divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _scale_gradient(own(), gradient, scale))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:

@@ -17,7 +17,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training.repeated_sync import note_scaled
-from fusedmoe.training.replicated_parameters import local_part, replicas
+from fusedmoe.training.replicated_parameters import list_replicas, local_part
 
 _NamedMesh = tuple[str, DeviceMesh | None]
 
@@ -64,7 +64,7 @@ def clip_grad_norm(
     if topology is None:
         topology, counted = _parameters_in_norm(model)
     else:
-        counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
+        counted = [(replica.parameter, replica.group.index == 0) for replica in list_replicas(model, topology)]
     gradients = []
     # Adding norms across devices would synchronise with each of them.
     norms: dict[torch.device, list[Tensor]] = {}

@@ -175,7 +175,7 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
-    numbers, unpadded = _row_numbers(model), _unpadded(model)
+    numbers, unpadded = _row_numbers(model), _unpadded_sizes(model)
     result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
 
     def build() -> None:
@@ -224,7 +224,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
+def _unpadded_sizes(model: nn.Module) -> dict[str, dict[int, int]]:
     """Return the unpadded full size of padded dimensions, by name."""
     # Names in `unpadded` are relative to the module.
     return {
@@ -279,9 +279,9 @@ def _shard_spec(
         return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, unpadded_sizes)
     assert mesh is not None
     # FSDP splits the replicas: this rank is the only holder of its shard.
-    alone = topology.subgroup("own", (topology.rank,))
-    by_copies = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
-    return replace(ShardSpec(*of_all, by_copies, (*placements, *tensor.placements)), group=alone)
+    own_group = topology.subgroup("own", (topology.rank,))
+    mesh_with_replicas = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
+    return replace(ShardSpec(*of_all, mesh_with_replicas, (*placements, *tensor.placements)), group=own_group)
 
 
 def _group(axis: str, topology: Topology) -> Group:

@@ -88,7 +88,7 @@ class StatePart(NamedTuple):
     Attributes:
         key: checkpoint key.   start, size: offsets and shape of the part; None for an object.
         whole: shape of the full tensor.   dtype: its name; "" for an object.
-        at, bytes: offset and length in the slot.
+        offset, bytes: offset and length in the slot.
         is_sent: only one node holds it; the buddy stores a copy.
     """
 
@@ -97,7 +97,7 @@ class StatePart(NamedTuple):
     size: tuple[int, ...] | None
     whole: tuple[int, ...]
     dtype: str
-    at: int
+    offset: int
     bytes: int
     is_sent: bool
 
@@ -176,14 +176,14 @@ class Snapshots:
 
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
-            memory[part.at : part.at + part.bytes].copy_(value)
+            memory[part.offset : part.offset + part.bytes].copy_(value)
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
         if buddy is not None:
             incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
-            held += [part._replace(at=base + part.at) for part in self._table[source] if part.is_sent]
+            held += [part._replace(offset=base + part.offset) for part in self._table[source] if part.is_sent]
         keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
         # After the last byte, because the header marks the bytes complete.
@@ -232,14 +232,14 @@ def parse_generation(slot: str) -> int:
 
 
 def slot_bytes(parts: Iterable[StatePart]) -> int:
-    return max((_aligned(part.at + part.bytes) for part in parts), default=0)
+    return max((_aligned(part.offset + part.bytes) for part in parts), default=0)
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
     """Compute each part's digest, including the padding after it."""
 
     def digest(part: StatePart) -> str:
-        return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
+        return _digest(memory[part.offset : _aligned(part.offset + part.bytes)].numpy())
 
     # hashlib releases the GIL.
     with ThreadPoolExecutor(threads) as pool:
@@ -254,8 +254,8 @@ def _sent_bytes(parts: Iterable[StatePart]) -> int:
     return slot_bytes(part for part in parts if part.is_sent)
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGN) * _ALIGN
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
 
 
 def _own_parts(
@@ -273,9 +273,9 @@ def _own_parts(
         return nodes.is_keeper(key, holders, me)
 
     entries = state.entries(includes)
-    for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
+    for key, value in ((EXTRA, extra), (ABOUT, state.about())):
         if includes(key, topology.world):
-            entries[key] = thing
+            entries[key] = value
     packed = {
         key: encode_value(entry, f"{operation}: {key}").pack()
         for key, entry in entries.items()
@@ -284,17 +284,17 @@ def _own_parts(
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(entries | packed, None, True)
     items = planner.create_local_plan().items
-    at = 0
+    offset = 0
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         assert isinstance(data, Tensor) and item.tensor_data is not None
         value = tensor_bytes(data)
         if key in packed:
-            part = StatePart(key, None, None, (), "", at, value.numel(), key in alone)
+            part = StatePart(key, None, None, (), "", offset, value.numel(), key in alone)
         else:
             require_writable(data, f"{operation}: {key}")
             chunk, dtype = item.tensor_data.chunk, str(data.dtype).removeprefix("torch.")
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
-            part = StatePart(key, *place, dtype, at, value.numel(), key in alone)
+            part = StatePart(key, *place, dtype, offset, value.numel(), key in alone)
         yield part, value
-        at = _aligned(at + part.bytes)
+        offset = _aligned(offset + part.bytes)

@@ -119,24 +119,24 @@ class Survival:
             return None
         operation = "restoring from memory"
         state = ModelState(model, optimizer, self._topology, operation)
-        reader = Reader(self._stored_state, self._memory, self._topology, self._nodes)
+        reader = StateReader(self._stored_state, self._memory, self._topology, self._nodes)
         metadata = reader.metadata
         keys = [key for key in (EXTRA, ABOUT, GROUPS) if key in metadata.state_dict_metadata]
-        small: dict[str, Any] = dict.fromkeys(keys)
+        metadata_values: dict[str, Any] = dict.fromkeys(keys)
         # Metadata first: it shows whether the snapshot matches model and optimizer.
-        reader.read(small, {})
+        reader.read(metadata_values, {})
         targets: dict[str, Any] = {}
 
         def compare() -> None:
-            difference = state.difference(metadata) or state.optimizer_difference(small)
+            difference = state.model_difference(metadata) or state.optimizer_difference(metadata_values)
             if difference is not None:
                 raise ConfigError(f"{operation}: {difference}")
             targets.update(state.targets(metadata))
 
         on_all_ranks(self._topology.world, operation, compare)
         reader.read(targets, state.dtypes(targets))
-        state.install(targets, small)
-        extra: dict[str, Any] = small[EXTRA]
+        state.install(targets, metadata_values)
+        extra: dict[str, Any] = metadata_values[EXTRA]
         return extra
 
     def refresh(
@@ -245,7 +245,7 @@ def find_newest_state(
 
     headers_of_ranks = on_all_ranks(world, operation, read_headers)
     paths: dict[tuple[int, str], str] = {}
-    kept: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    headers_by_state: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     newer: list[StoredState] = []
     damaged: list[str] = []
     for rank, headers in enumerate(headers_of_ranks):
@@ -254,16 +254,20 @@ def find_newest_state(
             if header is None or header.get("format") != FORMAT:
                 damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
             else:
-                kept[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+                headers_by_state[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
 
     def check(state: StoredState) -> list[StoredPart]:
         # The ranks of a node share the verification, which takes as long as reading.
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
-        return [held for slot in slots[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
+        return [
+            held
+            for slot in slots[ranks.index(me) :: len(ranks)]
+            for held in _find_damaged_parts(memory, state, (node, slot))
+        ]
 
     # Latest generation first: a restart from an older state repeats steps with different results.
-    for generation, step in sorted(kept, reverse=True):
-        state = StoredState(step, kept[generation, step])
+    for generation, step in sorted(headers_by_state, reverse=True):
+        state = StoredState(step, headers_by_state[generation, step])
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
@@ -276,7 +280,7 @@ def find_newest_state(
     return None, newer, damaged
 
 
-def _damaged(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
+def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
     """Return the parts in a slot whose digest does not match. Warn if there are any."""
     copies = [
         held for copies_of_part in state.parts.values() for held in copies_of_part if (held.node, held.slot) == slot
@@ -297,13 +301,13 @@ def _damaged(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> l
     return wrong
 
 
-class Reader:
-    """Reader of a stored state; every method is collective over all ranks."""
+class StateReader:
+    """StateReader of a stored state; every method is collective over all ranks."""
 
     def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
         self.metadata = state.metadata()
-        self._open: dict[str, Tensor] = {}
+        self._slot_bytes: dict[str, Tensor] = {}
 
     def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
         """Read the entries in `targets`: tensors in place, objects into the dictionary.
@@ -394,9 +398,9 @@ class Reader:
 
     def _bytes(self, held: StoredPart | None) -> Tensor:
         assert held is not None
-        if held.slot not in self._open:
-            self._open[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
-        return self._open[held.slot][held.part.at : held.part.at + held.part.bytes]
+        if held.slot not in self._slot_bytes:
+            self._slot_bytes[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
+        return self._slot_bytes[held.slot][held.part.offset : held.part.offset + held.part.bytes]
 
 
 def _part_key(item: Any) -> PartKey:
