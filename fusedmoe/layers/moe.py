@@ -267,7 +267,7 @@ class MoELayer(PlannedLayer, nn.Module):
             packing = packing and packing.select(real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-            mp_counts = self.mp_tokens.mp_counts(len(x_SM))
+            mp_counts = self.mp_tokens.counts(len(x_SM))
             x_SM = self.mp_tokens.take(x_SM, mp_counts)
         return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 

@@ -17,7 +17,7 @@ import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe.errors import RankError
 from fusedmoe.hf import ExpertParallel
 from fusedmoe.hf.callbacks import RouterMetrics
-from fusedmoe.hf.module_experts import compute
+from fusedmoe.hf.module_experts import compute_experts
 from fusedmoe.layers import input_checks
 from fusedmoe.training import clip_grad_norm
 from fusedmoe.training.replicated_parameters import local_part
@@ -49,7 +49,7 @@ def step(
 
     def counted(*given: Any) -> Tensor:
         rows.append(given[3].rows)
-        return compute(*given)
+        return compute_experts(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.hf.expert_parallel.compute", counted)

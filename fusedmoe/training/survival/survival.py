@@ -302,7 +302,7 @@ def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int,
 
 
 class StateReader:
-    """StateReader of a stored state; every method is collective over all ranks."""
+    """Reader of a stored state; every method is collective over all ranks."""
 
     def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
