@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -134,18 +135,14 @@ def from_modules(
         raise ConfigError(f"from_modules: unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     source = _unwrap(source)
     if isinstance(source, nn.Module):
-        found = _read_stacked(dict(source.named_parameters()))
+        count, read_any = _read_stacked(dict(source.named_parameters()))
         run = _first_expert_call(source)
     elif isinstance(source, Mapping):
-        found, run = _read_state_dict(source), None
+        (count, read_any), run = _read_state_dict(source), None
     else:
         _require_distinct(source)
-        found = (
-            len(source),
-            lambda number: _expert_tensors(dict(source[number].named_parameters()), number, in_order=True),
-        )
+        count, read_any = len(source), partial(_read_module, source)
         run = source[0] if source else None
-    count, read_any = found
     if not count:
         raise ConfigError("from_modules: the source has no experts")
     example = read_any(0)
@@ -226,6 +223,10 @@ def _read_state_dict(state: Mapping[str, Tensor]) -> _CountAndReader:
     if sorted(names) != list(range(len(names))):
         raise ConfigError(f"from_modules: the state has experts {sorted(names)}; expected 0 to {len(names) - 1}")
     return len(names), lambda number: _expert_tensors({name: state[key] for name, key in names[number].items()}, number)
+
+
+def _read_module(modules: Sequence[nn.Module], number: int) -> ExpertTensors:
+    return _expert_tensors(dict(modules[number].named_parameters()), number, in_order=True)
 
 
 def _read_stacked(given: Mapping[str, Tensor]) -> _CountAndReader:

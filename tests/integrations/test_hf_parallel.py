@@ -52,7 +52,7 @@ def step(
         return compute_experts(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.hf.expert_parallel.compute", counted)
+        patch.setattr("fusedmoe.hf.expert_parallel.compute_experts", counted)
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
     told = metrics.collect()["moe/rank_rows"]

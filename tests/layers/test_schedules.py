@@ -268,7 +268,7 @@ def check_named_schedules(rank: int, world: int, ep: int, esp: int, names: list[
         for name in names:
             layer = make_layer(LAYER, topology, schedule=name)
             costs = measured(layer.plans, torch.empty(6, M, dtype=torch.float64))
-            patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all, known=costs: known)
+            patch.setattr(schedules.ScheduledPlans, "measure_costs", lambda self, like, all_to_all, known=costs: known)
             found = step(layer, rank)
             assert_same_results(found, plain, 1e-10, what=name)
             (plans,) = layer.plans.plans_by_workload.values()
@@ -295,7 +295,7 @@ def degrees_of_auto(rank: int, world: int) -> tuple[int, int]:
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "measured_costs", None)
-        patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all: slow)
+        patch.setattr(schedules.ScheduledPlans, "measure_costs", lambda self, like, all_to_all: slow)
         plain = step(make_layer(LAYER, topology), rank)
         layer = make_layer(LAYER, topology, schedule="auto")
         found = step(layer, rank)
