@@ -273,9 +273,9 @@ def _own_parts(
         return nodes.is_keeper(key, holders, me)
 
     entries = state.entries(includes)
-    for key, value in ((EXTRA, extra), (ABOUT, state.about())):
+    for key, entry in ((EXTRA, extra), (ABOUT, state.about())):
         if includes(key, topology.world):
-            entries[key] = value
+            entries[key] = entry
     packed = {
         key: encode_value(entry, f"{operation}: {key}").pack()
         for key, entry in entries.items()
