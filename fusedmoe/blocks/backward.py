@@ -110,7 +110,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             dy, state = self.keep_alive(dz[block.cuts.rows_at[p]]), block.rows[p]
             if state.end_graph is not None:
                 dy = self._backward_end(state, dy)
-            dtype = block.dense[block.cuts.dense_of[p]].u_output.dtype
+            dtype = block.dense[block.cuts.dense_parent[p]].u_output.dtype
             assert state.sent_tokens is not None
             rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent_tokens.tokens))
         into = self.block_chunks[number][chunk]
@@ -168,7 +168,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             before[block.cuts.dense_at[place]].copy_(dx)
             if dense.deferred is None:
                 del block.dense[place]
-            for p in block.cuts.rows_of[place]:
+            for p in block.cuts.row_children[place]:
                 del block.rows[p]
             self._num_done[number] += 1
         if self._num_done[number] == len(block.cuts.dense_at):
@@ -195,7 +195,7 @@ class BlocksBackward(BlockPass, BackwardPass):
 
         add_output_gradient(dense.y_output, dz[at])
         # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
-        micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
+        micro_batches = [block.rows[p] for p in block.cuts.row_children[place]]
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
@@ -271,7 +271,7 @@ def _join(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tens
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(shape)
-    for p, part in zip(block.cuts.rows_of[place], parts, strict=True):
+    for p, part in zip(block.cuts.row_children[place], parts, strict=True):
         into = whole[block.cuts.rows_in_dense_at[p]]
         into.copy_(part.view(into.shape))
     return whole

@@ -80,14 +80,15 @@ class BlockCuts:
 
     Attributes:
         rows_in_dense_at: index of each row micro-batch in its dense one.
+        dense_parent, row_children: the dense micro-batch of each row micro-batch, and the reverse.
         dense_chunks, row_chunks: for "forward" and "backward" the micro-batches of each chunk.
     """
 
     dense_at: list[Index]
     rows_at: list[Index]
     rows_in_dense_at: list[Index]
-    dense_of: list[int]
-    rows_of: list[range]
+    dense_parent: list[int]
+    row_children: list[range]
     dense_chunks: dict[str, list[range]]
     row_chunks: dict[str, list[range]]
 
@@ -96,18 +97,18 @@ class BlockCuts:
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
     """Cut a batch of `size` elements along `axis`, for these degrees of dense parts and rows."""
     dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
-    rows_of = _members(dense_ends, row_ends)
-    dense_of = [place for place, inside in enumerate(rows_of) for _ in inside]
+    row_children = _members(dense_ends, row_ends)
+    dense_parent = [place for place, inside in enumerate(row_children) for _ in inside]
     starts = [int(size * end) for end in dense_ends]
     return BlockCuts(
         _indices(dense_ends, axis, size),
         _indices(row_ends, axis, size),
         [
             (slice(None),) * axis + (slice(int(size * begin) - starts[place], int(size * end) - starts[place]),)
-            for place, begin, end in zip(dense_of, row_ends[:-1], row_ends[1:], strict=True)
+            for place, begin, end in zip(dense_parent, row_ends[:-1], row_ends[1:], strict=True)
         ],
-        dense_of,
-        rows_of,
+        dense_parent,
+        row_children,
         {  # backward starts at the end
             "forward": _members(_ends(dense[:1]), dense_ends),
             "backward": _members(_ends(dense[1:]), dense_ends)[::-1],

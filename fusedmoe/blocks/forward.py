@@ -131,7 +131,7 @@ class BlocksForward(BlockPass, ForwardPass):
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
             with torch.set_grad_enabled(self.keep):
                 weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
-                for p in state.cuts.rows_of[place]:
+                for p in state.cuts.row_children[place]:
                     at = state.cuts.rows_in_dense_at[p]
                     expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
                     if block.has_matrix_order:
@@ -169,7 +169,7 @@ class BlocksForward(BlockPass, ForwardPass):
             block.exchange(counts, tokens_Pp, self._x, (), refusal, self._needs_backward)
         token_order, pair_order = SendOrder(tokens_pP), SendOrder(counts_pPE.sum(2))
         rows = token_order.join([self._rows_to_send(state, p) for p in places])
-        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
+        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_parent[p] for p in places})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
         experts = state.num_held or exchange.experts
@@ -209,7 +209,7 @@ class BlocksForward(BlockPass, ForwardPass):
         super().expert(task)
 
     def _rows_to_send(self, state: BlockState, p: int) -> Tensor:
-        rows, place = state.rows[p], state.cuts.dense_of[p]
+        rows, place = state.rows[p], state.cuts.dense_parent[p]
         dense = state.dense[place]
         assert dense.u is not None
         if rows.ordered is None:
@@ -217,7 +217,7 @@ class BlocksForward(BlockPass, ForwardPass):
         else:
             u_SM = rows.ordered.x_SM.detach()
         dense.num_sent += 1
-        if dense.num_sent == len(state.cuts.rows_of[place]):
+        if dense.num_sent == len(state.cuts.row_children[place]):
             dense.u = None
         assert rows.sent_tokens is not None
         return permute(self.keep_alive(u_SM), rows.sent_tokens.tokens)
@@ -236,7 +236,7 @@ class BlocksForward(BlockPass, ForwardPass):
 
     def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
         state, block = self.blocks[number], self._block_modules[number]
-        dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
+        dense, rows = state.dense[state.cuts.dense_parent[p]], state.rows[p]
         # A small graph from the experts' results to the output, with which backward starts.
         with torch.set_grad_enabled(self.keep):
             rows_SM.requires_grad_(self.keep)

@@ -129,7 +129,7 @@ class MoEBlock:
         chunks, num_held, replicas = self.experts.begin(x)
         return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, num_held, replicas)
 
-    def keep_aux(self, loss: Tensor) -> None:
+    def store_aux_loss(self, loss: Tensor) -> None:
         """Set the layer's auxiliary loss, as after its own forward: a model's loss must not depend on the pipeline."""
         layer = self.layer
         loss = layer.mp_tokens.aux(loss)

@@ -174,7 +174,7 @@ class PipelinedBlocks(nn.Module):
             run = self._runner.start(active_plans.assigned, batch.x.device, self.recorder)
             z, aux = _run_planned(blocks, active_plans.degrees, batch, run)
             for block, loss in zip(blocks, aux, strict=True):
-                block.keep_aux(loss)
+                block.store_aux_loss(loss)
         return z if z.shape == batch.shape else z.view(batch.shape)
 
     def extra_repr(self) -> str:

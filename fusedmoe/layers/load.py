@@ -82,7 +82,7 @@ class Load:
             assert self.counters is not None
             self.counters.count_sent(*sent_counts)
 
-    def keep_aux(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
+    def storable_aux_loss(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
         """Return the auxiliary loss to store as the layer's attribute, which may be read long after the forward."""
         if not torch.is_grad_enabled():
             like = next(gate.parameters(), None) if training and gate.aux else None

@@ -252,7 +252,7 @@ class MoELayer(PlannedLayer, nn.Module):
         y_SM = self._sum_results(y_SM, ordered, x_SM)
         if self.topology.mp.size > 1:
             aux = self.mp_tokens.aux(aux)
-        self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
+        self.aux_loss = self.load.storable_aux_loss(aux, self.gate, self.training)
         return y_SM
 
     def _select_tokens(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Tokens:

@@ -39,7 +39,7 @@ class ExpertTable:
         current: `placement` with the on-demand replicas chosen after the gate.
         nodes: nodes of `group`, the expert-parallel group.
         shards: group of ranks with shards of the same experts.
-        held_W: experts in each rank's table, by row.
+        experts_W: experts in each rank's table, by row.
     """
 
     def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
@@ -57,7 +57,7 @@ class ExpertTable:
     def set_placement(self, placement: Placement) -> None:
         """Set owners and replicas of the next forward passes."""
         self.placement, self.current = placement, placement.sharding
-        self.held_W = [placement.owned(rank) for rank in range(placement.ranks)]
+        self.experts_W = [placement.owned(rank) for rank in range(placement.ranks)]
         self._transfers: tuple[Transfer, ...] | None = None
         self._set_current(placement)
         self.experts.own_numbers, self.experts.is_placed = placement.owned(self.group.index), True
@@ -79,7 +79,7 @@ class ExpertTable:
         return more
 
     def _set_current(self, target: Placement) -> None:
-        self.held_W, self.current = held_after(self.held_W, self.current, target), target
+        self.experts_W, self.current = experts_after(self.experts_W, self.current, target), target
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -115,18 +115,18 @@ class ExpertTable:
         return self.parameters[0].device
 
     @property
-    def held(self) -> tuple[int, ...]:
-        return self.held_W[self.group.index]
+    def local_experts(self) -> tuple[int, ...]:
+        return self.experts_W[self.group.index]
 
     @property
-    def rows(self) -> dict[int, int]:
+    def row_of_expert(self) -> dict[int, int]:
         """The row of each expert in this rank's table."""
-        return {expert: row for row, expert in enumerate(self.held)}
+        return {expert: row for row, expert in enumerate(self.local_experts)}
 
     @property
     def num_rows(self) -> int:
         """Number of rows of this rank's table, at least 1."""
-        return max(1, len(self.held))
+        return max(1, len(self.local_experts))
 
     @property
     def num_owned(self) -> int:
@@ -177,7 +177,7 @@ def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.i
     return all_reduce(shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
 
-def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:
+def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], experts_W: Sequence[Sequence[int]]) -> Layout:
     """Re-sort expert-sorted rows by destination slot.
 
     Worked example: tables [0, 1] and [2, 0], sent_EV = [[2, 1], [0, 0], [0, 4]]. Of expert 0's three rows, two are sent
@@ -187,15 +187,15 @@ def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Se
     Args:
         layout: of this rank's rows, without padding.
         sent_EV: number of rows of each expert to send to each rank.
-        held_W: the experts in each rank's table.
+        experts_W: the experts in each rank's table.
     """
-    width = max(1, *map(len, held_W))
+    width = max(1, *map(len, experts_W))
     row_EV = np.zeros_like(sent_EV)
-    for rank, held in enumerate(held_W):
+    for rank, held in enumerate(experts_W):
         row_EV[list(held), rank] = np.arange(len(held))
-    slot_EV = row_EV + width * np.arange(len(held_W))
+    slot_EV = row_EV + width * np.arange(len(experts_W))
     slot_N = torch.from_numpy(np.repeat(slot_EV.reshape(-1), sent_EV.reshape(-1))).to(layout.counts_E.device)
-    counts_P = torch.bincount(slot_N, minlength=width * len(held_W))
+    counts_P = torch.bincount(slot_N, minlength=width * len(experts_W))
     from_N = torch.argsort(slot_N, stable=True)
     to_N = torch.empty_like(from_N)
     to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
@@ -207,13 +207,13 @@ def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Se
     return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
 
-def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
+def experts_after(experts_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
     """Return the experts in each rank's table after its replicas change from `before` to `after`.
 
     New replicas reuse the rows of removed replicas, then are appended. Worked example: a rank owns 0 and 1 and has a
     replica of 2: [0, 1, 2]. With replicas of 3 and 4 instead it becomes [0, 1, 3, 4].
     """
-    held_WP = [list(held) for held in held_W]
+    held_WP = [list(held) for held in experts_W]
     for rank, held in enumerate(held_WP):
         gone_E, new_E = (
             np.flatnonzero(one.holds_EW[:, rank] & ~other.holds_EW[:, rank]).tolist()

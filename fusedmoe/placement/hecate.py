@@ -20,7 +20,7 @@ from fusedmoe.placement.replica_search import accept_if_faster, improve
 from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s, placement_load, transfers_s
 
 #: Iterations between two changes of owners.
-EVERY = 100
+RESHARDING_STEPS = 100
 # Owners stay while the load of the busiest ranks exceeds the mean by at most this fraction.
 _MAX_IMBALANCE = 0.05
 #: Iterations that a prediction averages (w in the paper).
@@ -73,8 +73,8 @@ def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[
 
 
 def is_due(step: int) -> bool:
-    """Return whether owners may change: every `EVERY` steps, and after the first `WINDOW` steps."""
-    return step % EVERY == 0 or step == WINDOW
+    """Return whether owners may change: every `RESHARDING_STEPS` steps, and after the first `WINDOW` steps."""
+    return step % RESHARDING_STEPS == 0 or step == WINDOW
 
 
 def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> int:

@@ -227,9 +227,9 @@ class PlacedExperts:
 
     def _create_gradient_route(self) -> None:
         # Before the whole model: its backward runs last, and other layers' backward hides the gradient transfers.
-        rows = {expert: row for row, expert in enumerate(self.table.held[: self.table.num_owned])}
+        row_of_expert = {expert: row for row, expert in enumerate(self.table.local_experts[: self.table.num_owned])}
         parameters = self.table.parameters
-        self._gradient_route = GradientRoute(rows, [parameter.requires_grad for parameter in parameters])
+        self._gradient_route = GradientRoute(row_of_expert, [parameter.requires_grad for parameter in parameters])
         self._parameter_aliases = receive_gradients(parameters, self._gradient_route)
 
     def fetch(self) -> None:
@@ -282,7 +282,7 @@ class PlacedExperts:
             # Once per step: a recomputation, or the backward of an earlier forward, needs the same tables.
             may_add = training and may_add and not self._replicas_are_final
             sent_EV = self._share_rows(settings.share_rows, tokens_WE, may_add).sent_from(me)
-        return sort_by_slot(layout, sent_EV, table.held_W)
+        return sort_by_slot(layout, sent_EV, table.experts_W)
 
     def _share_rows(self, share_rows: ShareRows, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
         if may_add:
@@ -348,7 +348,8 @@ class PlacedExperts:
             self._create_gradient_route()
         assert self._gradient_route is not None
         versions = [version_of(parameter) for parameter in self.table.parameters]
-        send = partial(self._send_gradients, self.table.transfers, self.table.rows, self.table.num_owned, versions)
+        table = self.table
+        send = partial(self._send_gradients, table.transfers, table.row_of_expert, table.num_owned, versions)
         made = list(attach_tables(self._parameter_aliases, tables, self._gradient_route, send))
         needs_grad = any(self._gradient_route.needs_grad)
         return made, partial(self._send_by_plan, self._gradient_route, send) if needs_grad else None
@@ -368,7 +369,7 @@ class PlacedExperts:
     def _send_gradients(
         self,
         transfers: tuple[Transfer, ...],
-        rows: dict[int, int],
+        row_of_expert: dict[int, int],
         num_owned: int,
         versions: list[int],
         grads: Sequence[Tensor],
@@ -383,7 +384,7 @@ class PlacedExperts:
         if self.settings.releases_replicas:
             self.replicas.release()
         recording = self._record("sparse reduce-scatter", REDUCE, "backward")
-        return self.replicas.send_gradients(transfers, rows, grads, num_owned, recording)
+        return self.replicas.send_gradients(transfers, row_of_expert, grads, num_owned, recording)
 
     def _send_by_plan(self, route: GradientRoute, send: SendGradients, grads: Sequence[Tensor]) -> SparseWork:
         route.is_sent = True

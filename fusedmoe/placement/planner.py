@@ -18,7 +18,7 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.runtime.cache import measured_costs
 
-HECATE = ("hecate", "algorithm1")
+HECATE_POLICIES = ("hecate", "algorithm1")
 
 #: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
@@ -58,7 +58,7 @@ class PlacementPlanner:
     ) -> list[Placement]:
         """Return each layer's placement in the next step, from current placements and loads. Collective."""
         world, before = topology.world, tuple(placements)
-        if self.policy in HECATE and self.may_reshard and is_due(iteration):
+        if self.policy in HECATE_POLICIES and self.may_reshard and is_due(iteration):
             shardings, load_LE = tuple(placement.sharding for placement in before), predict_load(history_ILE)
             if self.planning_s is None or is_uneven(shardings, load_LE):
                 before = reshard(shardings, load_LE, self.nodes, self.overlap)
@@ -88,8 +88,8 @@ class PlacementPlanner:
         same = (placement.ranks, placement.experts) == (before.ranks, before.experts)
         if not same or not (self.may_reshard or placement.owners == before.owners):
             raise ConfigError(
-                f"ShardedExperts: the policy has placed layer {layer} as {_in_line(placement)} after "
-                f"{_in_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
+                f"ShardedExperts: the policy has placed layer {layer} as {_one_line(placement)} after "
+                f"{_one_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
             )
         return placement
 
@@ -100,7 +100,7 @@ class PlacementPlanner:
         if not placement.is_within(calibrated):
             raise ConfigError(
                 f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
-                f"{_in_line(placement)} is not within {_in_line(calibrated)}"
+                f"{_one_line(placement)} is not within {_one_line(calibrated)}"
             )
         return calibrated
 
@@ -144,5 +144,5 @@ def measured_placement_costs(placed: PlacedExperts, model_dim: int, topology: To
     )
 
 
-def _in_line(placement: Placement) -> str:
+def _one_line(placement: Placement) -> str:
     return str(placement).replace("\n", "; ")

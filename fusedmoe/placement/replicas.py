@@ -96,7 +96,7 @@ class Replicas:
     def send_gradients(
         self,
         transfers: Sequence[Transfer],
-        rows: Mapping[int, int],
+        row_of_expert: Mapping[int, int],
         grads: Sequence[Tensor],
         num_owned: int,
         recording: Recording,
@@ -105,7 +105,7 @@ class Replicas:
         if not transfers:
             return SparseWork()
         assert self.transport is not None
-        work = self.transport.reduce(reduce_transfers(transfers), rows, grads, num_owned, recording)
+        work = self.transport.reduce(reduce_transfers(transfers), row_of_expert, grads, num_owned, recording)
         self.sent_bytes += work.sent_bytes
         return work
 
@@ -116,7 +116,7 @@ class Replicas:
         if transfers:
             assert self.transport is not None
             with torch.inference_mode(False):  # it may end in another thread
-                work = self.transport.gather(transfers, self.table.rows, tensors, recording)
+                work = self.transport.gather(transfers, self.table.row_of_expert, tensors, recording)
             self.sent_bytes += work.sent_bytes
             self._works.append(work)
         self.state = state

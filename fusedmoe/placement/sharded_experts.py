@@ -26,7 +26,7 @@ from fusedmoe.placement.hecate import WINDOW, LayerPolicy, calibrate, overlap_de
 from fusedmoe.placement.placed_experts import PlacedExperts, PlacementSettings
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.planner import (
-    HECATE,
+    HECATE_POLICIES,
     UNKNOWN_COSTS,
     Correction,
     PlacementPlanner,
@@ -168,7 +168,7 @@ class ShardedExperts:
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
         # Idle seconds of the first steps, which determine t; None: t is given or already measured.
         self._idle_s: list[float] | None = None
-        self._measures_overlap = overlap is None and policy in HECATE and bool(layers)
+        self._measures_overlap = overlap is None and policy in HECATE_POLICIES and bool(layers)
         # Costs given by the caller are not measured again.
         by_costs = self._measures_overlap or calibrates or callable(policy) or balance != "predicted"
         self._remeasures_costs = costs is None and bool(by_costs)

@@ -190,8 +190,8 @@ def size_of(values: Any) -> torch.Size:
 class _Encoder:
     def __init__(self, label: str) -> None:
         self._label = label
-        self._open: set[int] = set()
-        self._numbers: dict[int, int] = {}
+        self._open_containers: set[int] = set()
+        self._tensor_numbers: dict[int, int] = {}
         self.tensors: list[Tensor] = []
 
     def encode(self, value: Any, where: str) -> Any:
@@ -220,13 +220,13 @@ class _Encoder:
             return {"$datetime": [value.isoformat(), value.fold]}
         if kind not in _CONTAINERS:
             raise self._unsupported_class_error(value, where)
-        if id(value) in self._open or len(self._open) >= _MAX_DEPTH:
+        if id(value) in self._open_containers or len(self._open_containers) >= _MAX_DEPTH:
             raise ConfigError(
                 f"{self._label}{where[:200]} contains itself, or is nested in more than {_MAX_DEPTH} containers."
             )
-        self._open.add(id(value))
+        self._open_containers.add(id(value))
         found = self._container(value, where)
-        self._open.remove(id(value))
+        self._open_containers.remove(id(value))
         return found
 
     def _container(self, value: Any, where: str) -> Any:
@@ -255,7 +255,7 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
         require_storable(tensor, f"{self._label}{where}")
-        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        number = self._tensor_numbers.setdefault(id(tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return [number, dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad, type(tensor).__name__]

@@ -84,7 +84,7 @@ def make_replicas(transport: Transport) -> Replicas:
     table = ExpertTable(experts, 2, Topology())
     # As on rank 0 of two ranks, of which rank 1 owns experts 2 and 3.
     table.placement = table.current = Placement(2, (0, 0, 1, 1), ((), (), (0,), (0,)))
-    table.held_W, table._transfers = [(0, 1, 2, 3), (2, 3)], (Transfer(2, 1, 0, 0), Transfer(3, 1, 0, 0))
+    table.experts_W, table._transfers = [(0, 1, 2, 3), (2, 3)], (Transfer(2, 1, 0, 0), Transfer(3, 1, 0, 0))
     replicas = Replicas(table)
     replicas.transport = transport
     return replicas

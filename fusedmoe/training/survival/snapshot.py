@@ -42,9 +42,9 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class JobNodes:
-    """Node of each rank of a job: `of_rank[r]` is the node number of rank r, from 0."""
+    """Node of each rank of a job: `node_of_rank[r]` is the node number of rank r, from 0."""
 
-    of_rank: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> JobNodes:
@@ -53,33 +53,33 @@ class JobNodes:
 
     @property
     def count(self) -> int:
-        return max(self.of_rank) + 1
+        return max(self.node_of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
-        return [rank for rank, its_node in enumerate(self.of_rank) if its_node == node]
+        return [rank for rank, its_node in enumerate(self.node_of_rank) if its_node == node]
 
     def is_node_leader(self, rank: int) -> bool:
         """True for the first rank of each node, which performs per-node actions."""
-        return self.of_rank.index(self.of_rank[rank]) == rank
+        return self.node_of_rank.index(self.node_of_rank[rank]) == rank
 
     def is_keeper(self, key: str, holders: Sequence[int], rank: int) -> bool:
         """Return whether `rank` stores `key` for its node: a hash of the key selects one of the node's `holders`."""
         # The hash distributes the work over the node's ranks.
-        on_node = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
+        on_node = [other for other in sorted(holders) if self.node_of_rank[other] == self.node_of_rank[rank]]
         return on_node[zlib.crc32(key.encode()) % len(on_node)] == rank
 
     def is_on_one_node(self, holders: Sequence[int]) -> bool:
-        return len({self.of_rank[rank] for rank in holders}) == 1
+        return len({self.node_of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
         """Return the rank on the next node that stores parts only this node holds; None with one node."""
         if self.count == 1:
             return None
-        own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
+        own, next_ones = self.ranks(self.node_of_rank[rank]), self.ranks((self.node_of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
     def sources(self, rank: int) -> list[int]:
-        return [other for other in range(len(self.of_rank)) if self.buddy(other) == rank]
+        return [other for other in range(len(self.node_of_rank)) if self.buddy(other) == rank]
 
 
 class StatePart(NamedTuple):
@@ -87,7 +87,7 @@ class StatePart(NamedTuple):
 
     Attributes:
         key: checkpoint key.   start, size: offsets and shape of the part; None for an object.
-        whole: shape of the full tensor.   dtype: its name; "" for an object.
+        full_shape: shape of the full tensor.   dtype: its name; "" for an object.
         offset, bytes: offset and length in the slot.
         is_sent: only one node holds it; the buddy stores a copy.
     """
@@ -95,14 +95,14 @@ class StatePart(NamedTuple):
     key: str
     start: tuple[int, ...] | None
     size: tuple[int, ...] | None
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     dtype: str
     offset: int
     bytes: int
     is_sent: bool
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...] | None]:
+    def part_key(self) -> tuple[str, tuple[int, ...] | None]:
         """Key and offsets, equal for all copies of the part."""
         return self.key, self.start
 
@@ -132,9 +132,9 @@ class Snapshots:
         self._slots: list[Slot] = [memory.slot(f"{generation}-{rank}-{number}") for number in (0, 1)]
         self._written = 0
         # All ranks of the node compute digests at once.
-        self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.of_rank[rank])))
+        self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.node_of_rank[rank])))
         self._digests: list[str] = []
-        self._table: list[list[StatePart]] = []
+        self._parts_by_rank: list[list[StatePart]] = []
         self.price = Price(0, 0)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Snapshots:
         total = slot_bytes(parts)
         for source in nodes.sources(me):
             bases[source] = total
-            total += _sent_bytes(self._table[source])
+            total += _sent_bytes(self._parts_by_rank[source])
         # The newer slot remains valid until this one is complete on all nodes.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -177,14 +177,15 @@ class Snapshots:
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
             memory[part.offset : part.offset + part.bytes].copy_(value)
-        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
+        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._parts_by_rank], nodes.buddy(me)
         if buddy is not None:
             incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
-            held += [part._replace(offset=base + part.offset) for part in self._table[source] if part.is_sent]
-        keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+            held += [part._replace(offset=base + part.offset) for part in self._parts_by_rank[source] if part.is_sent]
+        all_parts = (part for of_rank in self._parts_by_rank for part in of_rank)
+        keys = {part.key: None if part.start is None else part.full_shape for part in all_parts}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
         # After the last byte, because the header marks the bytes complete.
         slot.complete(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
@@ -204,7 +205,7 @@ class Snapshots:
         digests = [of_parts for of_parts, _ in digests_by_rank]
         # Parts change rarely: when experts migrate, and after the optimizer's first step.
         if digests != self._digests:
-            self._table = all_gather_object(world, parts, operation)
+            self._parts_by_rank = all_gather_object(world, parts, operation)
             self._digests = digests
 
 

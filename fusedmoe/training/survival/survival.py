@@ -194,11 +194,11 @@ class StoredState:
             self._keys |= header["keys"]
             for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
-                self.parts.setdefault(part.place, []).append(StoredPart(node, slot, part, digest))
+                self.parts.setdefault(part.part_key, []).append(StoredPart(node, slot, part, digest))
 
     def drop(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
-            place = held.part.place
+            place = held.part.part_key
             self.parts[place].remove(held)
             if not self.parts[place]:
                 del self.parts[place]
@@ -222,7 +222,7 @@ class StoredState:
                 continue
             chunks[key].append(ChunkStorageMetadata(torch.Size(start), torch.Size(part.size)))
             properties = TensorProperties(dtype=getattr(torch, part.dtype))
-            entries[key] = TensorStorageMetadata(properties, torch.Size(part.whole), chunks[key])
+            entries[key] = TensorStorageMetadata(properties, torch.Size(part.full_shape), chunks[key])
         return Metadata(entries)
 
 
@@ -237,7 +237,7 @@ def find_newest_state(
         The state or None; newer, incomplete states; and the names of damaged files.
     """
     world, me = topology.world, topology.world.index
-    node, operation = nodes.of_rank[me], "finding the job's state in memory"
+    node, operation = nodes.node_of_rank[me], "finding the job's state in memory"
 
     def read_headers() -> dict[str, tuple[str, dict[str, Any] | None]]:
         headers = memory.headers() if nodes.is_node_leader(me) else {}
@@ -250,11 +250,11 @@ def find_newest_state(
     damaged: list[str] = []
     for rank, headers in enumerate(headers_of_ranks):
         for slot, (path, header) in headers.items():
-            paths[nodes.of_rank[rank], slot] = path
+            paths[nodes.node_of_rank[rank], slot] = path
             if header is None or header.get("format") != FORMAT:
                 damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
             else:
-                headers_by_state[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+                headers_by_state[header["generation"], header["step"]].append((nodes.node_of_rank[rank], slot, header))
 
     def check(state: StoredState) -> list[StoredPart]:
         # The ranks of a node share the verification, which takes as long as reading.
@@ -356,7 +356,7 @@ class StateReader:
 
     def _fetch(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
         world, parts = self._topology.world, self._state.parts
-        node = self._nodes.of_rank[world.index]
+        node = self._nodes.node_of_rank[world.index]
 
         def own(place: PartKey) -> StoredPart | None:
             return next((held for held in parts[place] if held.node == node), None)
