@@ -19,6 +19,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
     The nearest holder is the row's own rank. Without it, rows are split evenly over holders on the node, or over all.
     """
     holds_EW = placement.holds_EW
+    if not any(placement.replicas):
+        return holds_EW * tokens_WE.sum(axis=0)[:, None]
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
     left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
     holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
@@ -84,7 +86,7 @@ class RowSharing:
 
         `inside`: only on nodes that hold the expert, which avoids inter-node transfers.
         """
-        self._add_replicas(row_limit, inside)
+        self.add_replicas(row_limit, inside=inside)
         while (least := self.augment(row_limit)) > row_limit:
             if inside or not self._add_bridge(row_limit):
                 row_limit = least
@@ -143,8 +145,8 @@ class RowSharing:
         self.holds_VE[rank, expert] = True
         self.can_move_VV[self.computed_VE[:, expert] > 0, rank] = True
 
-    def _add_replicas(self, row_limit: int, inside: bool) -> None:
-        """Move surplus rows of ranks above `row_limit` to new replicas on ranks with room."""
+    def add_replicas(self, row_limit: int, *, inside: bool = False) -> None:
+        """Move surplus rows of ranks above `row_limit` to new replicas. `inside`: as for `replicate`."""
         work_V, group_V = self.work_V, (self._node_V if inside else np.zeros_like(self._node_V)).tolist()
         room_of: dict[int, list[tuple[int, int]]] = {group: [] for group in group_V}
         for rank in np.flatnonzero((work_V < row_limit) & (self.free_slots_V > 0)).tolist():
