@@ -88,7 +88,7 @@ class Decision(NamedTuple):
     waits_s: exposed time for sending parameters (and state).
     sent_bytes: over all ranks, for parameters, gradients of replicas and state, hidden or not.
     replica_state: replicas have their own optimizer state.
-    loads: [L], of ranks and links, if the policy assigns tokens to replicas; None: by `load`.
+    loads: [L], of ranks and links, if the policy assigns tokens to replicas; None: by `placement_load`.
     """
 
     placements: tuple[Placement, ...]

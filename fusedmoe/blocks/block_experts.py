@@ -92,7 +92,7 @@ class BlockExperts:
 def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
     """Return experts bound to the current parameters, some of which are `replicas`."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
-    # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
+    # Experts by autograd must compute with the current tables, even if a chunk runs later.
     if not chunks.can_regroup:
         compute = partial(torch.func.functional_call, experts, named)
         chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)

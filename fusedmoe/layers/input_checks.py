@@ -259,19 +259,14 @@ def _count_nonfinite_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -
 
 
 def input_error(
-    prefix: str,
-    x: object,
-    model_dim: int,
-    like: Tensor | None,
-    min_dims: int = 1,
-    extra_dtypes: Collection[torch.dtype] = (),
+    prefix: str, x: object, model_dim: int, like: Tensor | None, min_dims: int = 1, dtypes: Collection[torch.dtype] = ()
 ) -> str | None:
     """Return an error message for invalid x, [..., M], else None.
 
     Args:
         like: a parameter of the experts; None: any dtype and device.
         min_dims: minimum number of dimensions.
-        extra_dtypes: dtypes allowed in addition to `like`'s.
+        dtypes: allowed in addition to `like`'s.
     """
     if not isinstance(x, Tensor):
         return f"{prefix} that is {type(x).__name__}; it takes a tensor [..., {model_dim}]"
@@ -283,7 +278,7 @@ def input_error(
         return f"{prefix} on {x.device} but its experts are on {like.device}; move one with .to()"
     if not x.is_floating_point():
         return f"{prefix} of {x.dtype}; it takes floating-point numbers"
-    if x.dtype not in (like.dtype, *extra_dtypes) and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype not in (like.dtype, *dtypes) and not torch.is_autocast_enabled(x.device.type):
         return f"{prefix} of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use torch.autocast"
     return None
 

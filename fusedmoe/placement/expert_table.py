@@ -130,7 +130,6 @@ class ExpertTable:
 
     @property
     def num_owned(self) -> int:
-        """Number of experts that this rank owns."""
         return len(self.placement.owned(self.group.index))
 
     def is_read_early(self, dtype: torch.dtype) -> bool:
@@ -170,7 +169,7 @@ def nodes_of(topology: Topology) -> Nodes:
 
 def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sum the token counts of ranks with shards of the same experts. Collective over `shards`."""
-    # These ranks must decide alike.
+    # Ranks with shards of an expert must choose the same replicas.
     if shards.size == 1:
         return tokens_WE
     summed_WE = torch.from_numpy(tokens_WE).to(device_of(shards), copy=True)

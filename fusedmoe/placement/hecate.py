@@ -47,9 +47,9 @@ LayerPolicy = Callable[[LayerLoads], Placement]
 
 
 def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placement:
-    """Return the replicas for the predicted load by Algorithm 1, improved by a search. Owners stay.
+    """Return the replicas for the predicted load by Algorithm 1, improved by a search. Owners do not change.
 
-    `t`, `m`: as for `materialise`. `searches`: False: Algorithm 1 as published, which keeps replicas that save no time.
+    `t`, `m`: as for `materialise`. `searches`: if False, Algorithm 1 as published, with replicas that save no time.
     """
     sharding, load_E = now.placement.sharding, predict_load(now.history_IE)
     placement = materialise(sharding, load_E, now.nodes, t, m)

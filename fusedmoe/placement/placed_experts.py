@@ -287,7 +287,6 @@ class PlacedExperts:
     def _share_rows(self, share_rows: ShareRows, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
         if may_add:
             self._replicas_are_final = True
-            # Ranks with shards of the same experts must decide alike.
             target = share_rows(self.table.current, sum_over_shards(self.table.shards, tokens_WE), True)
             if target.placement == self.table.current and self.table.shards.size == 1:
                 return target

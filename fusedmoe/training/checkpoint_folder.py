@@ -27,8 +27,8 @@ from fusedmoe.errors import ConfigError, RankError, warn
 from fusedmoe.training.checkpoint_index import (
     INDEX,
     FilePart,
+    FileParts,
     TensorPart,
-    WrittenParts,
     has_elements,
     tensor_key,
     write_index,
@@ -202,11 +202,11 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
         planner.set_up_planner(tensors, None, first)
         return planner.create_local_plan()
 
-    def write(own: SavePlan) -> WrittenParts:
+    def write(own: SavePlan) -> FileParts:
         unfinished.mkdir(parents=True, exist_ok=True)
         return write_parts(unfinished, topology.world.index, _parts(own, planner), values)
 
-    def finish(plans: list[SavePlan], written_by_rank: list[WrittenParts]) -> None:
+    def finish(plans: list[SavePlan], written_by_rank: list[FileParts]) -> None:
         for rank, written in zip(topology.world.ranks, written_by_rank, strict=True):
             _require_complete(unfinished, written.all(), rank)
         _, metadata = planner.create_global_plan(plans)

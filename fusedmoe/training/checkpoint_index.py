@@ -86,7 +86,7 @@ class TensorPart(NamedTuple):
 
 
 @dataclass
-class WrittenParts:
+class FileParts:
     """File parts written by one rank.
 
     Attributes:
@@ -113,7 +113,7 @@ class Index(NamedTuple):
     """
 
     metadata: Metadata
-    written: WrittenParts
+    written: FileParts
     digest: str
 
 
@@ -121,11 +121,9 @@ def tensor_key(key: str, number: int) -> str:
     return f"values.{key}.{number}"
 
 
-def write_parts(
-    folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]
-) -> WrittenParts:
+def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]) -> FileParts:
     """Write this rank's files. `parts`: each with a function that returns its elements."""
-    written = WrittenParts()
+    written = FileParts()
     files: dict[int, dict[str, tuple[TensorPart, Any]]] = {}
     for part, elements in parts:
         number = 0
@@ -140,7 +138,7 @@ def write_parts(
     return written
 
 
-def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: WrittenParts) -> None:
+def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: FileParts) -> None:
     # Descending element size keeps every part aligned to its element type.
     parts.sort(key=lambda one: -one[0].dtype.itemsize)
     header: dict[str, Any] = {}
@@ -163,7 +161,7 @@ def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Wri
         os.fsync(file.fileno())
 
 
-def _write_values(path: Path, values: dict[str, Any], written: WrittenParts) -> None:
+def _write_values(path: Path, values: dict[str, Any], written: FileParts) -> None:
     with path.open("wb", buffering=0) as file:
         for key, one in values.items():
             line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
@@ -180,7 +178,7 @@ def _write(file: FileIO, name: str, data: Any) -> FilePart:
     return file_part
 
 
-def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[WrittenParts]) -> None:
+def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[FileParts]) -> None:
     """Write the index of all ranks' files."""
     headers: dict[str, Any] = {}
     places: dict[str, list[Any]] = {}
@@ -253,7 +251,7 @@ def stored_digest(folder: Path) -> str:
 
 def _parse(held: dict[str, Any], digest: str) -> Index:
     entries: dict[str, Any] = {}
-    written = WrittenParts()
+    written = FileParts()
     written.headers = [_parse_file_part([file, 0, *rest]) for file, rest in held["headers"].items()]
     for key, tensor in held["tensors"].items():
         dtype, shape, chunks = DTYPES[tensor["dtype"]], size_of(tensor["shape"]), []

@@ -259,11 +259,8 @@ def find_newest_state(
     def check(state: StoredState) -> list[StoredPart]:
         # The ranks of a node share the verification, which takes as long as reading.
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
-        return [
-            held
-            for slot in slots[ranks.index(me) :: len(ranks)]
-            for held in _find_damaged_parts(memory, state, (node, slot))
-        ]
+        own_slots = slots[ranks.index(me) :: len(ranks)]
+        return [held for slot in own_slots for held in _find_damaged_parts(memory, state, (node, slot))]
 
     # Latest generation first: a restart from an older state repeats steps with different results.
     for generation, step in sorted(headers_by_state, reverse=True):

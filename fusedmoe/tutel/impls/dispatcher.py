@@ -170,7 +170,6 @@ class LayerDispatcher:
             degree: number of overlapped chunks; "auto" selects it. Results do not depend on it.
             slots: as for `LocalExperts`.
             keep_local: keep rows on this rank, to time the remaining work.
-            refusal: error message of this rank, or None.
         """
         if not self._has_remote_rows(keep_local):
             self.checks.refuse(refusal)
