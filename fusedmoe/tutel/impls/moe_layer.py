@@ -145,7 +145,7 @@ class MOELayer(Constructed, nn.Module):
         numbers = self._numbers()
         self.experts.register_state_dict_post_hook(partial(described.store_expert_numbers, numbers, E))
         self.experts.register_load_state_dict_pre_hook(partial(described.require_same_experts, numbers))
-        self.register_load_state_dict_post_hook(MOELayer._restore_expert_marks)
+        self.register_load_state_dict_post_hook(MOELayer._mark_again)
         self.gates = nn.ModuleList()
         for number, description in enumerate(described.gate_descriptions(gate_type)):
             _seed(None if gate_seed is None else gate_seed + number)
@@ -416,12 +416,12 @@ class MOELayer(Constructed, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._restore_expert_marks()
+        self._mark_again()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._record_expert_marks()
         super()._apply(fn, recurse)
-        self._restore_expert_marks()
+        self._mark_again()
         return self
 
     def _record_expert_marks(self) -> None:
@@ -432,7 +432,7 @@ class MOELayer(Constructed, nn.Module):
             for name, parameter in self.experts.named_parameters()
         }
 
-    def _restore_expert_marks(self, *_: Any) -> None:
+    def _mark_again(self, *_: Any) -> None:
         for name, parameter in self.experts.named_parameters():
             vars(parameter).update(self._marks.get(name, {"_tutel_expert": True}))
 
