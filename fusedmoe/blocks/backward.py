@@ -203,7 +203,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             assert rows.sent_tokens is not None
             drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent_tokens.tokens))
         if micro_batches[0].ordered is None:
-            add_output_gradient(dense.u_output, _join(block, place, dense.u_output.shape, drows))
+            add_output_gradient(dense.u_output, _join_row_batches(block, place, dense.u_output.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):
             if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
                 pairs.append((rows.ordered.x_SM, dx_SM))
@@ -211,7 +211,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((rows.ordered.combine_SN, self.keep_alive(rows.dcombine)))
         if dense.shared_output is not None:
             dy = [self.keep_alive(rows.dy) for rows in micro_batches if rows.dy is not None]
-            add_output_gradient(dense.shared_output, _join(block, place, dense.shared_output.shape, dy))
+            add_output_gradient(dense.shared_output, _join_row_batches(block, place, dense.shared_output.shape, dy))
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None
@@ -267,7 +267,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             gradients.add_gradient(parameter, whole)
 
 
-def _join(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+def _join_row_batches(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(shape)

@@ -84,7 +84,7 @@ def read_batch(
         refusal = mask_error("pipeline", mask, x, *(block.layer.gate for block in blocks))
     if refusal is not None:
         x, mask = _empty_batch(blocks[0], x, refusal), None
-    shape, (x, split) = x.shape, _split(blocks[0], x)
+    shape, (x, split) = x.shape, _split_batch(blocks[0], x)
     return Batch(x, split, shape, None if mask is None else mask.reshape(x.shape[:-1]), refusal, calls)
 
 
@@ -105,7 +105,7 @@ def _empty_batch(block: MoEBlock, x: object, refusal: str) -> Tensor:
     return nothing[None] if block.in_positions else nothing
 
 
-def _split(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
+def _split_batch(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
     layer = block.layer
     peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.joint
     if is_shared:

@@ -72,19 +72,19 @@ class BlocksForward(BlockPass, ForwardPass):
             for place in chunk:
                 if self._refusal is not None:
                     return
-                state.dense[place] = self._dense(number, place)
+                state.dense[place] = self._run_dense(number, place)
             # Otherwise `permute` sorts the rows, once all micro-batches are routed.
             if not (self._block_modules[number].routes_first and state.degrees.has_permute_task):
-                self._route(number, chunk)
+                self._sort_rows(number, chunk)
         except ConfigError as error:  # the next exchange reports it to the other ranks
             self._refusal = str(error)
 
     def permute(self, task: Task) -> None:
         number = task.layer or 0
         if self._block_modules[number].routes_first and self._refusal is None:
-            self._route(number, range(len(self.blocks[number].dense)))
+            self._sort_rows(number, range(len(self.blocks[number].dense)))
 
-    def _dense(self, number: int, place: int) -> DenseState:
+    def _run_dense(self, number: int, place: int) -> DenseState:
         state, block, at = self.blocks[number], self._block_modules[number], self.blocks[number].cuts.dense_at[place]
         before = self.blocks[number - 1].z if number else self._x
         assert before is not None
@@ -123,7 +123,7 @@ class BlocksForward(BlockPass, ForwardPass):
             deferred,
         )
 
-    def _route(self, number: int, chunk: range) -> None:
+    def _sort_rows(self, number: int, chunk: range) -> None:
         """Sort the rows of some dense micro-batches, and drop those beyond the capacity."""
         state, block = self.blocks[number], self._block_modules[number]
         routed = [state.dense[place] for place in chunk]
@@ -232,9 +232,10 @@ class BlocksForward(BlockPass, ForwardPass):
             sent = state.rows[p].sent_tokens
             assert sent is not None
             y_SM = gather_sum(part, sent.tokens)
-            z += self._end(number, p, y_SM, z.shape) if self._block_modules[number].has_end else y_SM.view(z.shape)
+            has_end = self._block_modules[number].has_end
+            z += self._run_block_end(number, p, y_SM, z.shape) if has_end else y_SM.view(z.shape)
 
-    def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
+    def _run_block_end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
         state, block = self.blocks[number], self._block_modules[number]
         dense, rows = state.dense[state.cuts.dense_parent[p]], state.rows[p]
         # A small graph from the experts' results to the output, with which backward starts.

@@ -235,15 +235,15 @@ class MoELayer(PlannedLayer, nn.Module):
         with self.topology.guard("MoELayer.forward"), record_with(layer_recorder(self.recorder, self.number)):
             like = next(self.experts.parameters(), None)
             nothing_SM = input_checks.empty_tokens(None, self.model_dim, like)
-            self._route(_Tokens(nothing_SM, refusal))
+            self._process_tokens(_Tokens(nothing_SM, refusal))
 
     def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         x = apply_start_hooks(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         tokens = self._select_tokens(x, mask, cu_seqlens)
-        y = self._restore_tokens(self._route(tokens), tokens, x)
+        y = self._restore_tokens(self._process_tokens(tokens), tokens, x)
         return apply_end_hooks(self.hooks, y) if self.hooks else y
 
-    def _route(self, tokens: _Tokens) -> Tensor:
+    def _process_tokens(self, tokens: _Tokens) -> Tensor:
         """Steps 2 to 8."""
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))

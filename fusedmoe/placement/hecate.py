@@ -141,13 +141,13 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         for rank in holding:
             work_W[rank] += part - float(share_E[expert])
         load_left -= share_E[expert]
-        chosen = _choose(num_replicas, holding, free, work_W, part, nodes)
+        chosen = _choose_ranks(num_replicas, holding, free, work_W, part, nodes)
         holds_EW[expert, chosen] = True
         slots_left -= len(chosen)
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _choose(
+def _choose_ranks(
     num_replicas: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
 ) -> list[int]:
     """Return the ranks for up to `num_replicas` replicas. Updates `free` slots and `work` per rank in place."""

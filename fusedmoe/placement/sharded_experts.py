@@ -329,7 +329,7 @@ class ShardedExperts:
             if self._remeasures_costs and (costs := self._measured_costs()) != self._planner.costs:
                 self._set_costs(costs)
             if self._idle_s is not None:
-                self._add_idle(self._idle_s)
+                self._record_idle(self._idle_s)
             self._choose_placements()
 
     def _choose_placements(self) -> None:
@@ -347,7 +347,7 @@ class ShardedExperts:
         for placed, placement in zip(self._placed, placements, strict=True):
             placed.set_placement(placement)
 
-    def _add_idle(self, all_s: list[float]) -> None:
+    def _record_idle(self, all_s: list[float]) -> None:
         """Append this step's mean seconds between MoE layers to `all_s`. After `WINDOW` steps, set t by the median."""
         clocks = [placed.clock for placed in self._placed]
         own_s = [clock.idle_s(before) for before, clock in zip([None, *clocks[:-1]], clocks, strict=True)]

@@ -48,11 +48,11 @@ def gather_transfers(before: Placement, after: Placement, nodes: Nodes) -> tuple
         if after.replicas[expert] != before.replicas[expert]:
             has = {owner, *before.replicas[expert]}
             missing = [rank for rank in after.replicas[expert] if rank not in has]
-            transfers += _chain(expert, owner, has, missing, nodes, arrived_W)
+            transfers += _chain_transfers(expert, owner, has, missing, nodes, arrived_W)
     return tuple(sorted(transfers, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
-def _chain(
+def _chain_transfers(
     expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
 ) -> Iterable[Transfer]:
     end, ready = owner, 0  # end of the chain, and the first step in which it can forward

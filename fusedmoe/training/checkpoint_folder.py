@@ -145,8 +145,8 @@ def exclusive_folder(path: Path, folder: Path) -> Iterator[str]:
 def replace_checkpoint(partial: Path, path: Path) -> None:
     """Rename the finished folder to `path`. At every moment either `path` or the previous checkpoint is complete."""
     previous = sibling_path(path, "previous")
-    _sync(partial)
-    _sync(path.parent)
+    _fsync_folder(partial)
+    _fsync_folder(path.parent)
     # A non-empty folder cannot be replaced in one step; between these renames `find_checkpoint` returns `previous`.
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -159,7 +159,7 @@ def replace_checkpoint(partial: Path, path: Path) -> None:
         raise
     # The save has succeeded; later failures are only warnings.
     try:
-        _sync(path.parent)
+        _fsync_folder(path.parent)
     except OSError as error:
         warn(f"checkpoint {path} is in place, and may be lost if the system fails now: {error}", stacklevel=2)
     _remove(previous, f"checkpoint {path} is in place. The previous one")
@@ -174,7 +174,7 @@ def _remove(folder: Path, label: str) -> None:
             warn(f"{label} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
 
 
-def _sync(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -204,7 +204,7 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
 
     def write(own: SavePlan) -> FileParts:
         unfinished.mkdir(parents=True, exist_ok=True)
-        return write_parts(unfinished, topology.world.index, _parts(own, planner), values)
+        return write_parts(unfinished, topology.world.index, _tensor_parts(own, planner), values)
 
     def finish(plans: list[SavePlan], written_by_rank: list[FileParts]) -> None:
         for rank, written in zip(topology.world.ranks, written_by_rank, strict=True):
@@ -252,7 +252,7 @@ def require_writable(tensor: Tensor, label: str) -> None:
         raise ConfigError(f"{label} is expanded: several elements share memory. Copy it with clone().")
 
 
-def _parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple[TensorPart, Callable[[], Any]]]:
+def _tensor_parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple[TensorPart, Callable[[], Any]]]:
     for item in plan.items:
         data = item.tensor_data
         assert data is not None

@@ -164,7 +164,7 @@ class DataParallel(WatchedDataParallel):
         hidden += [f".{name}" for name in hidden if "." not in name]
         # PyTorch would average these over ranks with different experts or shards.
         hide_from_ddp(model, hidden)
-        self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
+        self._topology, self._sharded, self._mp_loss, self._options = topology, split, mp_loss, options
         with bound_collectives(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
@@ -206,8 +206,8 @@ class DataParallel(WatchedDataParallel):
 
     def _finish_backward(self) -> None:
         """Reduce the gradients hidden from DDP and wait until all ranks have launched DDP's reductions."""
-        reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
-        propagate_nonfinite(self._split, self._topology)
+        reduce_gradients(self._sharded, [replica.group.size for replica in self._sharded], self._topology)
+        propagate_nonfinite(self._sharded, self._topology)
         world = self._topology.world
         # DDP waits next. On a CPU it would not detect a failed rank until Gloo's timeout.
         if device_of(world).type == "cpu":
@@ -318,8 +318,8 @@ def save_communication() -> tuple[Any, Any]:
     (including pre-activations). In eager mode such a layer runs without its schedule. Without this policy, a checkpoint
     repeats each exchange. Layers with hooks or placement="fssdp" and Tutel's layers do so even with it.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_save_policy)
 
 
-def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+def _save_policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -168,12 +168,12 @@ def parse_index(data: bytes) -> Metadata:
     infos: dict[MetadataIndex, StoredItem] = {}
     for key, info in _require_dict(note["storage_data"]).items():
         # Values have no offset; tensor parts do.
-        at = None if _require_note(key)["offset"] is None else _sizes(key["offset"])
-        infos[MetadataIndex(_require_str(key["fqn"]), at)] = _info(_require_note(info))
+        at = None if _require_note(key)["offset"] is None else _parse_size(key["offset"])
+        infos[MetadataIndex(_require_str(key["fqn"]), at)] = _parse_item(_require_note(info))
     held: dict[str, Any] = {}
     parts = 0
     for name, entry in _require_dict(note["state_dict_metadata"]).items():
-        held[_require_str(name)] = _entry(_require_note(entry), len(data) - parts)
+        held[_require_str(name)] = _parse_entry(_require_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
             parts += 1  # an index of n bytes describes fewer than n parts
@@ -287,7 +287,7 @@ class _TupleReader(_Reader):
     }
 
 
-def _info(note: _Note) -> StoredItem:
+def _parse_item(note: _Note) -> StoredItem:
     file = _require_str(note["relative_path"])
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MAX_NAME_LENGTH:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
@@ -296,23 +296,25 @@ def _info(note: _Note) -> StoredItem:
     return StoredItem(file, _require_size(note["offset"]), _require_size(note["length"]))
 
 
-def _entry(note: _Note, max_parts: int) -> BytesStorageMetadata | TensorStorageMetadata:
+def _parse_entry(note: _Note, max_parts: int) -> BytesStorageMetadata | TensorStorageMetadata:
     if note.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     properties = _require_note(note["properties"]).held
     dtype = properties[0] if type(properties) is tuple and properties else None
     if note.name != "TensorStorageMetadata" or not isinstance(dtype, torch.dtype):
         raise ValueError(f"{note.name} is no entry of an index")
-    size, chunks = _sizes(note["size"]), note["chunks"]
+    size, chunks = _parse_size(note["size"]), note["chunks"]
     if type(chunks) is not list or len(chunks) > max_parts:
         raise ValueError("a tensor has no list of parts, or more of them than were written")
-    made = [ChunkStorageMetadata(_sizes(_require_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
+    made = [
+        ChunkStorageMetadata(_parse_size(_require_note(one)["offsets"]), _parse_size(one["sizes"])) for one in chunks
+    ]
     if not is_covered(size, made):
         raise ValueError("the parts of a tensor do not add up to its shape")
     return TensorStorageMetadata(TensorProperties(dtype), size, made)
 
 
-def _sizes(note: Any) -> torch.Size:
+def _parse_size(note: Any) -> torch.Size:
     args = _require_note(note).args
     values = args[0] if len(args) == 1 else None
     if not isinstance(values, tuple | list) or len(values) > _MAX_DIMS:

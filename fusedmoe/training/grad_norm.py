@@ -143,7 +143,7 @@ def _parameters_in_norm(model: nn.Module) -> tuple[Topology, list[tuple[nn.Param
             whole = [Replicate() if one.is_partial() else one for one in parameter.grad.placements]
             if whole != list(parameter.grad.placements):
                 parameter.grad = parameter.grad.redistribute(placements=whole)
-    return topology, [(p, name not in elsewhere and _is_first(p.grad)) for name, p in parameters]
+    return topology, [(p, name not in elsewhere and _is_first_holder(p.grad)) for name, p in parameters]
 
 
 def _names_counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
@@ -188,7 +188,7 @@ def _mesh_coordinate(tensor: Tensor) -> tuple[int, ...]:
     return tuple(place)
 
 
-def _is_first(gradient: Tensor | None) -> bool:
+def _is_first_holder(gradient: Tensor | None) -> bool:
     """Return whether this rank is the first in the mesh to hold its shard of the gradient."""
     if not isinstance(gradient, DTensor):
         return True

@@ -252,7 +252,7 @@ def _shard_spec(
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if is_dtensor else topology.world)
     for axis, dim in sharding.items():
-        holding_ranks = [rank for rank in _group(axis, topology).ranks if name in shapes[rank]]
+        holding_ranks = [rank for rank in _axis_group(axis, topology).ranks if name in shapes[rank]]
         if dim == NAMED and len(holding_ranks) > 1:
             raise ConfigError(
                 f"ranks {holding_ranks} have different tensors of the same name {name}: a checkpoint would store only "
@@ -284,7 +284,7 @@ def _shard_spec(
     return replace(ShardSpec(*of_all, mesh_with_replicas, (*placements, *tensor.placements)), group=own_group)
 
 
-def _group(axis: str, topology: Topology) -> Group:
+def _axis_group(axis: str, topology: Topology) -> Group:
     return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}[axis]
 
 
@@ -305,7 +305,7 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
-            index = _group(axis, topology).index if sharding.get(axis) == NAMED else 0
+            index = _axis_group(axis, topology).index if sharding.get(axis) == NAMED else 0
             ranks = ranks.narrow(place, index, 1)
     return ranks.flatten().tolist()
 
@@ -322,7 +322,7 @@ def _check_chunk(
         if has_placement and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
-            group = _group(axis, topology)
+            group = _axis_group(axis, topology)
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))

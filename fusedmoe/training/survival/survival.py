@@ -323,8 +323,8 @@ class StateReader:
             items.extend(planner.finish_plan(planner.create_local_plan()).items)
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
-        fetched = self._fetch(list(dict.fromkeys(map(_part_key, items))))
-        tensors = [(item, self._value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
+        fetched = self._fetch_parts(list(dict.fromkeys(map(_part_key, items))))
+        tensors = [(item, self._read_value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
 
         # All ranks check before any rank writes: either all load the state or none does.
         def check() -> None:
@@ -343,7 +343,7 @@ class StateReader:
             target.copy_(value)
             planner.commit_tensor(item, target)
 
-    def _value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
+    def _read_value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
         part = self._state.parts[_part_key(item)][0].part
         assert part.size is not None
         value = fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size)
@@ -351,23 +351,23 @@ class StateReader:
             value = value.narrow(dim, offset, length)
         return value
 
-    def _fetch(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
+    def _fetch_parts(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
         world, parts = self._topology.world, self._state.parts
         node = self._nodes.node_of_rank[world.index]
 
         def own(place: PartKey) -> StoredPart | None:
             return next((held for held in parts[place] if held.node == node), None)
 
-        fetched = {place: self._bytes(held) for place in keys if (held := own(place)) is not None}
+        fetched = {place: self._read_bytes(held) for place in keys if (held := own(place)) is not None}
         requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
         # All ranks derive the same send table from all requests.
         streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
         for rank, places in enumerate(requests):
             for place in places:
-                streams[self._source(place, rank), rank].append(place)
+                streams[self._source_rank(place, rank), rank].append(place)
         lengths = {pair: [parts[place][0].part.bytes for place in places] for pair, places in streams.items()}
         outgoing = {
-            to: torch.cat([self._bytes(own(place)) for place in places])
+            to: torch.cat([self._read_bytes(own(place)) for place in places])
             for (source, to), places in streams.items()
             if source == world.index
         }
@@ -385,7 +385,7 @@ class StateReader:
             fetched |= dict(zip(streams[stream], pieces, strict=True))
         return fetched
 
-    def _source(self, place: PartKey, reader: int) -> int:
+    def _source_rank(self, place: PartKey, reader: int) -> int:
         """Return the rank that sends a part to a reader; deterministic on all ranks."""
         # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
         holding_nodes = sorted({held.node for held in self._state.parts[place]})
@@ -393,7 +393,7 @@ class StateReader:
         ranks = self._nodes.ranks(holding_nodes[chance % len(holding_nodes)])
         return ranks[(chance // len(holding_nodes) + reader) % len(ranks)]
 
-    def _bytes(self, held: StoredPart | None) -> Tensor:
+    def _read_bytes(self, held: StoredPart | None) -> Tensor:
         assert held is not None
         if held.slot not in self._slot_bytes:
             self._slot_bytes[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
