@@ -261,7 +261,7 @@ def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
 def check_named_schedules(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs_of(topology, torch.float64)
-    measured = schedules.ScheduledPlans.measured
+    measured = schedules.ScheduledPlans.measure_costs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.runtime.cache.profile", None)  # measuring once is enough
         plain = step(make_layer(LAYER, topology), rank)
