@@ -14,7 +14,7 @@ from fusedmoe.blocks.cuts import MicroBatch
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.module_hooks import find_hook, find_replaced_forward, has_parametrisations
-from fusedmoe.engine.shared_expert import single_expert_layout
+from fusedmoe.engine.shared_expert_task import single_expert_layout
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, Routing, outside_autocast
 from fusedmoe.gates.choice_override import ChoiceOverride, GivenExperts

@@ -20,7 +20,7 @@ from fusedmoe.compat.torch import retains_graph
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, gradients_of
 from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
-from fusedmoe.engine.shared_expert import SharedExpertTask, single_expert_layout
+from fusedmoe.engine.shared_expert_task import SharedExpertTask, single_expert_layout
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import ReceivedPairs, SentTokens
 from fusedmoe.kernels.derivatives import Function

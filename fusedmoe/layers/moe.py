@@ -13,7 +13,7 @@ from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.dispatcher import Dispatcher, Routed, SharedExpert
-from fusedmoe.engine.shared_expert import single_expert_layout
+from fusedmoe.engine.shared_expert_task import single_expert_layout
 from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
@@ -75,7 +75,7 @@ class MoELayer(PlannedLayer, nn.Module):
         │ 5.                  dispatch: send each token once to every rank with one of its experts    → x_RM
         │ 6.                  experts: grouped FFN, weighted sum over each token's experts here       → y_RM
         │ 7.                  combine: send these sums back, add them in rank order                   → y_SM
-        │ 8. _sum_results     restore the token order, add the shared expert
+        │ 8. _sum_results     restore the token order, add the shared expert (a schedule computes it during 5 to 7)
         ▼    _restore_tokens  all-gather over MP, insert zeros at padding
         y [..., M]
 
@@ -186,8 +186,9 @@ class MoELayer(PlannedLayer, nn.Module):
         self.number: int | None = None
         self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
-        # Gradients of a shared expert are also summed over MP ranks, which no plan does.
-        self.plans.shared = None if self.mp_tokens.joint else shared
+        # A custom module may call collectives, and MP ranks sum its gradients: plans do neither.
+        is_planned = shared is not None and shared.reads_parameters_once and not self.mp_tokens.joint
+        self.plans.shared = shared if is_planned else None
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(
             self.topology, exchange_reports_logits=self.dispatcher.collectives is not None

@@ -20,7 +20,6 @@ from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import AssignedPlans, Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.experts.networks import Experts
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -356,8 +355,7 @@ class ScheduledPlans(LayerPlans):
     ) -> Plans:
         """Return the plans with the shared expert, at the position with the shortest predicted pass."""
         assert self.shared is not None
-        # A custom module may not describe its work.
-        if workload is None or costs is None or type(self.shared).workload is Experts.workload:
+        if workload is None or costs is None:
             return Plans(*(with_shared_expert(plan, phase) for phase, plan in _by_phase(plans)))
         layer = workload.step_costs(costs, [0], kinds)
         tokens = max(1, round(workload.rows / workload.esp / self.parts.gate.k))
@@ -366,7 +364,7 @@ class ScheduledPlans(LayerPlans):
         for phase, plan in _by_phase(plans):
             shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
             known = Durations({**layer.seconds(plan), **shared}, layer.contention)
-            found.append(with_shared_expert(plan, phase, lambda of, known=known: makespan(of, known)))
+            found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
         return Plans(*found)
 
     @measurement_context()
