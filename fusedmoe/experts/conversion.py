@@ -267,8 +267,8 @@ def _expert_tensors(given: Mapping[str, Tensor], number: int, in_order: bool = F
     b1, b2 = b[0], b[-1]
     if len(names) == 3 and weights[names[0]].shape != weights[names[1]].shape:
         raise ConfigError(
-            f"from_modules: expert {number} has {_shapes_of(given)}; {names[0]} (gate) and {names[1]} (up) must have one "
-            f"shape [hidden, model_dim], and {names[2]} (down) [model_dim, hidden]"
+            f"from_modules: expert {number} has {_shapes_of(given)}; {names[0]} (gate) and {names[1]} (up) must have "
+            f"one shape [hidden, model_dim], and {names[2]} (down) [model_dim, hidden]"
         )
     if len(names) == 3:
         w1 = torch.stack([weights[names[0]], weights[names[1]]])
@@ -299,8 +299,8 @@ def _projections(weights: Mapping[str, Tensor], number: int, in_order: bool) -> 
         return tuple(weights) if in_order else tuple(sorted(weights, key=int))  # nn.Sequential
     raise ConfigError(
         f"from_modules: expert {number} has {_shapes_of(weights)}; known names, in the order (gate,) up, down: "
-        f"{'; '.join(', '.join(names) for names in (*_GATED_NAMES, *_UNGATED_NAMES))}. For other names pass a state dict "
-        "with keys such as '0.gate_proj.weight', and activation="
+        f"{'; '.join(', '.join(names) for names in (*_GATED_NAMES, *_UNGATED_NAMES))}. For other names pass a state "
+        "dict with keys such as '0.gate_proj.weight', and activation="
     )
 
 
