@@ -71,7 +71,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
     for policy, trainer in made.items():
         if policy != "off":
             assert trainer.planned is not None
-            whole = tuning.now.whole if policy == "auto" else splits_layers(job_settings(setting, policy))
+            whole = tuning.now.uses_micro_batches if policy == "auto" else splits_layers(job_settings(setting, policy))
             off = policy == "auto" and not len(tuning.plan)
             keys[policy] = "off" if off else (trainer.planned[0].fingerprint, whole)
     first = first_of(keys)

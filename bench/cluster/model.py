@@ -144,7 +144,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
     candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else layer_policies())}
     candidates["auto"] = tuning.now
-    first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
+    first = first_of({name: (one.plan.fingerprint, one.uses_micro_batches) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
 
     later = {}
@@ -153,7 +153,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             one = candidates[name]
             step.follow(one)
             followed = partial(recorded_step, topology, partial(model.step, step.buckets))
-            later[name] = refitted(topology, one.plan, step.costs_of(one.whole), followed)
+            later[name] = refitted(topology, one.plan, step.costs_of(one.uses_micro_batches), followed)
     seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
     rows = {name: row(of) for name, of in seconds.items()}
     for name, refit in later.items():

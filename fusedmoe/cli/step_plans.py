@@ -55,14 +55,14 @@ def measurement_plans(costs: StepCosts, samples: int) -> list[Plan]:
 def selected_policy(settings: Settings) -> str:
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = why_not_split(settings)
-    if not POLICIES[policy].by_layer and refusal is not None:
+    if not POLICIES[policy].chunks_only_pipelines and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; use auto or another policy")
     return policy
 
 
 def splits_layers(settings: Settings) -> bool:
     """Return whether the selected schedule may run micro-batches through whole layers."""
-    return POLICIES[selected_policy(settings)].whole and why_not_split(settings) is None
+    return POLICIES[selected_policy(settings)].uses_micro_batches and why_not_split(settings) is None
 
 
 def with_measured_tasks(
@@ -240,7 +240,11 @@ def plans_by_policy(
     layered = step_costs(settings, launch, sizes, costs, made)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = [name for name in POLICIES if name in policies and POLICIES[name].whole and why_not_split(settings) is None]
+    whole = [
+        name
+        for name in POLICIES
+        if name in policies and POLICIES[name].uses_micro_batches and why_not_split(settings) is None
+    ]
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:

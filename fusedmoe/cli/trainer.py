@@ -143,7 +143,7 @@ class Trainer:
         step, candidate = self._followed
         if self.tuning is not None:
             candidate = self.tuning.now
-        plan, costs = candidate.plan, step.costs_of(candidate.whole)
+        plan, costs = candidate.plan, step.costs_of(candidate.uses_micro_batches)
         # An empty plan means unchunked layers: return the sequential plan for figures and tables.
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 

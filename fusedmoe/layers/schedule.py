@@ -192,7 +192,7 @@ def _best_fused(
 
 
 def _hint(name: object) -> str:
-    if name in POLICIES and POLICIES[str(name)].whole:
+    if name in POLICIES and POLICIES[str(name)].uses_micro_batches:
         return (
             f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
             f"fusedmoe.hf.pipeline(model, policy={name!r})"

@@ -357,7 +357,7 @@ def choice_text(chooser: PlanChooser) -> str:
     best = chooser.best
     ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
     kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
-    plans = [{"family": each.family, "whole": each.whole, **_as_dict(each.plan)} for each in kept]
+    plans = [{"family": each.family, "whole": each.uses_micro_batches, **_as_dict(each.plan)} for each in kept]
     head = {"format": _CHOICE, "version": _VERSION, "line": chooser.line(), "seconds": best.median_s}
     return json.dumps({**head, "table": [row._asdict() for row in chooser.table()], "plans": plans})
 
@@ -369,8 +369,8 @@ def read_choice(
 
     Ignores a damaged file, or one with plans of other layers, with a warning.
 
-    `costs_of(whole)` returns the costs of a step. With `whole`, micro-batches pass through whole layers; otherwise only
-    dispatch, experts and combine are in chunks.
+    `costs_of(uses_micro_batches)` returns the costs of a step, with micro-batches through whole layers or with
+    chunks of dispatch, experts and combine only.
     """
     text = _read_on_rank_0(topology, path, "reading what was measured")
     if text is None:
@@ -381,8 +381,9 @@ def read_choice(
             raise ConfigError("unexpected format")
         candidates = []
         for kept in data["plans"]:
-            plan, whole = _from_dict(kept), bool(kept["whole"])
-            candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s(plan, costs_of(whole))))
+            plan, uses_micro_batches = _from_dict(kept), bool(kept["whole"])
+            step_s = predicted_s(plan, costs_of(uses_micro_batches))
+            candidates.append(PlanCandidate(str(kept["family"]), plan, uses_micro_batches, step_s))
         if not candidates:
             raise ConfigError("it contains no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:

@@ -31,7 +31,7 @@ from fusedmoe.schedule.step_costs import (
     StepCosts,
     chunk_times,
     pass_bound_s,
-    work_s,
+    resource_work_s,
 )
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
@@ -244,9 +244,9 @@ def _by_layer_s(costs: StepCosts, limit: int) -> float:
         if _has_gradient_dependencies(layer):
             gradient += layer.gradient_bytes
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
-        best = max(best, head - after + costs.contention.least_s(compute, intra, inter + reduced))
+        best = max(best, head - after + costs.contention.lower_bound_s(compute, intra, inter + reduced))
         after += _layer_pass_bound_s(costs, layer, "backward", limit)
-        work = work_s(layer.chunks["backward"])
+        work = resource_work_s(layer.chunks["backward"])
         inter, intra = inter + work["inter"], intra + work["intra"]
         compute += work["compute"] + layer.dense_total_s("backward")
     return best + (costs.optimizer_s or 0.0)

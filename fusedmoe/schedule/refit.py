@@ -142,8 +142,8 @@ def _samples(
             alone = contention is not None and (kind, phase) == (TaskKind.EXPERT, "backward")
             if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
-            apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
-            sample = Sample(kind, phase, counts[kind, layer, phase], apart)
+            has_w_tasks = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
+            sample = Sample(kind, phase, counts[kind, layer, phase], has_w_tasks)
         tasks[task] = sample, seconds
     after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
@@ -221,8 +221,8 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
 
 
 def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float) -> LayerCosts:
-    def fitted(part: StageTime, kind: str, phase: str, apart: bool = False) -> StageTime:
-        time = _refit_stage(part, seen.get(kind, phase, apart), share)
+    def fitted(part: StageTime, kind: str, phase: str, has_w_tasks: bool = False) -> StageTime:
+        time = _refit_stage(part, seen.get(kind, phase, has_w_tasks), share)
         # No task takes less than the executor's overhead.
         return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 

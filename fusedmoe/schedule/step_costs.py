@@ -35,8 +35,8 @@ class StageTime:
         return self.alpha_s + (self.whole_s + self.excess_s / degree) / degree
 
     @property
-    def moved_s(self) -> float:
-        """Seconds of the whole part in one chunk, without start-up."""
+    def work_s(self) -> float:
+        """Seconds of the part in one chunk, without start-up."""
         return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
@@ -47,7 +47,7 @@ class StageTime:
         return StageTime(self.alpha_s * times, self.whole_s * times, self.excess_s * times)
 
 
-def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
+def resource_work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
     """Return the busy seconds of each resource in a layer's pass of `degree` chunks."""
     work = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in parts.items():
@@ -262,13 +262,13 @@ def resource_bound_s(
         for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
             where = (id(layer), phase, dense, rows)
             if where not in known:
-                work = known[where] = work_s(layer.chunks[phase], rows)
+                work = known[where] = resource_work_s(layer.chunks[phase], rows)
                 work["compute"] += layer.dense_total_s(phase, dense)
             work = known[where]
             compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
     reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
     inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return costs.contention.least_s(compute, intra, inter)
+    return costs.contention.lower_bound_s(compute, intra, inter)
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:
@@ -277,5 +277,5 @@ def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Conten
     # Other resources are idle during the first dispatch and the last combine.
     return max(
         d + ag + r * x + rs + c,
-        d + contention.least_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
+        d + contention.lower_bound_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
     )

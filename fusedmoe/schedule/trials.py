@@ -40,7 +40,7 @@ class Entry:
         return statistics.median_low(self.seconds) if self.seconds else math.inf
 
     @property
-    def least_s(self) -> float:
+    def expected_s(self) -> float:
         """Expected seconds of the next step."""
         # A single long step may be an outlier.
         return min(self.median_s, math.inf if self.first_s is None else self.first_s)
@@ -86,7 +86,7 @@ class Trials:
         self._spent_before_s, self._tried_before = self.spent_s, self.num_tried
         self.entries = [Entry(candidate) for candidate in candidates]
 
-    def spend(self, seconds: float) -> None:
+    def charge(self, seconds: float) -> None:
         """Charge further seconds to the budget, in addition to the time lost to slower plans."""
         self._spent_before_s += seconds
 
@@ -97,24 +97,24 @@ class Trials:
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent in excess of the best plan, and by `spend`."""
-        best_s = self.least_s
+        """Seconds spent in excess of the best plan, and by `charge`."""
+        best_s = self.best_median_s
         if not math.isfinite(best_s):
             return self._spent_before_s
-        spent = [len(entry.seconds) * max(0.0, entry.least_s - best_s) for entry in self.entries if entry.seconds]
+        spent = [len(entry.seconds) * max(0.0, entry.expected_s - best_s) for entry in self.entries if entry.seconds]
         # The first entry's first step is the job's first step, which is slow with any plan.
         first = [max(0.0, entry.first_s - best_s) for entry in self.entries[1:] if entry.first_s is not None]
         return self._spent_before_s + (sum(spent) + sum(first))
 
     @property
-    def least_s(self) -> float:
-        """Smallest median; infinite before the first measurement."""
+    def best_median_s(self) -> float:
+        """Infinite before the first measurement."""
         return min((entry.median_s for entry in self.entries), default=math.inf)
 
     @property
     def remaining_s(self) -> float:
         """Seconds left in the budget, less a reserve for the last step, which may be much slower."""
-        return (SHARE * max(STEPS, self.num_steps) - 1.5) * self.least_s - self.spent_s
+        return (SHARE * max(STEPS, self.num_steps) - 1.5) * self.best_median_s - self.spent_s
 
     @property
     def noise(self) -> float:
@@ -133,7 +133,7 @@ class Trials:
         if not least.seconds or entry is least:
             return True
         if entry.seconds:
-            return entry.least_s - least.median_s <= max(0.0, self.remaining_s)
+            return entry.expected_s - least.median_s <= max(0.0, self.remaining_s)
         ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
         # OFF is always tried: predictions for chunks may be wrong.
         is_too_slow = ratio > _TOO_SLOW and entry.candidate.family != OFF
@@ -141,7 +141,7 @@ class Trials:
 
     def is_too_slow(self, entry: Entry) -> bool:
         """Return whether a candidate is dropped from its round."""
-        return entry.least_s > _TOO_SLOW * self.least_s
+        return entry.expected_s > _TOO_SLOW * self.best_median_s
 
     def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
         """Return the faster half, including the simplest entry that is as fast as the best; of two, only this entry."""

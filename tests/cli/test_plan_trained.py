@@ -30,7 +30,7 @@ from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
+from fusedmoe.schedule.policies import POLICIES, layer_policies, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import RESOURCES
 from fusedmoe.training.gradient_buckets import reduced_bytes
@@ -54,7 +54,7 @@ def settings_of(
 
 
 def runnable_task_kinds(policy: str, settings: Settings, sizes: Sizes) -> set[str]:
-    split = policy in whole_policies() and not why_not_split(settings)
+    split = policy in micro_batch_policies() and not why_not_split(settings)
     return set(runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if split else "step"))
 
 

@@ -34,7 +34,7 @@ from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -273,7 +273,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Counted(PlanSearch):
         def plan(self, name: str) -> Plan:
-            if name in whole_policies() and not asked:
+            if name in micro_batch_policies() and not asked:
                 names.append(name)
             asked.append(name)
             try:

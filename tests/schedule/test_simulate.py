@@ -15,7 +15,7 @@ from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies import POLICIES, whole_policies
+from fusedmoe.schedule.policies import POLICIES, micro_batch_policies
 from fusedmoe.schedule.simulate import critical_path, layer_passes, makespan, simulate
 from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, Task, resources_of
@@ -265,7 +265,7 @@ def test_critical_path_is_contiguous_and_spans_step(policy: str, contention: Con
         assert stretch.degree == plan.degrees[stretch.phase, stretch.layer]
     for one, following in zip(found, found[1:], strict=False):
         assert one.end_s == pytest.approx(following.start_s)
-    if policy not in whole_policies():  # which weight gradients may end
+    if policy not in micro_batch_policies():  # which weight gradients may end
         tail_s = timeline.end_s - found[-1].end_s
         reduced_s = sum(span.duration_s for span in timeline.spans if span.kind == "gradient-all-reduce")
         assert sum(stretch.gradient_s for stretch in found) + tail_s == pytest.approx(reduced_s)

@@ -67,19 +67,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class Policy:
     """A scheduling policy: a function from the costs of a training step to its plan, and properties of its plans.
 
-    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with `whole` has a third
-    argument, `samples` (see `PlanSearch`).
+    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with
+    `uses_micro_batches` has a third argument, `samples` (see `PlanSearch`).
     """
 
     name: str
     # Excluded from the repr, which ranks compare: addresses of functions differ between ranks.
     plan: Callable[..., Plan] = field(repr=False)
     description: str
-    by_layer: bool = True  # plans chunk only the layers' pipelines
-    whole: bool = False  # micro-batches may pass through whole layers, if `StepCosts.can_split`
+    chunks_only_pipelines: bool = True  # not attention or other dense parts
+    uses_micro_batches: bool = False  # they may pass through whole layers, if `StepCosts.can_split`
     order: Order = field(default=one_queue, repr=False)  # order for a given number of chunks (`step.pass_by_degree`)
     gradients: Gradients = "partitioned"
-    varies: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
+    has_variations: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
     is_user_defined: bool = False
 
 
@@ -101,7 +101,7 @@ def _policy(**traits: Any) -> Callable[[_Function], _Function]:
     return put
 
 
-@_policy(gradients="exposed", varies=False)
+@_policy(gradients="exposed", has_variations=False)
 def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One chunk, no overlap; all gradients at the end (DeepSpeed-MoE)."""
     one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
@@ -149,19 +149,19 @@ def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     return fsmoe_plan(costs, [three_queues], limit)
 
 
-@_policy(by_layer=False, whole=True, gradients="idle slots")
+@_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots")
 def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree; gradient buckets below all-to-all in priority (FlowMoE)."""
     return PlanSearch(costs, limit, samples).plan("flowmoe")
 
 
-@_policy(by_layer=False, whole=True, gradients="idle slots", varies=False)
+@_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots", has_variations=False)
 def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches over ranges of layers forward; weight gradients overlap communication backward (Lancet)."""
     return PlanSearch(costs, limit, samples).plan("lancet")
 
 
-@_policy(whole=True, order=three_queues)
+@_policy(uses_micro_batches=True, order=three_queues)
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """The least simulated step time over the plans of all policies, orders, degrees, buckets and W tasks."""
     return PlanSearch(costs, limit, samples).plan("joint")
@@ -193,12 +193,12 @@ def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: fl
 
 def layer_policies() -> tuple[str, ...]:
     """Return the names of all policies that chunk only pipelines, registered policies last."""
-    return tuple(policy.name for policy in POLICIES.values() if policy.by_layer)
+    return tuple(policy.name for policy in POLICIES.values() if policy.chunks_only_pipelines)
 
 
-def whole_policies() -> tuple[str, ...]:
+def micro_batch_policies() -> tuple[str, ...]:
     """Return the names of all policies with micro-batches through whole layers, registered policies last."""
-    return tuple(policy.name for policy in POLICIES.values() if policy.whole)
+    return tuple(policy.name for policy in POLICIES.values() if policy.uses_micro_batches)
 
 
 class PlanSearch:
@@ -236,7 +236,7 @@ class PlanSearch:
         if name not in self._made and name in self._shared:
             self._made[name] = self._shared[name]()
         elif name not in self._made:
-            limits = (self._limit, self._samples) if POLICIES[name].whole else (self._limit,)
+            limits = (self._limit, self._samples) if POLICIES[name].uses_micro_batches else (self._limit,)
             self._made[name] = POLICIES[name].plan(self._costs, *limits)
             self._step()
         return self._made[name]
@@ -244,10 +244,12 @@ class PlanSearch:
     @cached_property
     def families(self) -> dict[str, Plan]:
         """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
-        plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.whole}
+        plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
-            plans |= {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.by_layer}
+            plans |= {
+                policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.chunks_only_pipelines
+            }
             split = joint_split(self._tuned, self._costs, self._degrees, self._step)
             plans["joint"] = improved_order(split, self._costs)
         return plans
@@ -319,7 +321,14 @@ def register_policy(
         raise ConfigError(
             f"register_policy: {name!r} is a {type(function).__name__}; expected a function (workload, costs)"
         )
-    POLICIES[name] = user_policy(function, name, by_layer=not whole, whole=whole, gradients=gradients, varies=varies)
+    POLICIES[name] = user_policy(
+        function,
+        name,
+        chunks_only_pipelines=not whole,
+        uses_micro_batches=whole,
+        gradients=gradients,
+        has_variations=varies,
+    )
 
 
 def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
@@ -333,7 +342,11 @@ def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Po
         pass  # a callable without a signature
     words = ((getattr(function, "__doc__", None) or "").strip().splitlines() or ["your own"])[0].rstrip(".")
     return Policy(
-        called, partial(_user_plan, function, called), words, **{"varies": False, **traits}, is_user_defined=True
+        called,
+        partial(_user_plan, function, called),
+        words,
+        **{"has_variations": False, **traits},
+        is_user_defined=True,
     )
 
 
@@ -342,7 +355,7 @@ def user_plan_fingerprints(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[st
     return {
         name: policy.plan(costs, limit).fingerprint
         for name, policy in POLICIES.items()
-        if policy.is_user_defined and (costs.can_split or not policy.whole)
+        if policy.is_user_defined and (costs.can_split or not policy.uses_micro_batches)
     }
 
 
