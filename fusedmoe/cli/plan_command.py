@@ -42,7 +42,7 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine
-from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse_collectives
 from fusedmoe.schedule.simulate import busy_intervals, critical_path, layer_passes
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, TaskKind
 from fusedmoe.schedule.timeline import Timeline
@@ -232,7 +232,7 @@ def _with_replicas(
         overlap = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
     seconds = overlap * nbytes / bytes_per_s
     # A replica that does not fit its gap delays later tasks.
-    copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
+    copied = simulate(*with_sparse_collectives(plan, costs, [seconds] * layers, again=again))
     facts = {"hidden_s": list(hidden_L), "expert_bytes": nbytes, "overlap": overlap, "seconds": seconds}
     return facts | {"step_s": copied.end_s}, copied
 

@@ -25,9 +25,9 @@ from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, all_to_all_axes, repe
 from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_mutating, is_random, is_start, is_wait, name_of
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
-from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
+from fusedmoe.schedule.policies.lancet_plans import best_ranges, solve_integer_program
 
-# Solver limit in the units of `lancet_plans.solved`; resolution of the objective.
+# Solver limit in the units of `lancet_plans.solve_integer_program`; resolution of the objective.
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 
@@ -332,7 +332,7 @@ def infer_split(
     # Among equal splits prefer consecutive chunks: others cost copies, rows the most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
     model.maximize(sum((worth[node] - _copy_penalty(key.axis)) * source for (node, key), source in chosen.items()))
-    solver = solved(model, _LIMIT)
+    solver = solve_integer_program(model, _LIMIT)
     if solver is None:
         return None
     picked = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}

@@ -13,7 +13,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import Instructions, elements, is_all_to_all, is_compute, is_start, is_wait, union
-from fusedmoe.schedule.policies.lancet_plans import Gap, Placement, place_exactly, place_greedily, with_leftovers
+from fusedmoe.schedule.policies.lancet_plans import Gap, GapAssignment, place_exactly, place_greedily, place_leftovers
 
 # Solve exactly for up to this many pairs of weight gradient and all-to-all, within this time in seconds.
 _EXACT, _LIMIT = 400, 2.0
@@ -140,13 +140,13 @@ def exposed_gaps(
     return starts, gaps
 
 
-def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
+def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> GapAssignment:
     """Assign each unit of weight gradients to an all-to-all: optimal with OR-Tools for few choices, else greedy."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
         with suppress(ConfigError):  # without OR-Tools, keep the greedy placement
             placed = place_exactly(gaps, seconds, limit=_LIMIT)
-    return with_leftovers(placed, gaps)
+    return place_leftovers(placed, gaps)
 
 
 def ordered(instructions: Instructions, base_order: BaseOrder, units_of_start: dict[int, list[int]]) -> list[int]:

@@ -26,7 +26,7 @@ import torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import device_uses_triton
 from fusedmoe.runtime.recorder import Recorder, is_profiling, span
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import (
     COUNTS,
     FUSED,
@@ -250,7 +250,7 @@ def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
     if not plan.kinds.issubset(kinds):
         strange = next(task for task in plan.sequence if task.kind not in kinds)
         raise ConfigError(
-            f"{whose} has {name(strange)} ({strange.kind}), which cannot run here; supported: {', '.join(kinds)}"
+            f"{whose} has {task_name(strange)} ({strange.kind}), which cannot run here; supported: {', '.join(kinds)}"
         )
 
 

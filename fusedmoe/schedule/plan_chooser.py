@@ -307,7 +307,7 @@ class PlanChooser:
             self.trials.entries += more
             pool = [self.best, *more] if more else []
         if self.trials.remaining_s <= 0:
-            self.best = self.trials.most_likely()
+            self.best = self.trials.likely_fastest()
         return Phase.WATCH
 
     def _watch(self) -> Generator[Entry, float, Phase]:

@@ -70,7 +70,9 @@ def step_plan(
         add("forward", layer, [])
     orders["compute"] += loss_tasks(costs)
     for layer in reversed(layers):
-        middle, beside = (0.0, 0.0) if partition is None else (partition.middle[layer], partition.beside[layer])
+        middle, beside = (
+            (0.0, 0.0) if partition is None else (partition.pipeline_bytes[layer], partition.dense_bytes[layer])
+        )
         add("backward", layer, cutter.cut(middle, layer + 1))
         orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}

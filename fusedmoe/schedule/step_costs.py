@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Default limit for the number of chunks.
@@ -195,7 +195,7 @@ class StepCosts:
             part = _part(self.layers[layer], phase, kind, without_weights)
             if part is not None:
                 return part.seconds(count)
-        raise ConfigError(f"costs: no time for {name(task)} ({task.kind}); the plan does not match these layers")
+        raise ConfigError(f"costs: no time for {task_name(task)} ({task.kind}); the plan does not match these layers")
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
@@ -235,13 +235,13 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             continue
         if task.layer is None or task.layer >= len(ends):
-            raise ConfigError(f"plan: {name(task)} is in a layer that does not exist; the stack has {len(ends)}")
+            raise ConfigError(f"plan: {task_name(task)} is in a layer that does not exist; the stack has {len(ends)}")
         end = ends[task.layer]
         stop = end if task.size is None else start + task.size
         if not start < stop <= end:
             raise ConfigError(
-                f"plan: {name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at {end}; "
-                "change its size or layer"
+                f"plan: {task_name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at "
+                f"{end}; change its size or layer"
             )
         result[task] = range(start, stop)
         start = stop

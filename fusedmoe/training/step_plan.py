@@ -27,7 +27,7 @@ from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candida
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import buckets_after, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
@@ -280,7 +280,7 @@ class PlannedStep:
             placed.timing = ReplicaTiming.IN_TURNS if len(plan) else ReplicaTiming.EAGER
         # Released replicas are fetched again for backward, except for the last layer's, which runs next.
         again = [number for number, placed in moving.items() if placed.settings.releases_replicas]
-        return add_sparse(plan, moving, again=again[:-1]) if len(plan) else plan
+        return add_sparse_collectives(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
         """Return the path of the cached choice for this model and machine. Collective over all ranks."""

@@ -207,4 +207,4 @@ def test_unsupported_plan_is_rejected_before_step() -> None:
     with pytest.raises(ConfigError, match="one degree for both passes"):
         step.follow(candidate)
     with pytest.raises(ConfigError, match="blocks only"):
-        step.follow(candidate._replace(whole=True))
+        step.follow(candidate._replace(uses_micro_batches=True))

@@ -25,18 +25,18 @@ from typing import Any, Literal, TypeVar
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
     BUCKETS,
     ROUNDS,
     SplitSearch,
-    exposed_by_part,
+    ablation_plans,
     joint_split,
-    tuned_split,
+    search_flowmoe_split,
 )
 from fusedmoe.schedule.policies.fsmoe_plans import fsmoe_plan
-from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
-from fusedmoe.schedule.simulate import best_of
+from fusedmoe.schedule.policies.lancet_plans import NUM_MICRO_BATCHES, lancet_plan
+from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StepCosts, chunk_times, gradient_ranges
 from fusedmoe.schedule.task import PHASES, TaskKind
@@ -87,7 +87,7 @@ class Policy:
 POLICIES: dict[str, Policy] = {}
 
 
-def _described(function: Callable[..., Plan], **traits: Any) -> Policy:
+def _make_policy(function: Callable[..., Plan], **traits: Any) -> Policy:
     return Policy(function.__name__, function, (function.__doc__ or "").rstrip("."), **traits)
 
 
@@ -95,7 +95,7 @@ def _policy(**traits: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function in `POLICIES`, with its docstring as description."""
 
     def put(function: _Function) -> _Function:
-        POLICIES[function.__name__] = _described(function, **traits)
+        POLICIES[function.__name__] = _make_policy(function, **traits)
         return function
 
     return put
@@ -173,7 +173,7 @@ def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
 
 
 #: Not selectable by users; a candidate of `joint`.
-ANY_ORDER = _described(any_order, order=three_queues)
+ANY_ORDER = _make_policy(any_order, order=three_queues)
 
 
 def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
@@ -223,23 +223,23 @@ class PlanSearch:
         self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
         if samples is not None:
             self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
-        self._made: dict[str, Plan] = {}
+        self._plans: dict[str, Plan] = {}
         # Splits tried by FlowMoE, in two rounds of `joint`, and by the ablation; then policies.
         degrees, buckets = len(self._degrees), len(BUCKETS)
-        self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
-        self._total += len(layer_policies()) + 2 + ROUNDS
-        self._done = 0
-        self._shared = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
+        self._num_parts = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
+        self._num_parts += len(layer_policies()) + 2 + ROUNDS
+        self._num_done = 0
+        self._searches = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
 
     def plan(self, name: str) -> Plan:
         """Return the plan of a policy of `POLICIES`."""
-        if name not in self._made and name in self._shared:
-            self._made[name] = self._shared[name]()
-        elif name not in self._made:
+        if name not in self._plans and name in self._searches:
+            self._plans[name] = self._searches[name]()
+        elif name not in self._plans:
             limits = (self._limit, self._samples) if POLICIES[name].uses_micro_batches else (self._limit,)
-            self._made[name] = POLICIES[name].plan(self._costs, *limits)
-            self._step()
-        return self._made[name]
+            self._plans[name] = POLICIES[name].plan(self._costs, *limits)
+            self._report_progress()
+        return self._plans[name]
 
     @cached_property
     def families(self) -> dict[str, Plan]:
@@ -250,7 +250,7 @@ class PlanSearch:
             plans |= {
                 policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.chunks_only_pipelines
             }
-            split = joint_split(self._tuned, self._costs, self._degrees, self._step)
+            split = joint_split(self._tuned, self._costs, self._degrees, self._report_progress)
             plans["joint"] = improved_order(split, self._costs)
         return plans
 
@@ -261,34 +261,34 @@ class PlanSearch:
         The parts are pipelined experts, attention in micro-batches, all-reduces in buckets of 1 MiB, the best bucket
         size.
         """
-        attention, all_reduce = exposed_by_part(self._costs, self._degrees, self._step)
-        self._step()
+        attention, all_reduce = ablation_plans(self._costs, self._degrees, self._report_progress)
+        self._report_progress()
         experts, tuned = self.plan("pipemoe"), self.plan("flowmoe")
         return {"pipelined experts": experts, "attention": attention, "all-reduce": all_reduce, "tuned": tuned}
 
     @cached_property
     def _tuned(self) -> SplitSearch:
-        return tuned_split(self._costs, self._degrees, self._step)
+        return search_flowmoe_split(self._costs, self._degrees, self._report_progress)
 
     def _lancet(self) -> Plan:
-        plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
-        self._step()
+        plan = lancet_plan(self._costs, [k for k in NUM_MICRO_BATCHES if k in self._degrees])
+        self._report_progress()
         return plan
 
     def _joint(self) -> Plan:
         plans = list(self.families.values())
         if self._costs.can_split:
             plans += self.ablation.values()
-        best = best_of(plans, self._costs)
+        best = fastest_plan(plans, self._costs)
         if self._costs.can_split and best != self.families["joint"]:
             best = improved_order(best, self._costs)
-        self._done = self._total
-        self._step()
+        self._num_done = self._num_parts
+        self._report_progress()
         return best
 
-    def _step(self) -> None:
-        self._done += 1
-        self._progress(min(self._done, self._total), self._total)
+    def _report_progress(self) -> None:
+        self._num_done += 1
+        self._progress(min(self._num_done, self._num_parts), self._num_parts)
 
 
 def register_policy(
@@ -385,7 +385,7 @@ def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
     has = {task._replace(chunk=None, size=None) for task in plan}
     for task in sequential(costs):
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE and task._replace(chunk=None) not in has:
-            raise ConfigError(f"the plan lacks {name(task)} ({task.kind}); add it")
+            raise ConfigError(f"the plan lacks {task_name(task)} ({task.kind}); add it")
     for (phase, layer), degree in plan.degrees.items():
         if degree > limit:
             raise ConfigError(f"the {phase} pass of layer {layer} has {degree} chunks, more than limit = {limit}")
