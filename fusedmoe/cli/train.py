@@ -212,7 +212,7 @@ class TrainingJob:
             assert trainer.tuning is not None
             write_text(self.folder.plan, str(trainer.tuning.plan))
             write_cache_file(self.folder.choice, choice_text(trainer.tuning))
-            self.display.say(line)
+            self.display.show_message(line)
 
         # The fastest measured matrix product serves as the device's peak for mfu.
         self._gemm_flop_per_s = costs.line("gemm").per_s
@@ -262,13 +262,13 @@ class TrainingJob:
                 now = report.tokens / report.seconds
                 # Single steps vary with the load of the machine.
                 speed = 0.9 * speed + 0.1 * now if speed else now
-                self.display.step(done, report.loss, speed)
+                self.display.show_step(done, report.loss, speed)
             # After the metrics line: a restart continues from here, and no line may be missing.
             if self.survivor is not None and done % settings.survive == 0:
                 refresh_values = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(done))}
                 # The refresh before step 0 had no optimizer state: its size is not representative.
                 if not has_reported_cost and self.topology.is_first:
-                    self.display.say(f"survival: {self.survivor.price(refresh_values['refresh_s'])}")
+                    self.display.show_message(f"survival: {self.survivor.price(refresh_values['refresh_s'])}")
                 has_reported_cost = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
                 self._save(done)

@@ -322,10 +322,10 @@ class ScheduledPlans(LayerPlans):
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
-            direct=self.puts,
+            is_kernel_only=self.puts,
             dtype=x_SM.dtype,
             device=x_SM.device,
-            heap=partial(has_heap, self.topology, x_SM.device),
+            has_heap=partial(has_heap, self.topology, x_SM.device),
         )
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 

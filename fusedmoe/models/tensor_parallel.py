@@ -25,7 +25,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.runtime.recorder import Recorder, layer_recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, layer_recorder, record_operation
 
 _BASE = 10000.0
 
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         counts = split.rows(len(x_BPM))
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, recorder)
         x_BLM = split.by_sample(x_TM, len(x_BPM))
-        y_BLM = recorded(recorder, self._heads, x_BLM, kind="attention")
+        y_BLM = record_operation(recorder, self._heads, x_BLM, kind="attention")
         y_SM = reduce_scatter_rows(split.by_rank(y_BLM), mp, counts, recorder)
         y_BPM = y_SM.view(x_BPM.shape)
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias

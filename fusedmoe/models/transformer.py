@@ -27,7 +27,7 @@ from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, fill_parameters, normal_parameter
 from fusedmoe.orders import ORDERS, Order, Sparse
-from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, record_operation
 from fusedmoe.schedule import Workload
 from fusedmoe.schedule.workload import uniform_share
 
@@ -299,7 +299,7 @@ class Transformer(nn.Module):
             nats = F.cross_entropy(logits_SV, targets_S, ignore_index=IGNORE, reduction="sum")
             return nats / max(1, targets)
 
-        return Loss(recorded(self.recorder, compute_loss, y_BPM, kind="loss"), aux, targets)
+        return Loss(record_operation(self.recorder, compute_loss, y_BPM, kind="loss"), aux, targets)
 
     def logits(self, tokens_BL: Tensor) -> Tensor:
         """Return the logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective."""

@@ -46,7 +46,7 @@ from fusedmoe.placement.replica_gradients import (
 from fusedmoe.placement.replica_state import ReplicaTiming
 from fusedmoe.placement.replicas import Recording, Replicas
 from fusedmoe.placement.traffic import Transfer, dispatch
-from fusedmoe.runtime.recorder import Moment, Recorder, span
+from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
@@ -81,15 +81,15 @@ class IdleClock:
     """While `is_on`, records the times in a forward pass at which the model and a layer's experts start and end."""
 
     def __init__(self) -> None:
-        self.is_on, self.start, self.turn, self.end = False, Moment(), Moment(), Moment()
+        self.is_on, self.start, self.turn, self.end = False, DeviceTime(), DeviceTime(), DeviceTime()
 
-    def note(self, moment: Moment, device: torch.device) -> None:
+    def note(self, moment: DeviceTime, device: torch.device) -> None:
         if self.is_on:
-            moment.note(device)
+            moment.record(device)
 
     def idle_s(self, before: IdleClock | None) -> float:
         """Return the seconds between the previous layer's experts (or the model's start) and this layer's."""
-        return max(0.0, self.turn.after(self.start if before is None else before.end))
+        return max(0.0, self.turn.seconds_since(self.start if before is None else before.end))
 
 
 class PlacedExperts:

@@ -31,7 +31,7 @@ from torch import nn
 from fusedmoe.comm.collectives import max_over_ranks_s
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
-from fusedmoe.runtime.cache import choice_text, write
+from fusedmoe.runtime.cache import choice_text, write_or_warn
 from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, with_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
@@ -203,7 +203,7 @@ class StepSource(PlanSource):
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
-            write(self._path, choice_text(chooser), "what was measured")
+            write_or_warn(self._path, choice_text(chooser), "what was measured")
             self._tell(chooser.line())
 
     def guard(self) -> AbstractContextManager[None]:

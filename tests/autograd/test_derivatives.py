@@ -30,7 +30,7 @@ from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.placement.replica_gradients import before_backward
-from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, record_operation
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product
 from fusedmoe.tutel.impls.dispatcher import scaled
@@ -202,7 +202,7 @@ TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]
     "_RouterLogits": lambda: (lambda x, w: router_logits(x, w).sigmoid(), (random(3, 4), random(2, 4))),
     "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
     "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
-    "_Mark": lambda: (lambda x: recorded(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
+    "_BackwardCallback": lambda: (lambda x: record_operation(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
     "_Tap": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
     "_BeforeBackward": lambda: (lambda x: before_backward(x, lambda: None).sigmoid(), (random(3),)),
 }

@@ -25,7 +25,7 @@ from fusedmoe.runtime.cache import (
     cache_dir,
     cached_plans,
     cached_profile,
-    describe,
+    describe_machine,
     fingerprint,
     machine_facts,
     plan_path,
@@ -243,7 +243,7 @@ def fingerprints_on_one_and_two_hosts(rank: int, world: int) -> tuple[str, str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank}")
         apart = machine_facts(topology, CPU, torch.float32)
-    return fingerprint(together), fingerprint(apart), describe(apart)
+    return fingerprint(together), fingerprint(apart), describe_machine(apart)
 
 
 def test_fingerprint_depends_on_number_of_hosts(cluster: Cluster) -> None:
