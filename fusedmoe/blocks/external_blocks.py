@@ -19,7 +19,7 @@ from fusedmoe.blocks.cuts import ExternalCall, passes_of
 from fusedmoe.blocks.dense_part import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.compat.torch import is_compiled, version_of
+from fusedmoe.compat.torch import is_compiled, tensor_version
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import find_hook
 from fusedmoe.errors import ConfigError
@@ -345,7 +345,7 @@ class ExternalPipeline:
         if (
             first is None
             or len(self._calls) != number
-            or (x.shape, x.data_ptr(), version_of(x)) != (first.shape, first.data_ptr(), version_of(first))
+            or (x.shape, x.data_ptr(), tensor_version(x)) != (first.shape, first.data_ptr(), tensor_version(first))
         ):
             raise ConfigError(
                 f"{who}: {name} is not called with what the block before it returned: its model does more between "

@@ -2,7 +2,7 @@
 
     result in chunks along                         required input chunks
     any axis of an elementwise operator            same axis of its inputs; broadcast operands stay whole
-    view, reshape, squeeze, unsqueeze              axis with the same set_bits
+    view, reshape, squeeze, unsqueeze              axis with the same elements
     permute, transpose, t, expand, select, unbind  corresponding axis
     rows or columns of mm, addmm                   rows of the first, or columns of the second factor
     batch, rows or columns of bmm, baddbmm         batch of both; rows of the first; columns of the second
@@ -144,7 +144,7 @@ def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
 
 
 def reshape_axis(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
-    """Return the axis after a reshape to `other` whose chunks hold the same set_bits; None if there is none."""
+    """Return the axis after a reshape to `other` whose chunks hold the same elements; None if there is none."""
     # In element order there are `before` blocks, each cut into the chunks. A dimension of `other` has the same blocks
     # if the product of the dimensions before it divides their number.
     before = math.prod(shape[: axis.dim]) * axis.outer

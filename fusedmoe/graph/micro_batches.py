@@ -231,7 +231,7 @@ OperatorSplits = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
 class OperatorSplitCache:
-    """Caches ways to split a graph's instructions, which overlapping ranges share."""
+    """Caches splits of a graph's instructions, which overlapping ranges share."""
 
     def __init__(self) -> None:
         self.split_operator, self.splits_from_input = cache(split_operator), cache(splits_from_input)
@@ -297,7 +297,7 @@ def infer_split(
     Args:
         ordered: index pairs in `nodes` that must stay in order without a data dependency.
         rows: chunks may be rows.
-        operator_split_cache: cache of ways found for other ranges of the graph; extended here.
+        operator_split_cache: splits found for other ranges of the graph; extended here.
     Raises:
         ConfigError: OR-Tools is not installed.
     """

@@ -190,7 +190,7 @@ def run_outside_capture(call: Callable[[], T], device: torch.device) -> T:
     # A new thread has no dispatch modes. (With the capture's Python dispatcher active, a collective would hold the GIL
     # while it waits, and deadlock with its process group's thread.)
     helper = WorkerThread("fusedmoe-measure")
-    return helper.result(helper.begin(run))
+    return helper.result(helper.submit(run))
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:

@@ -130,7 +130,7 @@ def plan_pass(
     given_costs: OperatorCosts | None,
     results: int | None = None,
 ) -> tuple[PassReport, OwnPlacesCheck | None]:
-    """Plan a pass that has all-to-alls and rewrite its graph. AllToAllReport over the ranks of the graph's groups.
+    """Plan a pass that has all-to-alls and rewrite its graph. Collective over the ranks of the graph's groups.
 
     Args:
         gradients: outputs of the graph that are gradients of parameters.
@@ -219,7 +219,7 @@ def _return_zero(*_: Any) -> float:
 
 
 def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callable[[], Any]) -> None:
-    """Call `run`, which requests operator costs, on all ranks; then merge their measurements. AllToAllReport."""
+    """Call `run`, which requests operator costs, on all ranks; then merge their measurements. Collective."""
     if isinstance(costs, MeasuredCosts):
         graph_ranks.run_guarded(run)
         costs.merge([json.loads(text) for text in graph_ranks.all_gather(json.dumps(costs.unshared))])
@@ -228,7 +228,7 @@ def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callab
 def _instruction_seconds(
     graph_ranks: GraphRanks, instructions: Instructions, costs: OperatorCosts, show: Show
 ) -> Callable[[fx.Node], float]:
-    """Return the seconds of each instruction, equal on ranks with equal graphs. AllToAllReport."""
+    """Return the seconds of each instruction, equal on ranks with equal graphs. Collective."""
 
     def request_costs() -> dict[fx.Node, float]:
         found = {}

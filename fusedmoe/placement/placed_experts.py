@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, ExpertsModule
@@ -345,7 +345,7 @@ class PlacedExperts:
         if self._route is None:  # `begin` was not called with gradients enabled
             self._make_route()
         assert self._route is not None
-        versions = [version_of(parameter) for parameter in self.table.parameters]
+        versions = [tensor_version(parameter) for parameter in self.table.parameters]
         send = partial(self._send_gradients, self.table.transfers, self.table.rows, self.table.num_owned, versions)
         made = list(attach_tables(self._received, tables, self._route, send))
         send_gradients = partial(self._send_by_plan, self._route, send) if any(self._route.needs_grad) else None
@@ -373,7 +373,7 @@ class PlacedExperts:
     ) -> SparseWork:
         self.has_learned = True
         # Gradients of old parameters must not be added to new parameters.
-        if versions != [version_of(parameter) for parameter in self.table.parameters]:
+        if versions != [tensor_version(parameter) for parameter in self.table.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
                 "optimizer.step()"

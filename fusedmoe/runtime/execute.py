@@ -129,7 +129,7 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
                 # Wait in slices, to detect link threads that have died.
                 while not done[earlier].wait(POLL_S):
                     for thread, works in links:
-                        thread.check(works)
+                        thread.is_done(works)
             if errors:
                 return
             # Dependents of a skipped task are skipped on all ranks.
@@ -161,7 +161,7 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
         for resource in RESOURCES[1:]:
             if plan.on(resource):
                 thread = WorkerThread(f"fusedmoe {resource}")
-                links.append((thread, thread.begin(partial(link, resource))))
+                links.append((thread, thread.submit(partial(link, resource))))
                 thread.end()
         work(RESOURCES[0])
     except BaseException as error:

@@ -78,7 +78,7 @@ _SIDE = 1024
 # To fit the time limit, first the number of sizes is halved down to the first value, then the unit down to this
 # fraction: a line through few distant sizes is better than one through many small sizes.
 _MIN_STEPS, _MIN_UNIT_DIVISOR = 6, 2**8
-# Probes of the sizes that determine the samples.
+# Probes that determine the sizes to measure.
 _NUM_PROBES = 3
 # Fraction of the time limit for probes and estimation errors.
 _RESERVE = 0.25
@@ -337,7 +337,7 @@ class _Profiler:
         """Return the sizes to measure of each operation, within its share of the time limit. Collective."""
         ends = [(name, work.unit // part) for name, work in self._operations.items() for part in (64, 4)]
         self._measure_round(ends, 0, 0)  # warm-up
-        # Minimum over several probes, because one outlier would halve a samples.
+        # Minimum over several probes, because one outlier would halve the samples.
         probed = np.min([self._measure_round(ends, 0, 0) for _ in range(_NUM_PROBES)], axis=0)
         both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._operations)}
         guesses = {name: fit_nonnegative_line([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
@@ -421,17 +421,17 @@ class _Profiler:
         rounds = []
         for number in range(ROUNDS):
             seconds: list[float] = []
-            for resources in plans:
-                tasks = {resource: [_CONTENDERS[resource][0]] for resource in resources}
+            for together in plans:
+                tasks = {resource: [_CONTENDERS[resource][0]] for resource in together}
                 # No dependencies between the tasks, unlike in a layer.
-                plan = Plan.from_orders(tasks, {_CONTENDERS[resource][0]: () for resource in resources})
+                plan = Plan.from_orders(tasks, {_CONTENDERS[resource][0]: () for resource in together})
                 self._warm_up()
                 self._wait_for_ranks()
                 execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
                 spans = {span.resource: span for span in self._recorder.timeline().spans}
                 began_s = min(span.start_s for span in spans.values())
-                seconds += [spans[resource].end_s - began_s for resource in resources]
-                self._show(total - (ROUNDS - number) * len(plans) + plans.index(resources) + 1, total)
+                seconds += [spans[resource].end_s - began_s for resource in together]
+                self._show(total - (ROUNDS - number) * len(plans) + plans.index(together) + 1, total)
             rounds.append(self._max_over_ranks(seconds))
         medians = iter(np.median(rounds, axis=0).tolist())
         alone_s = {resource: next(medians) for resource in resources}

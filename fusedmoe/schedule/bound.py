@@ -65,12 +65,12 @@ class _Block(NamedTuple):
 
 class _Pass(NamedTuple):
     blocks: tuple[_Block, ...]  # in execution order, without W tasks
-    dense_index: int  # index of the dense part
-    # Seconds of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
+    dense_index: int
+    # Of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
     # (backward).
     shared_rows_path_s: Any
-    dense_w_tasks_s: Any  # seconds of the dense part's W tasks
-    w_tasks_s: Any  # seconds of all W tasks
+    dense_w_tasks_s: Any
+    w_tasks_s: Any
 
     def path_s(self, start: int = 0, stop: int | None = None) -> Any:
         return sum(block.chunk_s for block in self.blocks[start:stop])
@@ -90,7 +90,7 @@ class _Pass(NamedTuple):
 def _pass(layer: LayerCosts, phase: str, limit: int, has_w_tasks: bool, contention: Contention) -> _Pass:
     """Return the durations of a layer's pass for all chunk counts up to `limit`."""
     counts = np.arange(1.0, limit + 1)
-    micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
+    micro, chunks, free = layer.micro_batch_costs(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if has_w_tasks and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
     chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}

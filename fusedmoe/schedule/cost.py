@@ -242,7 +242,7 @@ class Observed:
         return Observed({**self.seconds, **other.seconds}, other.rows or self.rows)
 
     def get(self, kind: str, phase: str | None, has_w_tasks: bool = False) -> dict[int, float]:
-        """Return the seconds of a kind of task by number of chunks. `has_w_tasks`: weight gradients ran as W tasks."""
+        """Return the seconds of a kind of task by number of chunks."""
         return {
             sample.chunks: s
             for sample, s in self.seconds.items()

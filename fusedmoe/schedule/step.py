@@ -107,7 +107,7 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
     `weights`: yield W tasks (`task.WEIGHT_GRADIENTS`).
     """
-    chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
+    chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].micro_batch_costs()
     for kind in STAGES[phase]:
         if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)

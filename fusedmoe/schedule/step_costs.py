@@ -110,9 +110,9 @@ class LayerCosts:
         """Return the seconds of all dense parts of a pass, unchunked or in `degree` micro-batches."""
         if degree is None:
             return sum(self.dense_s[phase].values())
-        return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
+        return sum(degree * part.seconds(degree) for part in self.micro_batch_costs().dense[phase].values())
 
-    def in_micro_batches(self) -> MicroBatches:
+    def micro_batch_costs(self) -> MicroBatches:
         """Return `micro`. Raises `ConfigError` if it is None."""
         if self.micro is None:
             raise ConfigError("micro-batches: the layer cannot be split; costs of its dense part in chunks are unknown")

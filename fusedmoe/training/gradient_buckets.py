@@ -140,7 +140,7 @@ class GradientBuckets:
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
             self._helper = self._helper or WorkerThread("fusedmoe gradients")
-            self._future = self._helper.begin(partial(self._reduce_all, tasks, wait_for_link))
+            self._future = self._helper.submit(partial(self._reduce_all, tasks, wait_for_link))
             return
         # NCCL requires one order of collectives on all ranks across communicators, which a second thread would not
         # guarantee (`fusedmoe/runtime/nccl.md`).

@@ -203,7 +203,7 @@ TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]
     "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
     "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
     "_BackwardCallback": lambda: (lambda x: record_operation(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
-    "_Tap": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
+    "_GradientHooks": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
     "_BeforeBackward": lambda: (lambda x: before_backward(x, lambda: None).sigmoid(), (random(3),)),
 }
 
@@ -241,7 +241,7 @@ def test_double_backward_equals_plain_autograd(name: str) -> None:
         pairs = zip(*(torch.autograd.grad(sum(one.sum() for one in of), inputs) for of in (g, want)), strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    elif name == "_Tap":  # like PyTorch's hooks: each gradient passes through
+    elif name == "_GradientHooks":  # like PyTorch's hooks: each gradient passes through
         (x,) = inputs
 
         def hooked(x: Tensor) -> Tensor:

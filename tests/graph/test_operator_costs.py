@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def test_cost_points_are_interpolated_linearly() -> None:
     points = CollectiveTimes((1024, 2048, 4096), (1.0, 2.0, 3.0))
     assert [points.seconds_at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
-    assert CollectiveTimes((1024,), (2.0,)).at(512) == 2.0
+    assert CollectiveTimes((1024,), (2.0,)).seconds_at(512) == 2.0
 
 
 def test_measured_sizes_are_powers_of_two() -> None:
