@@ -165,7 +165,7 @@ def test_call_error_keeps_no_reference_to_waiter() -> None:
     with pytest.raises(ValueError, match="it failed") as caught:
         helper.result(done)
     frames = {frame.name: frame.frame.f_locals for frame in caught.traceback}
-    for name in ("result", "check"):
+    for name in ("result", "is_done"):
         assert not any(value is done for value in frames[name].values()), name
     stuck = threading.Event()
     waits = helper.submit(lambda: stuck.wait(20))

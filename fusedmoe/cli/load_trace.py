@@ -38,7 +38,7 @@ MAX_COLUMNS = 400
 _INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
 _PANELS_PER_ROW, _DPI = 4, 130
 # Lines of layers, in this order; beyond ten layers the colours repeat with the next style.
-_LAYER_COLOURS = (
+_COLOURS = (
     "#0a2f66",
     "#f79a1c",
     "#1f7350",
@@ -50,7 +50,7 @@ _LAYER_COLOURS = (
     "#5e4c47",
     "#98b8f8",
 )
-_LINE_STYLES = ("-", "--", ":")
+_STYLES = ("-", "--", ":")
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +199,8 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     max_vio_axes = drawn.add_subplot(grid[rows, :])
     middle_I = np.linspace(begins + 0.5, ends - 0.5, len(vio_IL))
     for layer in range(trace.layers):
-        repeated, number = divmod(layer, len(_LAYER_COLOURS))
-        look: dict[str, Any] = {
-            "color": _LAYER_COLOURS[number],
-            "linestyle": _LINE_STYLES[repeated % len(_LINE_STYLES)],
-        }
+        repeated, number = divmod(layer, len(_COLOURS))
+        look: dict[str, Any] = {"color": _COLOURS[number], "linestyle": _STYLES[repeated % len(_STYLES)]}
         label = f"layer {layer}" if layer in shown else None
         max_vio_axes.plot(middle_I, vio_IL[:, layer], label=label, linewidth=1.0, **look)
     max_vio_axes.axhline(0, color=_RULE, zorder=0)

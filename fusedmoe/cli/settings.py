@@ -186,14 +186,14 @@ class Flag:
     """Command-line flag and the setting it sets. Its default value is read from `Settings`.
 
     `setting`: "model.NAME" for a field of `ModelConfig`. `kind`: parses the text; bool makes a pair `--flag`,
-    `--no-flag`. `default_text`: description of the default if it is None.
+    `--no-flag`. `default_help`: description of the default if it is None.
     """
 
     setting: str
     help: str
     kind: Callable[[str], Any] = int
     choices: Sequence[str] | Callable[[], Sequence[str]] = ()
-    default_text: str = "chosen"
+    default_help: str = "chosen"
     metavar: str = ""
 
     @property
@@ -213,11 +213,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("steps", "number of optimizer steps"),
         Flag("model.batch", "batch size per data-parallel rank, in sequences"),
         Flag("model.seq_len", "sequence length, in tokens (bytes of text)"),
-        Flag("lr", "peak learning rate (AdamW)", float, default_text="0.0025·√(128 / model dim)"),
+        Flag("lr", "peak learning rate (AdamW)", float, default_help="0.0025·√(128 / model dim)"),
         Flag(
             "warmup",
             "linear warm-up, in steps; cosine decay to 10%% of the peak follows",
-            default_text="5%% of the steps",
+            default_help="5%% of the steps",
         ),
         Flag("weight_decay", "weight decay of matrices; biases and norms have none", float),
         Flag("clip", "maximum gradient norm; 0 disables clipping", float),
@@ -231,7 +231,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.layers", "number of transformer blocks"),
         Flag("model.model_dim", "model dimension M"),
         Flag("model.heads", "number of attention heads"),
-        Flag("model.kv_heads", "number of key/value heads", default_text="--heads"),
+        Flag("model.kv_heads", "number of key/value heads", default_help="--heads"),
         Flag("model.norm", "normalization: LayerNorm or RMSNorm", str, NORMS),
         Flag("model.positions", "position embedding: learned or rotary", str, POSITIONS),
         Flag("model.bias", "add biases to attention and experts", bool),
@@ -240,7 +240,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.expert", "expert network: ffn (two matrices) or swiglu (three)", str, EXPERTS),
         Flag("model.activation", "activation of ffn experts", str, ACTIVATIONS),
         Flag("model.hidden", "expert hidden dimension H"),
-        Flag("model.experts", "number of experts per layer, E", default_text="--experts-per-rank times the ranks"),
+        Flag("model.experts", "number of experts per layer, E", default_help="--experts-per-rank times the ranks"),
         Flag("model.experts_per_rank", "experts per rank if --experts is not set"),
         Flag("model.moe_every", "use an MoE layer in every N-th block, a dense feed-forward in the rest"),
         Flag("model.shared_hidden", "hidden dimension of the shared expert; 0 disables it"),
@@ -250,15 +250,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "model.capacity_factor",
             "expert capacity relative to a uniform load; none disables token dropping",
             parse_capacity,
-            default_text="none",
+            default_help="none",
         ),
         Flag("model.order", "layout of dispatched tokens", str, ORDERS, "sparse; dropless without capacity"),
     ),
     "parallelism (remaining ranks are data parallel)": (
-        Flag("ranks_per_node", "ranks per node", default_text="LOCAL_WORLD_SIZE"),
-        Flag("ep", "expert-parallel (EP) size", default_text="number of nodes"),
-        Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", default_text="ranks per node"),
-        Flag("mp", "model-parallel (MP) size of attention", default_text="ranks per node"),
+        Flag("ranks_per_node", "ranks per node", default_help="LOCAL_WORLD_SIZE"),
+        Flag("ep", "expert-parallel (EP) size", default_help="number of nodes"),
+        Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", default_help="ranks per node"),
+        Flag("mp", "model-parallel (MP) size of attention", default_help="ranks per node"),
         Flag("dispatch", "all-to-all algorithm", str, ALGORITHMS),
         Flag("wire_dtype", "dtype of tokens during dispatch and combine", str, WIRES),
         Flag("schedule", "schedule that overlaps communication with computation", str, schedules),
@@ -267,7 +267,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "placement_overlap",
             "maximum number of experts sent per layer and step",
-            default_text="as many as computation hides, measured in the first 5 steps",
+            default_help="as many as computation hides, measured in the first 5 steps",
         ),
         Flag("placement_balance", "loads used to balance tokens across replicas", str, PLACEMENT_BALANCES),
         Flag("rematerialise", "send expert replicas again for the backward pass instead of keeping them", bool),
@@ -276,7 +276,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "data": (
         Flag(
-            "data", "folder of text files, or one file", str, default_text="Python's standard library", metavar="PATH"
+            "data", "folder of text files, or one file", str, default_help="Python's standard library", metavar="PATH"
         ),
         Flag("pattern", "glob of the files to read, such as '*.md'", str, metavar="GLOB"),
         Flag("held_out", "fraction of the files held out for evaluation, by a hash of the path", float),
@@ -378,7 +378,7 @@ def _model_name(text: str) -> str:
 
 def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:
     shown = (
-        flag.default_text if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
+        flag.default_help if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
     )
     more: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar or ("N" if flag.kind is int else "X")}
     help, known = flag.help, flag.valid_values

@@ -45,17 +45,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.instructions import (
-    OPERATOR,
-    is_all_to_all,
-    is_collective_start,
-    is_mutating,
-    is_random,
-    is_wait,
-    name_of,
-)
+from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_collective, is_mutating, is_random, is_wait, name_of
 
-_SHAPE_PRESERVING = frozenset(
+_ELEMENTWISE = frozenset(
     {"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"}
 )
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
@@ -67,7 +59,7 @@ _DIM_ARGUMENT = {
 }
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
 # Operators that concatenate or separate equal parts.
-_JOINING_OR_SPLITTING = frozenset({"cat", "repeat", "slice", "split"})
+_CAT_LIKE = frozenset({"cat", "repeat", "slice", "split"})
 PERMUTES = frozenset({"permute", "transpose", "t"})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 # Maximum number of `outer` factors tried per dimension: more lengthen the search.
@@ -198,7 +190,7 @@ def num_token_copies(node: fx.Node) -> int:
         return len(many)
     if name == "repeat" or (name == "expand" and math.prod(shape or ()) > math.prod(shape_of(args[0]) or ())):  # type: ignore[arg-type]
         return int(many[0])
-    is_unary = (name in RESHAPES or name in PERMUTES or name in _SHAPE_PRESERVING) and len(node.all_input_nodes) == 1
+    is_unary = (name in RESHAPES or name in PERMUTES or name in _ELEMENTWISE) and len(node.all_input_nodes) == 1
     return num_token_copies(node.all_input_nodes[0]) if is_unary else 1
 
 
@@ -229,7 +221,7 @@ def splits_from_input(
     else:
         # Parts that are concatenated or separated have fewer blocks.
         outers = {axis.outer}
-        if name in _JOINING_OR_SPLITTING and source and all(source):
+        if name in _CAT_LIKE and source and all(source):
             outers |= {axis.outer * size // old for size, old in zip(shape[-len(source) :], source, strict=True)} - {0}
         candidates = [(Axis(dim, outer), 0) for dim in range(len(shape)) for outer in sorted(outers)]
         if name in PRODUCTS and axis.outer in token_outers:
@@ -256,9 +248,7 @@ def split_operator(node: fx.Node, axis: Axis | Rows, token_outer: int = 0, *, ch
     if token_outer:
         found = _token_row_gemm(node, axis, shape, token_outer)
     else:
-        found = (
-            _inputs_of_rows(node, axis, shape) if isinstance(axis, Rows) else _inputs_of_axis(node, axis, shape, chunks)
-        )
+        found = _row_inputs(node, axis, shape) if isinstance(axis, Rows) else _axis_inputs(node, axis, shape, chunks)
     if not found or all(input_axis is None for _, input_axis in found):
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
@@ -290,11 +280,11 @@ def _split_getitem(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSpl
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]
 
 
-def _inputs_of_axis(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
+def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
     name, args = name_of(node), node.args
     tensors = node.all_input_nodes
     first = args[0] if args else None
-    if is_collective_start(node):
+    if is_collective(node):
         return [(tensors[0], axis)] if is_all_to_all(node) and axis.dim > 0 else None
     if not isinstance(first, fx.Node):
         return _inputs_of_cat(node, axis) if name in ("cat", "stack") else None
@@ -302,7 +292,7 @@ def _inputs_of_axis(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: i
     if name in RESHAPES:
         found = reshape_axis(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _SHAPE_PRESERVING:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(first, shape, axis))]
@@ -314,7 +304,7 @@ def _inputs_of_axis(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: i
         index = _DIM_ARGUMENT[name]
         dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
         if axis.dim == dim and name in ("slice", "split"):
-            unit = _common_part_size(node, dim)
+            unit = _part_size(node, dim)
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
             return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
@@ -347,13 +337,13 @@ def _inputs_of_axis(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: i
     return None
 
 
-def _inputs_of_rows(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
+def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
     """Return the inputs of an operator that computes each row independently."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     source = _shape(first)
-    if is_collective_start(node):
+    if is_collective(node):
         # Ranks in the first dimension with equal shares: a row's index determines its rank.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(hops=rows.hops - 1))] if equal and rows.dims[0] == 0 and rows.hops else None
@@ -366,7 +356,7 @@ def _inputs_of_rows(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _SHAPE_PRESERVING:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:  # type: ignore[union-attr]
         return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
         return [(first, rows)] if source == shape else None
@@ -472,7 +462,7 @@ def _inputs_of_repeat(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | Non
     return [(first, Axis(dim, axis.outer // repeats[axis.dim]))]
 
 
-def _common_part_size(node: fx.Node, dim: int) -> int:
+def _part_size(node: fx.Node, dim: int) -> int:
     """Return the largest equal part size along `dim` that divides all borders of a split or slice; 0 if none."""
     args, first = node.args, node.args[0]
     assert isinstance(first, fx.Node)

@@ -33,7 +33,7 @@ from fusedmoe.graph.axes import (
 from fusedmoe.graph.instructions import (
     Instructions,
     is_all_to_all,
-    is_collective_start,
+    is_collective,
     is_mutating,
     is_random,
     is_wait,
@@ -104,7 +104,7 @@ def select_ranges(
     options: dict[tuple[int, int, int], tuple[InstructionRange, RangeReport]] = {}
     costed: dict[Any, tuple[Any, float]] = {}
     descriptions: dict[fx.Node, str] = {}
-    op_splits = OperatorSplitCache()  # ranges overlap: analyse each instruction once
+    finder = SplitFinder()  # ranges overlap: analyse each instruction once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
@@ -129,7 +129,7 @@ def select_ranges(
         key = (split_key(nodes, descriptions), chunks)
         if key not in split_cache:
             order = ordered_pairs(instructions, start, stop)
-            split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, op_splits), nodes
+            split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, finder), nodes
         split, example = split_cache[key]
         if split is None:
             return float("inf")
@@ -169,7 +169,7 @@ def group_instructions(
         until = max(until, index)
         # Keep a collective in one group with its wait, and an instruction with several results with their readers: only
         # tensors can be cut into chunks.
-        if is_collective_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        if is_collective(node) or isinstance(node.meta.get("val"), (tuple, list)):
             until = max([until, *(instructions.position[user] for user in node.users if user in instructions.position)])
         taken_s += node_s(node)
         waits |= is_wait(node) and is_all_to_all(node.all_input_nodes[0])
@@ -191,9 +191,7 @@ def ordered_pairs(instructions: Instructions, start: int, stop: int) -> list[tup
             pairs += [(first, index) for first in range(index)]
             pairs += [(index, second) for second in range(index + 1, len(nodes))]
     # All ranks must issue unsplit collectives in the same order.
-    pairs += pairwise(
-        index for index, node in enumerate(nodes) if is_collective_start(node) and not is_all_to_all(node)
-    )
+    pairs += pairwise(index for index, node in enumerate(nodes) if is_collective(node) and not is_all_to_all(node))
     return pairs
 
 
@@ -230,19 +228,17 @@ class SplitKey(NamedTuple):
 OperatorSplits = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
-class OperatorSplitCache:
+class SplitFinder:
     """Caches splits of a graph's instructions, which overlapping ranges share."""
 
     def __init__(self) -> None:
         self.split_operator, self.splits_from_input = cache(split_operator), cache(splits_from_input)
 
 
-def find_operator_splits(
-    nodes: Sequence[fx.Node], chunks: int, rows: bool, operator_split_cache: OperatorSplitCache
-) -> OperatorSplits:
+def find_splits(nodes: Sequence[fx.Node], chunks: int, rows: bool, finder: SplitFinder) -> OperatorSplits:
     """Return all ways to split instructions connected to a split all-to-all; with `rows`, also by rows."""
     inside = set(nodes)
-    op_splits: OperatorSplits = {}
+    splits: OperatorSplits = {}
     # A GEMM that produces rows may contain the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
     token_outers = (
@@ -254,34 +250,32 @@ def find_operator_splits(
         if (
             op_split is None
             or node not in inside
-            or (key := SplitKey(op_split.axis, op_split.token_outer)) in op_splits.setdefault(node, {})
+            or (key := SplitKey(op_split.axis, op_split.token_outer)) in splits.setdefault(node, {})
         ):
             return
         # Rows cannot be cut off a tensor: their producer must be in the range.
         if all(source in inside for source, input_axis in op_split.inputs.items() if isinstance(input_axis, Rows)):
-            op_splits[node][key] = op_split
+            splits[node][key] = op_split
             ends.append((node, op_split))
 
     for node in nodes:
         if is_all_to_all(node):
             for axis in all_to_all_axes(node, chunks, rows):
-                add_split(node, operator_split_cache.split_operator(node, axis, 0, chunks=chunks))
+                add_split(node, finder.split_operator(node, axis, 0, chunks=chunks))
     # Search outwards from the all-to-alls: ways connected to none of them are useless.
     while ends:
         node, op_split = ends.pop()
         for source, input_axis in op_split.inputs.items():
             if input_axis is not None:
                 for token_outer in (0, *token_outers):
-                    add_split(
-                        source, operator_split_cache.split_operator(source, input_axis, token_outer, chunks=chunks)
-                    )
+                    add_split(source, finder.split_operator(source, input_axis, token_outer, chunks=chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                add_split(user, operator_split_cache.split_operator(user, op_split.axis, 0, chunks=chunks))
+                add_split(user, finder.split_operator(user, op_split.axis, 0, chunks=chunks))
             elif user in inside:
-                for found in operator_split_cache.splits_from_input(user, node, op_split.axis, chunks, token_outers):
+                for found in finder.splits_from_input(user, node, op_split.axis, chunks, token_outers):
                     add_split(user, found)
-    return op_splits
+    return splits
 
 
 def infer_split(
@@ -290,19 +284,19 @@ def infer_split(
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
     rows: bool = False,
-    operator_split_cache: OperatorSplitCache | None = None,
+    finder: SplitFinder | None = None,
 ) -> RangeSplit | None:
     """Return the split of a range into chunks; None if an all-to-all in it cannot be split.
 
     Args:
         ordered: index pairs in `nodes` that must stay in order without a data dependency.
         rows: chunks may be rows.
-        operator_split_cache: splits found for other ranges of the graph; extended here.
+        finder: caches splits found for other ranges of the graph; extended here.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    op_splits = find_operator_splits(nodes, chunks, rows, operator_split_cache or OperatorSplitCache())
-    if not all(node in op_splits for node in nodes if is_all_to_all(node)):
+    splits = find_splits(nodes, chunks, rows, finder or SplitFinder())
+    if not all(node in splits for node in nodes if is_all_to_all(node)):
         return None
     try:
         from ortools.sat.python import cp_model
@@ -315,13 +309,13 @@ def infer_split(
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
     late = {node: model.new_bool_var("") for node in nodes}
-    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in op_splits.get(node, ())}
+    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in splits.get(node, ())}
 
     def split(node: fx.Node) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in op_splits.get(node, ())]
+        return [chosen[node, key] for key in splits.get(node, ())]
 
     def options_along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in op_splits.get(node, ()) if key.axis == axis]
+        return [chosen[node, key] for key in splits.get(node, ()) if key.axis == axis]
 
     def constrain_order(node: fx.Node, source: fx.Node) -> None:
         model.add_implication(early[node], early[source])
@@ -338,7 +332,7 @@ def infer_split(
             if source not in inside:
                 continue
             constrain_order(node, source)
-            for key, op_split in op_splits.get(node, {}).items():
+            for key, op_split in splits.get(node, {}).items():
                 input_axis = op_split.inputs[source]
                 allowed = [] if input_axis is None else options_along(source, input_axis)
                 # Chunks can be cut only off single tensors, along axes.
@@ -346,13 +340,13 @@ def infer_split(
                 require_option(node, key, *allowed, *whole)
             # Several results are joined one by one, and rows in flight cannot be joined.
             if node.target is operator.getitem or is_wait(node):
-                for key in op_splits.get(source, ()):
+                for key in splits.get(source, ()):
                     require_option(source, key, *options_along(node, key.axis))
     # Rows sent out must be returned: each producer of rows has a consumer.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
             of_users = [
-                (user, other, op_split) for user in node.users for other, op_split in op_splits.get(user, {}).items()
+                (user, other, op_split) for user in node.users for other, op_split in splits.get(user, {}).items()
             ]
             require_option(
                 node,
@@ -372,7 +366,7 @@ def infer_split(
     picked = {
         node: op_split
         for node in nodes
-        for key, op_split in op_splits.get(node, {}).items()
+        for key, op_split in splits.get(node, {}).items()
         if solver.value(chosen[node, key])
     }
     # Unsplit instructions may overlap with split ones, and fill the time while rows are in flight.
@@ -382,9 +376,7 @@ def infer_split(
     after: set[fx.Node] = set()
     for node in nodes:
         waits = (
-            is_collective_start(node)
-            or is_wait(node)
-            or any(source in picked or source in after for source in before[node])
+            is_collective(node) or is_wait(node) or any(source in picked or source in after for source in before[node])
         )
         if node not in picked and solver.value(late[node]) and waits:
             after.add(node)

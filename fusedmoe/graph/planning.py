@@ -21,7 +21,7 @@ from torch import fx
 from fusedmoe.comm.topology import Topology
 from fusedmoe.files import cache_dir, read_cache_file
 from fusedmoe.graph.graph_ranks import GraphRanks
-from fusedmoe.graph.instructions import Instructions, bytes_of, group_of, is_all_to_all, is_collective_start, is_compute
+from fusedmoe.graph.instructions import Instructions, bytes_of, group_of, is_all_to_all, is_collective, is_compute
 from fusedmoe.graph.micro_batches import PlanSettings, RangeReport, SplitCache, select_ranges
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
@@ -316,7 +316,7 @@ def _descriptions(instructions: Instructions) -> tuple[str, str]:
             str(instructions.position[one]) if one in instructions.position else "input" for one in node.all_input_nodes
         ]
         structure.append(f"{index} {called} {' '.join(needs)}")
-        group = group_of(node) if is_collective_start(node) else None
+        group = group_of(node) if is_collective(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
         sizes.append(f"{index} {called} {' '.join(args)} {node.meta.get('val')}")
     return "\n".join(structure), "\n".join(sizes)

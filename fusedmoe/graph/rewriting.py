@@ -21,7 +21,7 @@ from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
     is_all_to_all,
-    is_collective_start,
+    is_collective,
     is_mutating,
     is_random,
     is_view,
@@ -37,9 +37,7 @@ from fusedmoe.schedule.task import Task
 _aten = torch.ops.aten
 #: Calls an operator on tensors, or adds a node to a graph.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_RESHAPE_OPERATORS = frozenset(
-    {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"}
-)
+_RESHAPES = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
 
 
 class RangeSplit(NamedTuple):
@@ -135,7 +133,7 @@ def run_chunk(
     if target is operator.getitem:
         return call(target, args, kwargs)
     name = f"{target.namespace}::{name_of(node)}"  # type: ignore[union-attr]
-    if name in _RESHAPE_OPERATORS:
+    if name in _RESHAPES:
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
     if name == "aten::expand":
         return call(target, (args[0], chunk_shape(shape, axis, chunks)), kwargs)
@@ -257,7 +255,7 @@ def partition_early(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     last = max((position for position, node in enumerate(split.before) if is_mutating(node)), default=-1)
     ends = [one for node in split.split for one in node.all_input_nodes]
     ends += split.before[: last + 1]
-    ends += [node for node in split.before if is_random(node) or is_collective_start(node) or is_wait(node)]
+    ends += [node for node in split.before if is_random(node) or is_collective(node) or is_wait(node)]
     while ends:
         node = ends.pop()
         if node in early and node not in needed:

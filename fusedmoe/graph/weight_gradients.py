@@ -12,19 +12,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import (
-    Instructions,
-    is_all_to_all,
-    is_collective_start,
-    is_compute,
-    is_wait,
-    set_bits,
-    union,
-)
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_collective, is_compute, is_wait, set_bits, union
 from fusedmoe.schedule.policies.lancet_plans import Gap, GapAssignment, place_exactly, place_greedily, place_leftovers
 
 # Solve exactly for up to this many pairs of weight gradient and all-to-all, within this time in seconds.
-_MAX_EXACT_PAIRS, _LIMIT = 400, 2.0
+_MAX_EXACT, _LIMIT = 400, 2.0
 
 
 @dataclass
@@ -151,7 +143,7 @@ def exposed_gaps(
 def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> GapAssignment:
     """Assign each unit of weight gradients to an all-to-all: optimal with OR-Tools for few choices, else greedy."""
     placed = place_greedily(gaps, seconds)
-    if 0 < sum(len(gap.allowed) for gap in gaps) <= _MAX_EXACT_PAIRS:
+    if 0 < sum(len(gap.allowed) for gap in gaps) <= _MAX_EXACT:
         with suppress(ConfigError):  # without OR-Tools, keep the greedy placement
             placed = place_exactly(gaps, seconds, limit=_LIMIT)
     return place_leftovers(placed, gaps)
@@ -172,7 +164,7 @@ def full_order(instructions: Instructions, base_order: BaseOrder, units_of_start
         for index in set_bits(base_order.rest & ~done):
             needed = instructions.ancestors[index] & ~done
             # Exclude collectives whose dependencies have not run or that would have to wait.
-            ready = is_collective_start(instructions.nodes[index]) and not needed & ~base_order.rest
+            ready = is_collective(instructions.nodes[index]) and not needed & ~base_order.rest
             if ready and not any(map(is_wait, instructions.nodes_of(needed))):
                 run(1 << index)
 

@@ -27,17 +27,8 @@ POSITIONS = ("learned", "rope")
 EXPERTS = ("ffn", "swiglu")
 _CHOICES: dict[str, Collection[str]] = {"objective": OBJECTIVES, "norm": NORMS, "positions": POSITIONS}
 _CHOICES |= {"expert": EXPERTS, "activation": ACTIVATIONS}
-_POSITIVE_FIELDS: tuple[str, ...] = (
-    "layers",
-    "model_dim",
-    "heads",
-    "kv_heads",
-    "seq_len",
-    "batch",
-    "hidden",
-    "experts",
-)
-_POSITIVE_FIELDS += ("experts_per_rank", "k", "moe_every")
+_POSITIVE: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
+_POSITIVE += ("experts_per_rank", "k", "moe_every")
 
 #: Number of byte values; a masked model has one more symbol, the mask.
 BYTES = 256
@@ -81,10 +72,10 @@ class ModelConfig:
     moe_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE_FIELDS:
+        for name in _POSITIVE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
-        sizes = {name: getattr(self, name) for name in (*_POSITIVE_FIELDS, "shared_hidden", "capacity_factor")}
+        sizes = {name: getattr(self, name) for name in (*_POSITIVE, "shared_hidden", "capacity_factor")}
         require_within(f"the model {self.name}", **sizes)
         if self.shared_hidden < 0:
             raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")

@@ -35,8 +35,8 @@ from fusedmoe.schedule.step_costs import (
 )
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
-# Ranges of blocks start in the first `_NUM_END_LAYERS` layers and stop in the last `_NUM_END_LAYERS` layers.
-_NUM_END_LAYERS = 2
+# Ranges of blocks start in the first `_END_LAYERS` layers and stop in the last `_END_LAYERS` layers.
+_END_LAYERS = 2
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
@@ -68,23 +68,23 @@ class _Pass(NamedTuple):
     dense_index: int
     # Of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
     # (backward).
-    shared_rows_path_s: Any
+    overlap_path_s: Any
     dense_w_tasks_s: Any
     w_tasks_s: Any
 
     def path_s(self, start: int = 0, stop: int | None = None) -> Any:
         return sum(block.chunk_s for block in self.blocks[start:stop])
 
-    def weighted_work_s(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
+    def work_s(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
         return (
             sum(weights.get(block.resource, 0.0) * block.total_s for block in self.blocks[start:stop])
-            + 0.0 * self.shared_rows_path_s
+            + 0.0 * self.overlap_path_s
         )
 
     @property
-    def shared_rows_pipeline_s(self) -> Any:
+    def overlap_pipeline_s(self) -> Any:
         """Seconds of all pipeline chunks that share rows with a dense chunk."""
-        return self.shared_rows_path_s - self.blocks[self.dense_index].chunk_s
+        return self.overlap_path_s - self.blocks[self.dense_index].chunk_s
 
 
 def _pass(layer: LayerCosts, phase: str, limit: int, has_w_tasks: bool, contention: Contention) -> _Pass:
@@ -133,15 +133,15 @@ def _range_sums(
     sums = []
     for number, layer in enumerate(passes):
         if number < p:
-            seconds = layer.shared_rows_path_s if before_all else layer.path_s()
+            seconds = layer.overlap_path_s if before_all else layer.path_s()
         elif number > q:
-            seconds = layer.shared_rows_path_s if after_all else layer.path_s()
+            seconds = layer.overlap_path_s if after_all else layer.path_s()
         else:
-            seconds = layer.weighted_work_s(weights, b if number == p else 0, e + 1 if number == q else None)
+            seconds = layer.work_s(weights, b if number == p else 0, e + 1 if number == q else None)
             if number == p:
-                seconds = seconds + (layer.shared_rows_pipeline_s if before_all else layer.path_s(0, b))
+                seconds = seconds + (layer.overlap_pipeline_s if before_all else layer.path_s(0, b))
             if number == q:
-                seconds = seconds + (layer.shared_rows_pipeline_s if after_all else layer.path_s(e + 1))
+                seconds = seconds + (layer.overlap_pipeline_s if after_all else layer.path_s(e + 1))
         sums.append(seconds)
     return sums
 
@@ -156,7 +156,7 @@ def _all_range_sums(
             (p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.resource)
         ]
         for first, last in product(on, on):
-            if first <= last and first[0] < _NUM_END_LAYERS and last[0] >= count - _NUM_END_LAYERS:
+            if first <= last and first[0] < _END_LAYERS and last[0] >= count - _END_LAYERS:
                 yield _range_sums(passes, weights, first, last), constant_s
     # The path from the dense part at one end, in case no range includes it.
     end = (0, 0) if dense == 0 else (count - 1, dense)
@@ -180,21 +180,19 @@ def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
         sums = list(_all_range_sums(back, weightings, _first_gradient_s(costs)))
         head, nothing = (
             back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute")),
-            0.0 * back[0].shared_rows_path_s,
+            0.0 * back[0].overlap_path_s,
         )
-        all_s = [layer.weighted_work_s(compute) + layer.w_tasks_s for layer in back]
+        all_s = [layer.work_s(compute) + layer.w_tasks_s for layer in back]
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
         for done in range(len(back) + 1):
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
-                rest_s, before = costs.all_reduce.seconds(left), [layer.shared_rows_path_s for layer in back[:done]]
+                rest_s, before = costs.all_reduce.seconds(left), [layer.overlap_path_s for layer in back[:done]]
                 for of in weightings[1:]:
-                    sums.append(
-                        ([*before, *(layer.weighted_work_s(of) for layer in back[done:])], of["inter"] * rest_s)
-                    )
+                    sums.append(([*before, *(layer.work_s(of) for layer in back[done:])], of["inter"] * rest_s))
                 if done:
-                    urgent = [layer.weighted_work_s(compute) for layer in back[:done]]
+                    urgent = [layer.work_s(compute) for layer in back[:done]]
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_w_tasks_s
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
         backward_s = min(backward_s, _min_max_bound_s(sums))

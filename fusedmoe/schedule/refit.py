@@ -27,7 +27,7 @@ from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_G
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # Clock resolution.
-_CLOCK_TICK_S = 1e-9
+_TICK_S = 1e-9
 # Kinds that the plan runs, or autograd in its place.
 _PLANNED_KINDS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
@@ -287,7 +287,7 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float)
     # Several numbers of chunks separate start-up from work. A single one only scales the prediction.
     if len(points) > 1:
         return _fit_stage(
-            [(row_ratio / count, max(seconds, _CLOCK_TICK_S)) for count, seconds in points.items()], part.alpha_s
+            [(row_ratio / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
         )
     ((count, seconds),) = points.items()
     expected_s = part.seconds(count / row_ratio)

@@ -17,7 +17,7 @@ from fusedmoe.graph.instructions import (
     decouple_random_draws,
     fuse_shifts,
     is_all_to_all,
-    is_collective_start,
+    is_collective,
     is_compute,
     is_wait,
     schema_of,
@@ -236,5 +236,5 @@ def test_in_place_operators_keep_their_position() -> None:
 def test_start_and_wait_kinds_are_disjoint() -> None:
     graph = random_graph(random.Random(1))
     for node in graph.nodes:
-        assert not (is_collective_start(node) and is_wait(node))
-        assert not is_all_to_all(node) or is_collective_start(node)
+        assert not (is_collective(node) and is_wait(node))
+        assert not is_all_to_all(node) or is_collective(node)

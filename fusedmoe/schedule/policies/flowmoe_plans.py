@@ -31,7 +31,7 @@ ROUNDS = 4
 # FlowMoE's bucket size without tuning.
 _UNTUNED_BYTES = 2**20
 # Number of layers at each end of a stack with individual degrees; minimum relative gain for another round.
-_NUM_END_LAYERS, _MIN_GAIN = 3, 5e-4
+_END_LAYERS, _MIN_GAIN = 3, 5e-4
 # A list schedule slower than the best by this factor is not improved.
 _CUTOFF = 1.05
 
@@ -139,9 +139,9 @@ class SplitSearch:
         self,
         costs: StepCosts,
         evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_list_schedule,
-        report_progress: Callable[[], None] = lambda: None,
+        on_split: Callable[[], None] = lambda: None,
     ) -> None:
-        self._costs, self._evaluate, self._report_progress = costs, evaluate, report_progress
+        self._costs, self._evaluate, self._on_split = costs, evaluate, on_split
         self._tried: frozenset[StepSplit] = frozenset()
         self.best_s = math.inf
         self.best: StepSplit
@@ -161,33 +161,31 @@ class SplitSearch:
                 seconds, plan = self._evaluate(self._costs, split, self.best_s)
                 if seconds * (1 + ROUNDING) < self.best_s:
                     self.best_s, self.best, self.plan = seconds, split, plan
-            self._report_progress()
+            self._on_split()
         for _ in range(len(splits) - len(least)):
-            self._report_progress()
+            self._on_split()
         self._tried |= least.keys()
 
 
-def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], report_progress: Callable[[], None]) -> SplitSearch:
+def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> SplitSearch:
     """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size.
 
-    `report_progress`: called after each split.
+    `on_split`: called after each split.
     """
-    search = SplitSearch(costs, report_progress=report_progress)
+    search = SplitSearch(costs, on_split=on_split)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
     search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in BUCKETS)
     return search
 
 
-def ablation_plans(costs: StepCosts, degrees: Sequence[int], report_progress: Callable[[], None]) -> tuple[Plan, Plan]:
+def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
     """Return FlowMoE's plans with attention in micro-batches: with exposed gradients, and with untuned buckets."""
-    search = SplitSearch(costs, _evaluate_exposed, report_progress)
+    search = SplitSearch(costs, _evaluate_exposed, on_split)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
 
 
-def joint_split(
-    tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], report_progress: Callable[[], None]
-) -> Plan:
+def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> Plan:
     """Return the plan of FlowMoE's split, improved one part at a time until no change helps."""
     search = copy(tuned)  # keep FlowMoE's result
     search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in degrees)
@@ -200,20 +198,16 @@ def joint_split(
             for backward, size, weights in product(degrees, sizes, (True, False))
         )
         search.try_all(search.best._replace(forward=degree) for degree in degrees)
-    search.try_all([_split_by_layer(search.best, costs, degrees, report_progress)])
+    search.try_all([_split_by_layer(search.best, costs, degrees, on_split)])
     return search.plan()
 
 
 def _split_by_layer(
-    best: StepSplit, costs: StepCosts, degrees: Sequence[int], report_progress: Callable[[], None]
+    best: StepSplit, costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]
 ) -> StepSplit:
     count = len(costs.layers)
     # In deep stacks, search only the layers at both ends. Inner layers get the degrees of the first end's last layer.
-    ends = (
-        [*range(count)]
-        if count <= 2 * _NUM_END_LAYERS
-        else [*range(_NUM_END_LAYERS), *range(count - _NUM_END_LAYERS, count)]
-    )
+    ends = [*range(count)] if count <= 2 * _END_LAYERS else [*range(_END_LAYERS), *range(count - _END_LAYERS, count)]
     search = SplitSearch(replace(costs, layers=tuple(costs.layers[layer] for layer in ends)))
     search.try_all([best.with_degrees(best.degrees(len(ends)))])
     for _ in range(ROUNDS):
@@ -222,12 +216,10 @@ def _split_by_layer(
         for phase in reversed(PHASES):
             for layers in [range(len(ends)), *([layer] for layer in range(len(ends)))]:
                 search.try_all(_layer_variations(search.best, phase, layers, degrees))
-        report_progress()
+        on_split()
         if search.best_s > begun_s * (1 - _MIN_GAIN):
             break
-    places = [
-        min(layer, _NUM_END_LAYERS - 1) if layer < count - _NUM_END_LAYERS else layer - count for layer in range(count)
-    ]
+    places = [min(layer, _END_LAYERS - 1) if layer < count - _END_LAYERS else layer - count for layer in range(count)]
     by_phase = search.best.degrees(len(ends))
     return search.best.with_degrees({phase: tuple(of[place] for place in places) for phase, of in by_phase.items()})
 
