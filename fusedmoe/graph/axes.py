@@ -47,9 +47,7 @@ from torch import fx
 
 from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_collective, is_mutating, is_random, is_wait, name_of
 
-_ELEMENTWISE = frozenset(
-    {"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"}
-)
+_UNARY = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
 # Argument position of the operator's dimension; defaults other than 0.
@@ -190,7 +188,7 @@ def num_token_copies(node: fx.Node) -> int:
         return len(many)
     if name == "repeat" or (name == "expand" and math.prod(shape or ()) > math.prod(shape_of(args[0]) or ())):  # type: ignore[arg-type]
         return int(many[0])
-    is_unary = (name in RESHAPES or name in PERMUTES or name in _ELEMENTWISE) and len(node.all_input_nodes) == 1
+    is_unary = (name in RESHAPES or name in PERMUTES or name in _UNARY) and len(node.all_input_nodes) == 1
     return num_token_copies(node.all_input_nodes[0]) if is_unary else 1
 
 
@@ -292,7 +290,7 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
     if name in RESHAPES:
         found = reshape_axis(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(first, shape, axis))]
@@ -356,7 +354,7 @@ def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | N
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
         return [(first, rows)] if source == shape else None

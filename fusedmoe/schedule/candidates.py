@@ -71,17 +71,17 @@ def family_candidates(
     return distinct(candidates)
 
 
-def neighbour_candidates(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+def neighbour_candidates(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
     """Return the best variations of a plan by predicted time: other chunk counts, bucket sizes or W tasks."""
-    if one.policy is None or not one.policy.has_variations:
+    if base.policy is None or not base.policy.has_variations:
         return []
     plans = (
-        _neighbour_splits(one.plan, costs, limit, samples)
-        if one.uses_micro_batches
-        else _neighbour_layers(one, costs, limit)
+        _neighbour_splits(base.plan, costs, limit, samples)
+        if base.uses_micro_batches
+        else _neighbour_layers(base, costs, limit)
     )
-    found = distinct(PlanCandidate(one.family, plan, one.uses_micro_batches, makespan(plan, costs)) for plan in plans)
-    return [other for other in found if other.plan != one.plan][:_MAX_NEIGHBOURS]
+    found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
+    return [other for other in found if other.plan != base.plan][:_MAX_NEIGHBOURS]
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:

@@ -81,8 +81,6 @@ _NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes")
 
 @dataclass(frozen=True)
 class Link:
-    """A kind of link."""
-
     message_s: Datum  # time of a further message
     bytes_per_s: Datum  # in one direction
     reached: Datum  # fraction of `bytes_per_s` that collectives reach
