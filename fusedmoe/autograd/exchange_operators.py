@@ -36,7 +36,7 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import AgreedMetadata, Exchange, ExchangeSizes
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_with_hooks
 from fusedmoe.kernels.deduplicate import deduplicate_tokens
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.layout import Layout, LayoutTensors
@@ -164,7 +164,7 @@ class _OperatorExchange:
             x_TM = x_TM[: part.sent]  # padding is not sent
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
-                rows = transfer_rows(batch.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
+                rows = transfer_with_hooks(batch.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
         else:
             rows = part.dispatch(x_TM)
         if batch.is_sharded:
@@ -181,7 +181,7 @@ class _OperatorExchange:
                 rows_RM = part.reduce_scatter(rows_RM)
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
-                back = transfer_rows(batch.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
+                back = transfer_with_hooks(batch.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
         else:
             back = part.combine(rows_RM)
         if len(back) < rows:

@@ -32,7 +32,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.task import GATHER, STAGES
 from fusedmoe.schedule.workload import Workload
 
@@ -105,7 +105,9 @@ class PipelinedBlocks(nn.Module):
 
     def with_copies(self, plan: Plan) -> Plan:
         """Return the plan with sparse collectives for blocks with dynamically placed experts (`ShardedExperts`)."""
-        return add_sparse(plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas])
+        return add_sparse_collectives(
+            plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas]
+        )
 
     def workload(self, x: Tensor) -> Workload:
         return self._blocks[0].workload(x)

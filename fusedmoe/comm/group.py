@@ -266,7 +266,7 @@ def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.Pro
     try:
         with _without_bound_device():
             # In a thread that is abandoned on timeout: a client of a stopped store host blocks forever.
-            creation, has_recorded_wait = WorkerThread("fusedmoe-group").begin(make), False
+            creation, has_recorded_wait = WorkerThread("fusedmoe-group").submit(make), False
             while not (creation.done() or time.monotonic() > deadline or board.read() or board.ended_ranks(ranks)):
                 try:
                     creation.exception(POLL_S)

@@ -44,9 +44,9 @@ def init_process_group(
         raise ConfigError(
             f"{', '.join(missing)} must be set in the environment; torchrun does, or set {', '.join(_VARIABLES)}"
         )
-    size = environment.integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
-    own = environment.integer("RANK", 0, 0, size - 1) if rank is None else rank
-    port = environment.integer("MASTER_PORT", 0, 0, 65535) if port is None else port
+    size = environment.read_integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
+    own = environment.read_integer("RANK", 0, 0, size - 1) if rank is None else rank
+    port = environment.read_integer("MASTER_PORT", 0, 0, 65535) if port is None else port
     address = os.environ["MASTER_ADDR"] if address is None else address
     _wait_for_dns(own, address, port, timeout_s)
     init_method = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"

@@ -420,7 +420,7 @@ def _forget_failed_backward() -> None:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    launched = environment.integer("WORLD_SIZE", 1, 1)
+    launched = environment.read_integer("WORLD_SIZE", 1, 1)
     if launched > 1:
         raise ConfigError(
             f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group, so it would train a "
@@ -432,7 +432,7 @@ def _world_size() -> int:
 def _ranks_per_node(given: int | None) -> int:
     if given is not None and given < 1:
         raise ConfigError(f"topology: ranks_per_node = {given} must be at least 1; None uses LOCAL_WORLD_SIZE")
-    return given or environment.integer("LOCAL_WORLD_SIZE", _world_size(), 1)
+    return given or environment.read_integer("LOCAL_WORLD_SIZE", _world_size(), 1)
 
 
 def _ranks_along(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:

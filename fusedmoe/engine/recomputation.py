@@ -30,7 +30,7 @@ def is_counting_tokens() -> bool:
         return False
     if not is_recomputing():
         return True
-    again = checkpoints().again
+    again = checkpoints().recomputation
     return again is not None and isinstance(again.checkpoint, torch.autograd.function.BackwardCFunction)
 
 
@@ -61,7 +61,7 @@ class CheckpointedValues(Generic[Value]):
         return CheckpointedValues, ()
 
     def keep(self, value: Value, around: Checkpoints) -> None:
-        again = None if around.again is None else self._kept.get(around.again.checkpoint)
+        again = None if around.recomputation is None else self._kept.get(around.recomputation.checkpoint)
         for key in around.forward:
             # A checkpoint that runs backward inside another's forward recomputes for itself, not for the outer one.
             if again is None or key not in again.outer:
@@ -69,10 +69,10 @@ class CheckpointedValues(Generic[Value]):
 
     def stored_value(self, around: Checkpoints) -> Value | None:
         """Return the stored value of the forward that is being recomputed; None if it had none."""
-        if around.again is None:
+        if around.recomputation is None:
             return None
-        values = self._kept.get(around.again.checkpoint)
-        return None if values is None else values.next(around.again.run)
+        values = self._kept.get(around.recomputation.checkpoint)
+        return None if values is None else values.next(around.recomputation.run_id)
 
     def on_release(self, call: Callable[[], None]) -> None:
         """Call `call` as soon as no checkpoint holds a value: immediately if none does now."""

@@ -25,7 +25,7 @@ from fusedmoe.comm.exchange import RowExchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AddGrads, ChunkExperts, Totals
 from fusedmoe.errors import ConfigError
-from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_with_hooks
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams, execute
@@ -301,7 +301,7 @@ class PassRun:
         assert rows is not None
         if hooks := self.hooks(task):
             context = HookContext(self.phase, task.chunk or 0, self.plan.degrees[task.phase, task.layer])
-            return transfer_rows(hooks, name, move, self.keep_alive(rows), context)
+            return transfer_with_hooks(hooks, name, move, self.keep_alive(rows), context)
         return move(self.keep_alive(rows))
 
     def gradient_all_reduce(self, task: Task) -> None:

@@ -30,7 +30,7 @@ from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.autograd.order import row_weights
 from fusedmoe.comm.exchange import AgreedMetadata
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite
-from fusedmoe.compat.torch import recording
+from fusedmoe.compat.torch import autograd_recording
 from fusedmoe.engine.chunk_experts import AddGrads, AutogradExperts, ChunkExperts, GroupedExperts, Totals, grad_flags
 from fusedmoe.engine.chunks import concat
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -104,7 +104,7 @@ class _RecomputedExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        with recording():
+        with autograd_recording():
             y_RM, _ = self._experts.forward(x_RM, layout, weight_R)
         return y_RM, x_RM.new_empty((layout.rows, 0))
 
@@ -112,7 +112,7 @@ class _RecomputedExperts:
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
-        with recording():
+        with autograd_recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
             return self._experts.backward(dy_RM, x_RM, graph, layout, weight_R, totals)
 
@@ -120,7 +120,7 @@ class _RecomputedExperts:
         self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         assert x_RM is not None
-        with recording():
+        with autograd_recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
             return self._experts.backward_rows(dy_RM, x_RM, graph, layout, weight_R)
 

@@ -21,7 +21,7 @@ from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import disable_current_modes, recording, without_saved_tensor_hooks
+from fusedmoe.compat.torch import autograd_recording, disable_current_modes, without_saved_tensor_hooks
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
@@ -175,7 +175,7 @@ def measurement_context() -> Iterator[None]:
         torch.inference_mode(False),
         disable_current_modes(),
         without_saved_tensor_hooks(),
-        recording(),
+        autograd_recording(),
         record_with(None),
     ):
         yield

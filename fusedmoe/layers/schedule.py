@@ -198,7 +198,7 @@ def _best_fused(
 
 
 def _policy_hint(name: object) -> str:
-    if name in POLICIES and POLICIES[str(name)].whole:
+    if name in POLICIES and POLICIES[str(name)].uses_micro_batches:
         return (
             f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
             f"fusedmoe.hf.pipeline(model, policy={name!r})"
@@ -330,10 +330,10 @@ class ScheduledPlans(LayerPlans):
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
-            direct=self.puts,
+            is_kernel_only=self.puts,
             dtype=x_SM.dtype,
             device=x_SM.device,
-            heap=partial(has_heap, self.topology, x_SM.device),
+            has_heap=partial(has_heap, self.topology, x_SM.device),
         )
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 

@@ -48,14 +48,14 @@ def test_store_client_recovers_after_unanswered_request(
 ) -> None:
     client = StoreClient(dist.HashStore())
     asked: list[int] = []
-    begin = client._helper.begin
+    begin = client._helper.submit
 
     def slowly(question: Callable[[], T]) -> Future[T]:
         future = begin(question)
         time.sleep(0.03)  # a loaded machine may start a thread this late
         return future
 
-    monkeypatch.setattr(client._helper, "begin", slowly)
+    monkeypatch.setattr(client._helper, "submit", slowly)
     assert client.request(lambda _: blocked_store.wait(), 0.05) is None
     assert client.request(lambda _: asked.append(1), 0.01) is None
     assert client.failure_reason.startswith("no answer for ")

@@ -283,7 +283,7 @@ class Board:
         """Context in which a thread renews the note of this rank's wait, while a PyTorch call blocks the caller."""
         wait_ended = threading.Event()
         self._renewer = self._renewer or WorkerThread("fusedmoe-board")
-        renewal = self._renewer.begin(partial(self._renew_note, call, ranks, wait_ended))
+        renewal = self._renewer.submit(partial(self._renew_note, call, ranks, wait_ended))
         try:
             yield
         finally:

@@ -58,7 +58,7 @@ class StoreClient:
                 start = self._since
                 self._last.result(max(0.0, start + timeout_s - time.monotonic()))
                 since = time.monotonic()
-            last = self._helper.begin(partial(self._connection.answer, question, timeout_s))
+            last = self._helper.submit(partial(self._connection.answer, question, timeout_s))
             self._last, self._since = last, since  # type: ignore[assignment]
             answer = last.result(max(0.0, start + timeout_s - time.monotonic()))
         except NotDone:

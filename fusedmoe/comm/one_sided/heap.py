@@ -219,7 +219,7 @@ class Watch:
         # An interpreted kernel runs on this thread, so another thread polls the board.
         done = threading.Event()
         self._poller = self._poller or WorkerThread("fusedmoe-watch")
-        polling = self._poller.begin(partial(self._poll_board, done))
+        polling = self._poller.submit(partial(self._poll_board, done))
         try:
             yield
         finally:

@@ -290,7 +290,7 @@ class NvshmemHeap(Heap):
             make_current(self.device)
             return call()
 
-        done = WorkerThread(f"fusedmoe: {operation}").begin(work)
+        done = WorkerThread(f"fusedmoe: {operation}").submit(work)
         deadline = time.monotonic() + self.group.job.timeout_s
         while True:
             with suppress(NotDone):
