@@ -121,13 +121,13 @@ def check_layout(operation: str, layout: Any) -> None:
         dtype = torch.int32 if name == "offsets_E1" else torch.int64
         if part is not None and part.dtype != dtype:
             refuse(operation, f"layout.{name} must be {dtype}, got {part.dtype}")
-    sizes = len(layout.offsets_E1) == layout.experts + 1
+    sizes_match = len(layout.offsets_E1) == layout.experts + 1
     if layout.source_N is None:
-        sizes = sizes and layout.k == 1 and layout.tokens == layout.rows
+        sizes_match = sizes_match and layout.k == 1 and layout.tokens == layout.rows
     else:
-        sizes = sizes and len(layout.source_N) == layout.rows
+        sizes_match = sizes_match and len(layout.source_N) == layout.rows
     cure = "build it with `order`, or see fusedmoe.kernels.Layout for the meaning of each field"
-    if not sizes:
+    if not sizes_match:
         refuse(operation, f"the parts of this layout have sizes that do not fit each other; {cure}")
     require_values(operation, _is_consistent(layout), f"the numbers in this layout do not fit each other; {cure}")
 

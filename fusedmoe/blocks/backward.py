@@ -108,7 +108,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             dy, state = self.keep_alive(dz[block.cuts.rows_at[p]]), block.rows[p]
             if state.ended is not None:
                 dy = self._backward_end(state, dy)
-            dtype = block.dense[block.cuts.dense_of[p]].u_to.dtype
+            dtype = block.dense[block.cuts.dense_of[p]].u_edge.dtype
             assert state.sent is not None
             rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent.tokens))
         into = self.block_chunks[number][chunk]
@@ -191,7 +191,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             if to.edge is not None:
                 pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
 
-        add_output_gradient(dense.y_to, dz[at])
+        add_output_gradient(dense.y_edge, dz[at])
         # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
         micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
         drows = []
@@ -201,15 +201,15 @@ class BlocksBackward(BlockPass, BackwardPass):
             assert rows.sent is not None
             drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent.tokens))
         if micro_batches[0].ordered is None:
-            add_output_gradient(dense.u_to, _join(block, place, dense.u_to.shape, drows))
+            add_output_gradient(dense.u_edge, _join(block, place, dense.u_edge.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):
             if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
                 pairs.append((rows.ordered.x_SM, dx_SM))
             if rows.ordered is not None and rows.dcombine is not None:
                 pairs.append((rows.ordered.combine_SN, self.keep_alive(rows.dcombine)))
-        if dense.shared_to is not None:
+        if dense.shared_edge is not None:
             dy = [self.keep_alive(rows.dy) for rows in micro_batches if rows.dy is not None]
-            add_output_gradient(dense.shared_to, _join(block, place, dense.shared_to.shape, dy))
+            add_output_gradient(dense.shared_edge, _join(block, place, dense.shared_edge.shape, dy))
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None

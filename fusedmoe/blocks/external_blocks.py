@@ -246,7 +246,7 @@ class ExternalPipeline:
                 layer = MoELayer(
                     experts.widths[0], gate, ExternalBlockExperts(experts), topology=external[0].exchange.topology
                 )
-                layer.checks = InputChecks(layer.topology, library.who, carried=True)
+                layer.checks = InputChecks(layer.topology, library.who, reports_logits=True)
                 layer.check_wrapper = None  # the model's own framework wraps them correctly
                 parts.append((BlockDense(block, library), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)

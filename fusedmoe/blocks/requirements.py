@@ -41,7 +41,7 @@ def _require_tasks(blocks: Sequence[MoEBlock], phase: str, plan: Plan, reduces_g
             "use MoELayer(schedule='fused') without a pipeline, or a plan by collectives"
         )
     has_replicas, topology = [block.layer.placed is not None for block in blocks], blocks[0].layer.topology
-    here = Capabilities(topology.ep.size, topology.esp.size, copies=any(has_replicas))
+    here = Capabilities(topology.ep.size, topology.esp.size, has_replicas=any(has_replicas))
     require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
     for task in plan:
         if task.phase != phase or (task.layer or 0) >= len(blocks):

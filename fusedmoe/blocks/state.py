@@ -64,7 +64,7 @@ class DenseState:
     Attributes:
         u: input of the experts; None after it was sent.
         shared: shared expert's result, to add to the experts' results; None: no shared expert.
-        y_to, u_to, shared_to: graph outputs that receive the gradients of y, u and shared.
+        y_edge, u_edge, shared_edge: edges of the autograd graph that receive the gradients of y, u and shared.
         own: tensors, such as keys and values, that later micro-batches of the same samples read.
         past: leaves with the values of `own` of all earlier micro-batches.
     """
@@ -72,9 +72,9 @@ class DenseState:
     x: Tensor
     u: Tensor | None
     shared: Tensor | None
-    y_to: Output
-    u_to: Output
-    shared_to: Output | None
+    y_edge: Output
+    u_edge: Output
+    shared_edge: Output | None
     micro_batch: MicroBatch
     scores: tuple[Tensor, ...]
     routing: Routing

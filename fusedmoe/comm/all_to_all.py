@@ -108,10 +108,10 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
             )
     grid = _by_node(group.ranks, topology.ranks_per_node)
     node, place = divmod(group.index, len(grid[0]))
-    inside = topology.subgroup("ep in node", tuple(grid[node]))
+    intra_node_group = topology.subgroup("ep in node", tuple(grid[node]))
     talks = name == "2dh" or place == 0
-    across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)) if talks else None
-    return TwoLevel(group, inside, across, len(grid), name == "1dh")
+    inter_node_group = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)) if talks else None
+    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh")
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
@@ -162,14 +162,14 @@ class TwoLevel(AllToAll):
     """2DH and 1DH: send rows to their node, then forward them inside it.
 
     Attributes:
-        inside: the group's ranks on this node.
-        across: one rank per node, with which this rank exchanges; None on ranks that are not leaders (1DH).
+        intra_node_group: the group's ranks on this node.
+        inter_node_group: one rank per node, with which this rank exchanges; None on ranks that are not leaders (1DH).
         has_leader: True if the first rank of each node exchanges for the whole node (1DH).
     """
 
     group: Group
-    inside: Group
-    across: Group | None
+    intra_node_group: Group
+    inter_node_group: Group | None
     nodes: int
     has_leader: bool
 
@@ -179,8 +179,9 @@ class TwoLevel(AllToAll):
 
     @property
     def identity(self) -> str:
-        across = "" if self.across is None else f", {self.across.identity}"
-        return f"{self.name} over {self.group.identity}, {self.inside.identity}{across}, {self.nodes} nodes"
+        groups = (self.group, self.intra_node_group, self.inter_node_group)
+        identities = ", ".join(group.identity for group in groups if group is not None)
+        return f"{self.name} over {identities}, {self.nodes} nodes"
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
         sent, tokens = super().select_tokens(layout, forwards)
@@ -197,7 +198,7 @@ class TwoLevel(AllToAll):
 
     def uniform_traffic(self, count: int) -> TwoLevelTraffic:
         """Return the traffic of `count` rows between each pair of ranks, without communication."""
-        places, size = self.inside.size, self.group.size
+        places, size = self.intra_node_group.size, self.group.size
         ranks_npNP = np.full((self.nodes, places, self.nodes, places), count)
         return TwoLevelTraffic([count * places] * self.nodes, [count] * size, ranks_npNP.sum(3), ranks_npNP)
 
@@ -210,7 +211,7 @@ class TwoLevel(AllToAll):
         """
         group, operation = self.group, "exchange of counts"
         table = all_gather_rows(group, send_W.view(1, -1), [1] * group.size, operation).cpu().numpy()
-        places = self.inside.size
+        places = self.intra_node_group.size
         counts_npW = table.reshape(self.nodes, places, self.nodes, -1)
         node, place = self._coordinates
         sent_W, rows = counts_npW[:, :, node, place].reshape(-1), counts_npW.reshape(group.size, -1)
@@ -221,7 +222,7 @@ class TwoLevel(AllToAll):
 
     @property
     def _coordinates(self) -> tuple[int, int]:
-        return divmod(self.group.index, self.inside.size)
+        return divmod(self.group.index, self.intra_node_group.size)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert isinstance(traffic, TwoLevelTraffic)
@@ -231,16 +232,17 @@ class TwoLevel(AllToAll):
         assert isinstance(traffic, TwoLevelTraffic)
         rows = self._return_rows(rows, traffic, operation)
         out_pN, in_np = self._crossing_counts(traffic.nodes_npN)
-        if self.across is not None:
-            rows = all_to_all_rows(self.across, rows, in_np.sum(1).tolist(), out_pN.sum(0).tolist(), operation, True)
+        if self.inter_node_group is not None:
+            send, recv = in_np.sum(1).tolist(), out_pN.sum(0).tolist()
+            rows = all_to_all_rows(self.inter_node_group, rows, send, recv, operation, agreed=True)
         if not self.has_leader:
             return rows
         # The leader holds rows by (source node, local index) and scatters them by local index.
-        places, scatter = self.inside.size, [0] * self.inside.size
-        if self.across is not None:
+        places, scatter = self.intra_node_group.size, [0] * self.intra_node_group.size
+        if self.inter_node_group is not None:
             rows, scatter = regroup(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
         home = _counts_for_one(0, sum(traffic.send), places)
-        return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
+        return all_to_all_rows(self.intra_node_group, rows, scatter, home, operation, agreed=True)
 
     def send_across_nodes(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
         """Send rows [n, ...], ordered by node; return the rows for this node, ordered by source rank. Collective.
@@ -249,17 +251,17 @@ class TwoLevel(AllToAll):
         """
         out_pN, in_np = self._crossing_counts(nodes_npN)
         if self.has_leader:
-            places = self.inside.size
-            gathered = [0] * places if self.across is None else out_pN.sum(1).tolist()
+            places = self.intra_node_group.size
+            gathered = [0] * places if self.inter_node_group is None else out_pN.sum(1).tolist()
             rows = all_to_all_rows(
-                self.inside, rows, _counts_for_one(0, len(rows), places), gathered, operation, agreed=True
+                self.intra_node_group, rows, _counts_for_one(0, len(rows), places), gathered, operation, agreed=True
             )
-            if self.across is None:
+            if self.inter_node_group is None:
                 return rows
             rows = regroup(rows, out_pN, (1, 0))
-        assert self.across is not None
+        assert self.inter_node_group is not None
         send, recv = out_pN.sum(0).tolist(), in_np.sum(1).tolist()
-        return all_to_all_rows(self.across, rows, send, recv, operation, agreed=True)
+        return all_to_all_rows(self.inter_node_group, rows, send, recv, operation, agreed=True)
 
     def _crossing_counts(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the row counts that this rank sends, by (local index, node), and receives, by (node, local index)."""
@@ -274,11 +276,11 @@ class TwoLevel(AllToAll):
 
     def _forward(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
         node, place = self._coordinates
-        if self.across is not None:
+        if self.inter_node_group is not None:
             held_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
             rows = regroup(rows, held_npP, (2, 0, 1)) if traffic.layout is None else permute(rows, traffic.layout)
         send, recv = self._inside_counts(traffic)
-        rows = all_to_all_rows(self.inside, rows, send, recv, operation, agreed=True)
+        rows = all_to_all_rows(self.intra_node_group, rows, send, recv, operation, agreed=True)
         # The leader's rows are already ordered by rank; other local ranks deliver the rows of one index on all nodes.
         return rows if self.has_leader else regroup(rows, traffic.ranks_npNP[:, :, node, place].T, (1, 0))
 
@@ -287,8 +289,8 @@ class TwoLevel(AllToAll):
         if not self.has_leader:
             rows = regroup(rows, traffic.ranks_npNP[:, :, node, place], (1, 0))
         send, recv = self._inside_counts(traffic)
-        rows = all_to_all_rows(self.inside, rows, recv, send, operation, agreed=True)
-        if self.across is None:
+        rows = all_to_all_rows(self.intra_node_group, rows, recv, send, operation, agreed=True)
+        if self.inter_node_group is None:
             return rows
         if traffic.layout is not None:
             return gather_sum(rows, traffic.layout)
@@ -296,9 +298,10 @@ class TwoLevel(AllToAll):
 
     def _inside_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
         """Return the row counts that this rank forwards to, and receives from, each rank of its node."""
-        (node, place), places = self._coordinates, self.inside.size
+        (node, place), places = self._coordinates, self.intra_node_group.size
         if self.has_leader:
-            send = [0] * places if self.across is None else traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist()
+            is_leader = self.inter_node_group is not None
+            send = traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist() if is_leader else [0] * places
             return send, _counts_for_one(0, sum(traffic.recv), places)
         return traffic.ranks_npNP[:, place, node].sum(0).tolist(), traffic.ranks_npNP[:, :, node, place].sum(0).tolist()
 

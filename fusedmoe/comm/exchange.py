@@ -45,8 +45,8 @@ from fusedmoe.comm.metadata import (
     NonFinite,
     RowForm,
     TokenCounts,
-    refuse_forms,
     require_callable_experts,
+    require_equal_row_forms,
 )
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import ReceivedPairs, decode, find_invalid_codes, pack, pairs_from_counts, unpack
@@ -219,7 +219,7 @@ class Exchange(RowExchange):
         return torch.from_numpy(np.ascontiguousarray(recv_QPE).reshape(-1, recv_QPE.shape[2])).to(self._device)
 
     @cached_property
-    def tokens_R(self) -> Tensor:
+    def token_counts_R(self) -> Tensor:
         """Number of tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
         return torch.from_numpy(np.ascontiguousarray(self.sizes.recv_QPp).reshape(-1)).to(self._device)
 
@@ -313,7 +313,7 @@ class Exchange(RowExchange):
         """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
-        wrong_R = find_invalid_codes(code_P, counts_RE, self.tokens_R, k)
+        wrong_R = find_invalid_codes(code_P, counts_RE, self.token_counts_R, k)
         if wrong_R.is_cuda:  # without a host synchronisation: the device aborts the process
             torch.ops.aten._assert_async.msg(~wrong_R.any(), "expert assignments contradict the counts that ranks sent")
         elif bool(wrong_R.any()):
@@ -383,7 +383,7 @@ def exchange_metadata(
     if most.expert_calls:
         require_callable_experts(received, ep, esp)
     if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
-        refuse_forms(received, ep, esp)
+        require_equal_row_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = AgreedMetadata(
         form,

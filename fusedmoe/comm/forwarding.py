@@ -42,7 +42,7 @@ class Forwarding:
     def __init__(
         self, algorithm: TwoLevel, esp: Group, by_node: SentTokens, tokens_W: Tensor, recv_QP: np.ndarray
     ) -> None:
-        nodes, places = algorithm.nodes, algorithm.inside.size
+        nodes, places = algorithm.nodes, algorithm.intra_node_group.size
         self._algorithm, self._esp, self._recv_QP = algorithm, esp, recv_QP
         tokens_NP, tokens_N1 = tokens_W.view(nodes, places), by_node.tokens.counts_E.view(nodes, 1)
         self._tokens_NP = tokens_NP
@@ -61,12 +61,12 @@ class Forwarding:
         message = algorithm.send_across_nodes(message, most_npN, _OPERATION)
         self._held_np = slice(None), algorithm.crossing_indices, node
         self._received = None
-        if algorithm.across is None:  # only the leader forwards
+        if algorithm.inter_node_group is None:  # only the leader forwards
             return
         code_P, _ = unpack(message, code_N.dtype, None)
         held_RP = torch.from_numpy(self._ranks_npNP[self._held_np].reshape(-1, places)).to(code_P.device)
-        tokens_R = torch.from_numpy(self._nodes_npN[self._held_np].reshape(-1)).to(code_P.device)
-        wrong_R = find_invalid_codes(code_P, held_RP, tokens_R, places)
+        token_counts_R = torch.from_numpy(self._nodes_npN[self._held_np].reshape(-1)).to(code_P.device)
+        wrong_R = find_invalid_codes(code_P, held_RP, token_counts_R, places)
         if wrong_R.is_cuda:  # the device aborts the process, without a host synchronisation
             torch.ops.aten._assert_async.msg(~wrong_R.any(), "forwarding codes contradict the counts that ranks sent")
         else:

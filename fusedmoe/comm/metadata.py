@@ -183,7 +183,7 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
         raise RankError(f"rank {ep.job.rank}: {CHECK}: {conflict}", agreed=True)
 
 
-def refuse_forms(received: Metadata, ep: Group, esp: Group) -> None:
+def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
     """Raise on all ranks for different row forms. If exactly one rank differs, the error names it."""
     me, ranks = ep.job.rank, received.rank.ravel().tolist()
     columns = zip(*(column.ravel().tolist() for column in received[: len(RowForm._fields)]), strict=True)

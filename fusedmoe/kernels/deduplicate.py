@@ -166,7 +166,7 @@ def pairs_from_counts(counts_RE: Tensor, rows: int) -> ReceivedPairs:
     return ReceivedPairs(expert_R, torch.arange(rows, device=counts_RE.device))
 
 
-def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: int) -> Tensor:
+def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor, k: int) -> Tensor:
     """Return [sources] bool: whether a source's codes contradict its announced counts of pairs and tokens."""
     sources, experts = counts_RE.shape
     pairs_R = counts_RE.sum(1)
@@ -178,7 +178,7 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: i
     found_R = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
     found_R = found_R.view(sources, experts + 1)
     wrong_R = (found_R[:, :experts] != counts_RE).any(1)
-    wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P, first_P) != tokens_R
+    wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P, first_P) != token_counts_R
     # Each source starts with a first pair, and no token has more than k pairs.
     start_R = pairs_R.cumsum(0) - pairs_R
     some_R = pairs_R > 0
@@ -186,7 +186,7 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: i
     token_P = first_P.cumsum(0)
     if len(code_P) > k:  # the pair k positions earlier belongs to the same token
         long_P = (token_P[k:] == token_P[:-k]).long()
-        wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P[k:], long_P) > 0
+        wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P[k:], long_P) > 0
     return wrong_R
 
 

@@ -97,11 +97,11 @@ def require_copies(order: Order, gate: Gate) -> None:
         raise uniform_load_error(gate)
 
 
-def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, hooked: bool) -> LayerPlans:
+def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, has_hooks: bool) -> LayerPlans:
     """Create the plan provider of a layer.
 
     With schedule "off" or None, the layer follows assigned plans only. `moves`: experts are dynamically placed.
-    `hooked`: the layer has hooks.
+    `has_hooks`: the layer has hooks.
     """
     if schedule is None or schedule == "off":
         return LayerPlans(parts, moves)
@@ -110,7 +110,7 @@ def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, 
     # A name may imply more than a policy: "auto" also allows one-sided kernels.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
-    return ScheduledPlans(parts, named, moves, hooked)
+    return ScheduledPlans(parts, named, moves, has_hooks)
 
 
 def set_up_experts(

@@ -100,11 +100,11 @@ class InputChecks:
 
     Args:
         name: of another library's layer, for errors; "" for a `MoELayer`, whose router logits are checked.
-        carried: the exchange sends the result of `nonfinite_logits` to all ranks.
+        reports_logits: the exchange sends the result of `nonfinite_logits` to all ranks.
     """
 
-    def __init__(self, topology: Topology, name: str = "", carried: bool = False) -> None:
-        self._topology, self._carried = topology, carried
+    def __init__(self, topology: Topology, name: str = "", reports_logits: bool = False) -> None:
+        self._topology, self._reports_logits = topology, reports_logits
         self._has_exchange = topology.ep.size * topology.esp.size > 1
         self._what = f"{name}: {_NONFINITE_VALUES}" if name else _NONFINITE_LOGITS
         self._cure = _NONFINITE_VALUES_FIX if name else _NONFINITE_LOGITS_FIX
@@ -132,7 +132,7 @@ class InputChecks:
         On CUDA with one rank a later call reports them.
         """
         logits_SE = routing.logits_SE
-        if logits_SE is None or self._is_carried(logits_SE):
+        if logits_SE is None or self._is_reported_by_exchange(logits_SE):
             return None
         # On the host: a finite sum has finite summands; otherwise count them.
         if not (torch.compiler.is_compiling() or uses_triton(logits_SE)) and math.isfinite(logits_SE.sum()):
@@ -188,13 +188,14 @@ class InputChecks:
     def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
         """Return the count of tokens with non-finite logits for the exchange to report; None if `logits_error` does."""
         given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
-        if not given or not self._is_carried(given[0][1]):
+        if not given or not self._is_reported_by_exchange(given[0][1]):
             return None
         counts = [_bad_tokens(*each) for each in given]
         return NonFinite(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
 
-    def _is_carried(self, logits_SE: Tensor) -> bool:
-        return self._has_exchange and (torch.compiler.is_compiling() or (self._carried and uses_triton(logits_SE)))
+    def _is_reported_by_exchange(self, logits_SE: Tensor) -> bool:
+        on_device = torch.compiler.is_compiling() or (self._reports_logits and uses_triton(logits_SE))
+        return self._has_exchange and on_device
 
     def raise_deferred(self, wait: bool = False) -> None:
         """Raise for non-finite values in earlier forwards whose count is on the host; `wait`: in all of them."""

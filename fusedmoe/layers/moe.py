@@ -187,7 +187,7 @@ class MoELayer(PlannedLayer, nn.Module):
         self.plans = make_plans(schedule, parts, moves, bool(self.hooks))
         self.parts = self.plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
+        self.checks = input_checks.InputChecks(self.topology, reports_logits=self.dispatcher.collectives is not None)
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
         copies = self.topology.edp.ranks
         self.check_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None

@@ -239,7 +239,7 @@ class ScheduledPlans(LayerPlans):
         ConfigError: the experts do not describe their workload, and the schedule has degrees to choose.
     """
 
-    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, hooked: bool) -> None:
+    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, has_hooks: bool) -> None:
         super().__init__(parts, moves)
         ep, esp = parts.topology.ep.size, parts.topology.esp.size
         if not isinstance(schedule, Schedule):
@@ -254,7 +254,7 @@ class ScheduledPlans(LayerPlans):
                 parts.experts.workload(1, 1, ep, esp)
         self.schedule, self.requires_puts = schedule, schedule.policy == FUSED_POLICY
         # One-sided kernels call no hooks and do not support dynamic placement.
-        self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
+        self.puts, self.limit = schedule.puts and not moves and not has_hooks, schedule.limit
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
@@ -322,7 +322,7 @@ class ScheduledPlans(LayerPlans):
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
-            direct=self.puts,
+            can_put_rows=self.puts,
             dtype=x_SM.dtype,
             device=x_SM.device,
             heap=partial(has_heap, self.topology, x_SM.device),

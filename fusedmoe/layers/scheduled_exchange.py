@@ -116,7 +116,7 @@ class ScheduledExchange(PlannedLayer):
         gate = Random(self.experts.num_experts)
         gate.setup(self.experts.widths[0])
         parts = LayerParts(self.topology, gate, Dropless(), self.experts)
-        plans = make_plans(schedule, parts, moves=False, hooked=False)
+        plans = make_plans(schedule, parts, moves=False, has_hooks=False)
         if self.topology.size > 1:
             own = self.experts
             facts: dict[str, Any] = {

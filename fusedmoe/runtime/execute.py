@@ -206,21 +206,21 @@ class Capabilities:
 
     Attributes:
         ep, esp: sizes of the expert-parallel and expert-sharding groups.
-        grouped: experts use the library's grouped products, not modules.
-        direct: only kernels access rows between the gate and the experts' results: no hooks, no einsum order, no
+        uses_grouped_gemm: experts use the library's grouped products, not modules.
+        can_put_rows: only kernels access rows between the gate and the experts' results: no hooks, no einsum order, no
             dynamic placement.
         heap: returns whether all ranks have symmetric memory. May be collective.
-        copies: experts have replicas on other ranks (`fusedmoe.placement`).
+        has_replicas: experts have replicas on other ranks (`fusedmoe.placement`).
     """
 
     ep: int = 1
     esp: int = 1
-    grouped: bool = True
-    direct: bool = True
+    uses_grouped_gemm: bool = True
+    can_put_rows: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     heap: Callable[[], bool] = lambda: False
-    copies: bool = False
+    has_replicas: bool = False
 
 
 def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
@@ -232,13 +232,13 @@ def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
         # The plan contains attention, gate and other work only for their duration: autograd runs them.
         return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
     if follows == "blocks":
-        copied = (GATHER, REDUCE) if layer.copies else ()
+        copied = (GATHER, REDUCE) if layer.has_replicas else ()
         return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
     # Fused operations are available only to layers that follow their own schedule.
     split = layer.ep > 1 or layer.esp > 1
     served = device_uses_triton(layer.device) and layer.dtype != torch.float64
     # `heap` may be collective, so it is called last, and only if all other conditions hold.
-    if not (split and layer.grouped and layer.direct and served and layer.heap()):
+    if not (split and layer.uses_grouped_gemm and layer.can_put_rows and served and layer.heap()):
         return parts
     # With experts split over both axes, rows are sent directly to all shards.
     over_experts, over_shards = FUSED

@@ -376,7 +376,7 @@ def test_heap_is_checked_last() -> None:
 
     with pytest.raises(AssertionError, match="asked for the heap"):
         runnable_kinds(replace(ALL, heap=asked), "itself")
-    for change in ({"ep": 1}, {"grouped": False}, {"direct": False}, {"dtype": torch.float64}):
+    for change in ({"ep": 1}, {"uses_grouped_gemm": False}, {"can_put_rows": False}, {"dtype": torch.float64}):
         runnable_kinds(replace(ALL, heap=asked, **change), "itself")  # type: ignore[arg-type]
     runnable_kinds(replace(ALL, heap=asked, device=torch.device("cpu")), "itself")
     for follows in ("step", "blocks"):

@@ -89,14 +89,14 @@ class ReceiveBuffers:
         slots = SLOTS if self.network is None else 1
         self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree, slots)
         values = heap.allocate((slots, results, 1), torch.float32)
-        staged_rows = staged_values = None
+        row_staging = value_staging = None
         if self.network is not None:
             # Upper bound over chunks, as in `Route`; `read_metadata` rounds chunk sizes up.
             most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts)) + 3 * sizes.degree
-            staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
-            staged_values = heap.allocate((most, 1), torch.float32).own
-        self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
-        self.returned_values = ReturnBuffers(values.own, values.table, staged_values, self.network)
+            row_staging = heap.allocate((most, sizes.width), sizes.dtype).own
+            value_staging = heap.allocate((most, 1), torch.float32).own
+        self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, row_staging, self.network)
+        self.returned_values = ReturnBuffers(values.own, values.table, value_staging, self.network)
         self.done = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_views()
         self.watch = Watch(heap)
