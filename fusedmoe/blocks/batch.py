@@ -213,7 +213,7 @@ class BatchRouting:
         kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
         with torch.set_grad_enabled(self._keep):  # forwards without gradients are not counted
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
-        exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
+        exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
         layer.load.count_sent(
             (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))
         )

@@ -172,7 +172,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
-        experts = state.held or exchange.experts
+        experts = state.held or exchange.num_local_experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
@@ -200,10 +200,10 @@ class BlocksForward(BlockPass, ForwardPass):
 
     def expert(self, task: Task) -> None:
         chunk = self.block_chunks[task.layer or 0][task.chunk or 0]
-        assert isinstance(chunk.part, Exchange)
+        assert isinstance(chunk.exchange, Exchange)
         message, chunk.pair_values = chunk.pair_values, None
         assert message is not None and chunk.dtypes is not None
-        pairs, chunk.weight_P = chunk.part.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
+        pairs, chunk.weight_P = chunk.exchange.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
         chunk.received.sort(pairs)
         chunk.layout = chunk.received.layout
         super().expert(task)
@@ -251,10 +251,10 @@ class BlocksForward(BlockPass, ForwardPass):
     def _save_sizes(self, state: BlockState) -> None:
         """Save the sizes of each row micro-batch, and an exchange, for a backward pass with other chunks."""
         for number, chunk in state.chunks.items():
-            assert isinstance(chunk.part, Exchange)
-            state.exchange = chunk.part
+            assert isinstance(chunk.exchange, Exchange)
+            state.exchange = chunk.exchange
             places = state.cuts.row_chunks["forward"][number]
-            state.sizes |= dict(zip(places, sizes_of(chunk.part.sizes), strict=True))
+            state.sizes |= dict(zip(places, sizes_of(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

@@ -112,7 +112,7 @@ class MoEBlock:
             counts,
             form,
             reported,
-            tokens=TokenCounts(tokens_Pp, by_pairs=self.has_matrix_order),
+            tokens=TokenCounts(tokens_Pp, has_row_per_pair=self.has_matrix_order),
             shard_counts=self._sizes,
             expert_calls=ExpertCalls.CHUNKS,
             tokens_require_grad=needs_backward,

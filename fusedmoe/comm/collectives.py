@@ -105,8 +105,8 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
         return []
     board = group.board
     # After a verdict, pending data from other ranks belongs to aborted operations.
-    if board.standing is not None:
-        raise group.verdict_error(operation, board.standing)
+    if board.standing_verdict is not None:
+        raise group.verdict_error(operation, board.standing_verdict)
     if group.on_gpu:
         return []
     words = f"{operation}\n{details}".encode()
@@ -142,14 +142,14 @@ def all_to_all_rows(
     send: Sequence[int],
     recv: Sequence[int],
     operation: str = "all-to-all",
-    agreed: bool = False,
+    is_compared: bool = False,
 ) -> Tensor:
     """Send `send[i]` rows to the group's i-th rank; return the received rows in rank order. Collective.
 
     Args:
         rows: [sum(send), ...], ordered by destination.
         recv: number of rows received from each rank.
-        agreed: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
+        is_compared: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     Raises:
@@ -158,13 +158,13 @@ def all_to_all_rows(
     handle = group.handle
     if handle is None:
         return rows
-    if group.board.standing is not None:
-        raise group.verdict_error(operation, group.board.standing)
+    if group.board.standing_verdict is not None:
+        raise group.verdict_error(operation, group.board.standing_verdict)
     if not len(send) == len(recv) == group.size or sum(send) != len(rows):
         group.refuse(operation, f"{len(rows)} rows, but {list(send)} are to be sent and {list(recv)} received")
     # Detached: Gloo releases tensors on its own thread, which must not free an autograd graph.
     rows = rows.detach().contiguous()
-    if not agreed:
+    if not is_compared:
         sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= MAX_DATA_BYTES else b""
         sizes_of_ranks = compare_calls(group, operation, _describe_rows(rows), sizes)
         for rank, its_sizes, size in zip(group.ranks, sizes_of_ranks, recv, strict=False):
@@ -187,21 +187,21 @@ def _describe_rows(rows: Tensor) -> str:
 
 
 def all_gather_rows(
-    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather", agreed: bool = False
+    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather", is_compared: bool = False
 ) -> Tensor:
     """Return the rows of all ranks, [sum(counts), ...], in rank order. Collective.
 
-    `counts`: rows of each rank. `agreed`: as for `all_to_all_rows`.
+    `counts`: rows of each rank. `is_compared`: as for `all_to_all_rows`.
     """
     handle = group.handle
     if handle is None:
         return rows
-    if group.board.standing is not None:
-        raise group.verdict_error(operation, group.board.standing)
+    if group.board.standing_verdict is not None:
+        raise group.verdict_error(operation, group.board.standing_verdict)
     if len(counts) != group.size or counts[group.index] != len(rows):
         group.refuse(operation, f"this rank has {len(rows)} rows, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
-    if not (group.on_gpu or agreed):
+    if not (group.on_gpu or is_compared):
         small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
         gathered = compare_calls(
             group, operation, f"{_describe_rows(rows)} by {list(counts)}", _bytes(rows) if small else b""
@@ -211,24 +211,25 @@ def all_gather_rows(
     if not group.on_gpu or len(set(counts)) > 1:
         # Backends all-gather equal or padded row counts only, so each rank sends its rows to every rank by all-to-all.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
-        return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, agreed=True)
+        return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, is_compared=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
     wait(_all_gather_tensor(out, rows, group=handle, async_op=True), group, operation)
     return out
 
 
 def reduce_scatter_rows(
-    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", agreed: bool = False
+    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", is_compared: bool = False
 ) -> Tensor:
     """Sum over ranks and return this rank's part: `counts[index]` of the [sum(counts), ...] rows. Collective.
 
-    Sums run in rank order, in at least float32, on every backend, so equal inputs give equal bits. `agreed`: as for
-    `all_to_all_rows`.
+    Sums run in rank order, in at least float32, on every backend, so equal inputs give equal bits.
+
+    `is_compared`: as for `all_to_all_rows`.
     """
     if group.handle is None:
         return rows
     own = counts[group.index]
-    parts = all_to_all_rows(group, rows, counts, [own] * group.size, operation, agreed)
+    parts = all_to_all_rows(group, rows, counts, [own] * group.size, operation, is_compared)
     return _sum(parts.view(group.size, own, *rows.shape[1:]))
 
 
@@ -286,7 +287,7 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
     if not group.on_gpu and max(sizes) <= MAX_DATA_BYTES - len(size):
         return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    parts = all_gather_rows(group, rows, sizes, operation, agreed=True).cpu().split(sizes)
+    parts = all_gather_rows(group, rows, sizes, operation, is_compared=True).cpu().split(sizes)
     return [pickle.loads(_bytes(part)) for part in parts]
 
 

@@ -106,13 +106,13 @@ class RowExchange:
         """All-gather [received, ...] rows over the shards of the experts; return [rows, ...] by (shard, source)."""
         if rows.shape[:1] != (self.received,) or self._esp.axis not in self._compared:
             self._check_rows(self._esp, rows, self.received, "all-gather of expert shards")
-        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
+        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards and return each peer its own rows. Adjoint of `all_gather`."""
         if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._compared:
             self._check_rows(self._esp, rows, self.rows, "reduce-scatter of expert shards")
-        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", agreed=True)
+        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
         """Make ranks compare their calls again at the first rows over each group."""
@@ -160,12 +160,12 @@ class ChunkedExchange(NamedTuple):
     """An exchange split into chunks.
 
     Attributes:
-        parts: the collectives of each chunk.
+        exchanges: the collectives of each chunk.
         sent_Gi, recv_Gi: rows of each contiguous segment of the unchunked rows (G) in chunk i. A segment has one
             destination or source, and one micro-batch or expert.
     """
 
-    parts: list[RowExchange]
+    exchanges: list[RowExchange]
     sent_Gi: np.ndarray
     recv_Gi: np.ndarray
 
@@ -174,7 +174,7 @@ class Exchange(RowExchange):
     """The exchange of a batch with known sizes, created by `exchange_metadata`.
 
     Args:
-        by_pairs: True if a row is sent for each pair; `pairs` is then the exchange itself.
+        has_row_per_pair: True if a row is sent for each pair; `pairs` is then the exchange itself.
         ranks_QP: global source rank of the rows of each sharding peer and source, for errors; None if unknown.
         forwarding: two-level forwarding inside nodes; None: tokens are sent directly to each rank.
         agreed: values that all ranks agreed on; its fields become attributes.
@@ -188,7 +188,7 @@ class Exchange(RowExchange):
         esp: Group,
         sizes: ExchangeSizes,
         device: torch.device,
-        by_pairs: bool = False,
+        has_row_per_pair: bool = False,
         call: str = "an exchange",
         ranks_QP: np.ndarray | None = None,
         forwarding: Forwarding | None = None,
@@ -196,11 +196,11 @@ class Exchange(RowExchange):
     ) -> None:
         recv_QP = sizes.recv_QPp.sum(2)
         if forwarding is None:
-            traffic = algorithm.traffic(sizes.send_Pp.sum(1).tolist(), recv_QP[esp.index].tolist())
+            traffic = algorithm.make_traffic(sizes.send_Pp.sum(1).tolist(), recv_QP[esp.index].tolist())
         else:
-            traffic = forwarding.traffic()
+            traffic = forwarding.make_traffic()
         super().__init__(algorithm, esp, traffic, recv_QP, call)
-        self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
+        self.sizes, self.has_row_per_pair, self._device, self._ranks_QP = sizes, has_row_per_pair, device, ranks_QP
         self._forwarding = forwarding
         self.agreed = agreed = agreed or AgreedMetadata()
         self.form, self.max_pairs, self.tokens_per_pair = agreed.form, agreed.max_pairs, agreed.tokens_per_pair
@@ -211,7 +211,7 @@ class Exchange(RowExchange):
     def pairs(self) -> RowExchange:
         """Collectives of pairs. First use is collective for two-level algorithms."""
         sizes = self.sizes
-        return self if self.by_pairs else self.part(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
+        return self if self.has_row_per_pair else self.with_row_counts(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
 
     @cached_property
     def counts_RE(self) -> Tensor:
@@ -223,31 +223,31 @@ class Exchange(RowExchange):
         """Number of tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
         return torch.from_numpy(np.ascontiguousarray(self.sizes.recv_QPp).reshape(-1)).to(self._device)
 
-    def part(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
+    def with_row_counts(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
         """Return a `RowExchange` between the same ranks for other row counts. Collective for two-level algorithms."""
-        traffic = self.algorithm.traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
+        traffic = self.algorithm.make_traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
         return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._compared)
 
     def split_chunks(self, degree: int) -> ChunkedExchange:
         """Split the exchange into `degree` chunks of equal size (`all_to_all.chunk_size`) per source and destination.
 
-        The destination is a rank or, with forwarding, a node; with `by_pairs` it is an expert. Collective for two-level
+        The destination is a rank; with forwarding a node; with `has_row_per_pair` an expert. Collective for two-level
         algorithms.
         """
         if self._forwarding is not None:
             traffics, recv_iQP = self._forwarding.chunks(degree)
             chunks = zip(traffics, recv_iQP, strict=True)
-            parts = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
+            exchanges = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
-            return ChunkedExchange(parts, sent_iG.T, recv_iQP.reshape(degree, -1).T)
+            return ChunkedExchange(exchanges, sent_iG.T, recv_iQP.reshape(degree, -1).T)
         send_Pp, recv_QPp = self.sizes.send_Pp, self.sizes.recv_QPp
-        if self.by_pairs:
+        if self.has_row_per_pair:
             send_Pp, recv_QPp = self.sizes.send_PE, self.sizes.recv_QPE
         ends = np.arange(degree + 1)
         sent_PpI, recv_QPpI = (np.diff(counts[..., None] * ends // degree) for counts in (send_Pp, recv_QPp))
         send_PI, recv_QPI = sent_PpI.sum(1), recv_QPpI.sum(2)
-        parts = [self.part(send_PI[:, i], recv_QPI[..., i]) for i in range(degree)]
-        return ChunkedExchange(parts, sent_PpI.reshape(-1, degree), recv_QPpI.reshape(-1, degree))
+        exchanges = [self.with_row_counts(send_PI[:, i], recv_QPI[..., i]) for i in range(degree)]
+        return ChunkedExchange(exchanges, sent_PpI.reshape(-1, degree), recv_QPpI.reshape(-1, degree))
 
     def exchange_pairs(
         self, code_N: Tensor | None, weight_N: Tensor | None, row_N: Tensor | None, k: int
@@ -279,7 +279,7 @@ class Exchange(RowExchange):
         """Decode the received message of `pack` for assignments and weights of these dtypes."""
         if code is None:
             weight_P = None if message is None else message[:, 0]
-            return pairs_from_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
+            return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.rows), weight_P
         assert message is not None
         code_P, weight_P = unpack(message, code, weight)
         self._check_codes(code_P, k)
@@ -306,7 +306,7 @@ class Exchange(RowExchange):
         return back_N.new_zeros(rows).index_copy_(0, row_N[: len(back_N)], back_N)
 
     @property
-    def experts(self) -> int:
+    def num_local_experts(self) -> int:
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
@@ -377,21 +377,21 @@ def exchange_metadata(
     # Ranks on GPUs do not compare calls, so sizes may be data of another operation.
     if ep.size * esp.size > 1 and (sender := _foreign_sender(recv_QPC, received, E, ep, esp)) is not None:
         raise foreign_data_error(ep.board, _OPERATION, f"the {ep}", sender)
-    most = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
-    if most.is_refused or most.num_nonfinite:
+    maxima = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    if maxima.is_refused or maxima.num_nonfinite:
         _raise_refusals(received, reason, nonfinite, ep, esp)
-    if most.expert_calls:
+    if maxima.expert_calls:
         require_callable_experts(received, ep, esp)
     if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
         require_equal_row_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = AgreedMetadata(
         form,
-        max_pairs=most.num_pairs,
+        max_pairs=maxima.num_pairs,
         tokens_per_pair=num_tokens / num_pairs if num_pairs else 1.0,
-        needs_module_calls=most.expert_calls == ExpertCalls.MODULE,
-        tokens_require_grad=bool(most.tokens_require_grad),
-        weights_require_grad=bool(most.weights_require_grad),
+        needs_module_calls=maxima.expert_calls == ExpertCalls.MODULE,
+        tokens_require_grad=bool(maxima.tokens_require_grad),
+        weights_require_grad=bool(maxima.weights_require_grad),
     )
     recv_QPC = recv_QPC[..., : E + p]
     if held is not None:
@@ -399,8 +399,8 @@ def exchange_metadata(
     sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], recv_QPC, p), None
     if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevel):
         forwarding = Forwarding(algorithm, esp, tokens.by_node, tokens.tokens_Wp, sizes.recv_QPp.sum(2))
-    by_pairs = tokens is None or tokens.by_pairs
-    return Exchange(algorithm, esp, sizes, counts_E.device, by_pairs, call, received.rank, forwarding, agreed)
+    has_row_per_pair = tokens is None or tokens.has_row_per_pair
+    return Exchange(algorithm, esp, sizes, counts_E.device, has_row_per_pair, call, received.rank, forwarding, agreed)
 
 
 def _counts_error(counts_E: Tensor, ranks: int) -> str:
@@ -444,7 +444,7 @@ def _exchange(
         data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
     if sent_PC.is_cuda or len(data) > MAX_DATA_BYTES:
         compare_calls(ep, _OPERATION, details)
-        received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, agreed=True)
+        received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, is_compared=True)
     else:  # the envelopes of `compare_calls` carry the messages to all peers
         received_PC = sent_PC
         if envelopes := compare_calls(ep, _OPERATION, details, data):

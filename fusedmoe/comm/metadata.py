@@ -125,12 +125,12 @@ class TokenCounts(NamedTuple):
         tokens_Wp: [W] or [W, p] integers, tokens sent to each rank per micro-batch.
         by_node: the same tokens grouped by destination node, for two-level forwarding; None: tokens are sent directly
             to each rank.
-        by_pairs: True to send a row for each pair nevertheless.
+        has_row_per_pair: True to send a row for each pair nevertheless.
     """
 
     tokens_Wp: Tensor
     by_node: SentTokens | None = None
-    by_pairs: bool = False
+    has_row_per_pair: bool = False
 
 
 class AgreedMetadata(NamedTuple):

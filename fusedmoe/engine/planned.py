@@ -84,7 +84,7 @@ def run_forward(
     # Expert ids and router weights of all chunks take one message before the first chunk.
     pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
-    weight_R: list[Tensor | None] = [None] * len(chunks.parts) if weight_P is None else [*chunks.split(weight_P)]
+    weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
     forward.keep = keep
     out_TM = forward.run()
@@ -144,7 +144,7 @@ class PlannedFunction(Function):
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: PlannedBatch = ctx.batch
-        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.parts)
+        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.exchanges)
         x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
         del tensors[: 2 * count]
         activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
@@ -159,7 +159,7 @@ class PlannedFunction(Function):
 
 
 def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
-    degree, count = batch.run.plans.degrees[1], len(saved.chunks.parts)
+    degree, count = batch.run.plans.degrees[1], len(saved.chunks.exchanges)
     chunks, weight_R = saved.chunks, saved.weight_R
     if degree != count:
         chunks = batch.chunks(saved.pairs, degree)
@@ -182,10 +182,10 @@ class _TokensPass(PassRun):
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
-        parts = zip(row_chunks.parts, row_chunks.received, weight_R, strict=True)
+        parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
         self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
         self.chunks[layer] = self.own
-        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in row_chunks.parts])]
+        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
         self._alive: list[Tensor] = []

@@ -201,7 +201,7 @@ class Chunk:
         x_RM: received tokens; None where the backward of the experts does not read them.
     """
 
-    part: RowExchange
+    exchange: RowExchange
     layout: Layout | None = None
     rows: Tensor | None = None
     pair_exchange: RowExchange | None = None
@@ -259,7 +259,7 @@ class PassRun:
     def dispatch(self, task: Task) -> None:
         self.start(task)
         chunk = self.chunks[task.layer][task.chunk or 0]
-        chunk.rows = self._transfer("dispatch", chunk.part.dispatch, task, chunk)
+        chunk.rows = self._transfer("dispatch", chunk.exchange.dispatch, task, chunk)
         # Expert ids and weights are dispatched in the forward pass; gradients of weights are combined in the backward.
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
             chunk.pair_values = chunk.pair_exchange.dispatch(self.keep_alive(chunk.pair_values))
@@ -269,7 +269,7 @@ class PassRun:
         # The chunk drops its reference, so that the memory is free once the rows are sent.
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
-        chunk.rows = chunk.part.all_gather(self.keep_alive(rows))
+        chunk.rows = chunk.exchange.all_gather(self.keep_alive(rows))
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
             chunk.pair_values = chunk.pair_exchange.all_gather(self.keep_alive(chunk.pair_values))
 
@@ -280,13 +280,13 @@ class PassRun:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
         if rows is not None:  # None: no rank needs gradients of the rows
-            chunk.rows = chunk.part.reduce_scatter(self.keep_alive(rows))
+            chunk.rows = chunk.exchange.reduce_scatter(self.keep_alive(rows))
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.reduce_scatter(self.keep_alive(chunk.pair_values))
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        rows = None if chunk.rows is None else self._transfer("combine", chunk.part.combine, task, chunk)
+        rows = None if chunk.rows is None else self._transfer("combine", chunk.exchange.combine, task, chunk)
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.combine(self.keep_alive(chunk.pair_values))
         if rows is not None:

@@ -203,7 +203,7 @@ def scheduled_experts(
         y_SM, saved = run_forward(PlannedBatch(sent, exchange, experts, run), x_SM, weight_N, keep=keep)
         sizes = torch.tensor(exchange.sizes.send_PC, device="cpu"), torch.tensor(exchange.sizes.recv_QPC, device="cpu")
         chunks = saved.chunks
-        known = [len(chunks.parts), exchange.max_pairs, exchange.tokens_per_pair]
+        known = [len(chunks.exchanges), exchange.max_pairs, exchange.tokens_per_pair]
         weight_P, nothing_M = x_SM.new_empty(0), x_SM.new_empty((0, x_SM.shape[1]))
         if not keep:
             activations = x_SM.new_empty((0, *_activation_shape(w1, activation)))
@@ -293,7 +293,7 @@ def scheduled_experts_backward(
         )
         chunks = batch.chunks(pairs, forward_degree)
         nothing: list[Any] = [None] * forward_degree
-        x = [*x_RM.split([part.rows for part in chunks.parts])] if experts.needs_input_rows else nothing
+        x = [*x_RM.split([exchange.rows for exchange in chunks.exchanges])] if experts.needs_input_rows else nothing
         h = [*h_PH.split([layout.rows for layout in chunks.received])]
         weights = nothing if rows is None else [*chunks.split(weight_P)]
         saved = SavedForward(pairs, chunks, x, h, weights, rows)

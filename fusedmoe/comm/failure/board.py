@@ -96,7 +96,7 @@ class Board:
         self._store = store
         self._prefix = ""
         self.rank = rank
-        self.standing: Verdict | None = None
+        self.standing_verdict: Verdict | None = None
         # True while this rank has refused and some ranks of the job have not raised the refusal.
         self._has_unread_refusal = False
         #: A rank may take this many seconds to end or post a verdict after its connections broke: it closes them first.
@@ -185,19 +185,19 @@ class Board:
         verdict = self.post(rank, operation, message)
         # An overloaded host's store answers late, a stopped host's never.
         deadline = time.monotonic() + _SILENT_S
-        while self.standing is None and not self._client.connection_error and time.monotonic() < deadline:
+        while self.standing_verdict is None and not self._client.connection_error and time.monotonic() < deadline:
             time.sleep(0.02)
             verdict = self.post(rank, operation, message)
         host = f"{'torchrun on the host of ' if _has_agent_store() else ''}rank {_HOST}"
         trouble = self._client.failure_reason
         return f"{host} failed in hosting the job's store: {trouble}. {_CURE}" if trouble else str(verdict)
 
-    def refuse(self, operation: str, message: str, heard_by: int) -> None:
-        """Record why this rank refuses an operation. `heard_by`: number of the operation's ranks, which all read it."""
+    def refuse(self, operation: str, message: str, num_readers: int) -> None:
+        """Record why this rank refuses an operation, whose `num_readers` ranks all read the reason."""
         own = json.dumps(Verdict(self.rank, operation, message)._asdict())
         key = f"refusal/{self.rank}"
         # Other ranks read the refusal when they time out (`final_verdict`), unless this rank continues first.
-        self._has_unread_refusal = heard_by < dist.get_world_size()
+        self._has_unread_refusal = num_readers < dist.get_world_size()
 
         def note(store: dist.Store) -> None:
             store.set(key, own)
@@ -222,9 +222,11 @@ class Board:
         """Return the standing verdict or None; polls for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
-            standing = self.standing or self._read_verdict(lambda store: (_values(store, ["verdict"]) or [b""])[0])
+            standing = self.standing_verdict or self._read_verdict(
+                lambda store: (_values(store, ["verdict"]) or [b""])[0]
+            )
             if standing or self._client.failure_reason or time.monotonic() >= deadline:
-                return self.standing
+                return self.standing_verdict
             time.sleep(0.02)
 
     def _read_verdict(self, verdict: Callable[[dist.Store], bytes]) -> Verdict | None:
@@ -234,8 +236,8 @@ class Board:
             return words
 
         if words := self._ask_store(read_and_acknowledge):
-            self.standing = Verdict(**json.loads(words))
-        return self.standing
+            self.standing_verdict = Verdict(**json.loads(words))
+        return self.standing_verdict
 
     def wait_until_verdict_is_read(self, deadline: float) -> None:
         """Wait until all ranks have read the verdict or ended, or until `deadline`. Only the store's host waits."""
@@ -243,7 +245,7 @@ class Board:
         if self.rank != _HOST or _has_agent_store():
             return
         pending = tuple(range(dist.get_world_size()) if dist.is_initialized() else self._processes)
-        while self.standing and not self._client.failure_reason and time.monotonic() < deadline:
+        while self.standing_verdict and not self._client.failure_reason and time.monotonic() < deadline:
             unread = [rank for rank in pending if self._get(f"heard/{rank}") is None]
             pending = tuple(set(unread) - set(self.ended_ranks(tuple(unread))))
             if not pending:
@@ -253,7 +255,7 @@ class Board:
     def final_verdict(self) -> Verdict | None:
         """Return the standing verdict, for a rank that must stop. Without one, posts and returns an unread refusal."""
         stored = None if self.read() else self._get("unheard")
-        return self.post(**json.loads(stored)) if stored else self.standing
+        return self.post(**json.loads(stored)) if stored else self.standing_verdict
 
     @property
     def is_disconnected(self) -> bool:
@@ -268,7 +270,9 @@ class Board:
 
     def culprit_pid(self) -> int | None:
         """Return the process id of the rank that the verdict names, if it runs on this host."""
-        host, pid = self._processes.get(self.standing.rank, ("", 0)) if self.standing is not None else ("", 0)
+        if self.standing_verdict is None:
+            return None
+        host, pid = self._processes.get(self.standing_verdict.rank, ("", 0))
         return pid if host == socket.gethostname() and _is_running(pid) else None
 
     def record_wait(self, call: str, ranks: Sequence[int] = ()) -> None:
