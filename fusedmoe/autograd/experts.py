@@ -167,8 +167,8 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
         x_SM if needs_grad.w1 else None,
         weight_N,
         # Autocast's cast copies of parameters are as large as the parameters.
-        w1 if needs_grad.x_SM else shape_only(w1),
-        w2 if needs_da else shape_only(w2),
+        w1 if needs_grad.x_SM else placeholder_like(w1),
+        w2 if needs_da else placeholder_like(w2),
         b1,
         b2,
         *layout,
@@ -176,7 +176,7 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.recorder = None
 
 
-def shape_only(tensor: Tensor) -> Tensor:
+def placeholder_like(tensor: Tensor) -> Tensor:
     """Return a tensor of this shape backed by one element, for arguments that are never read."""
     return tensor.new_empty(()).expand(tensor.shape)
 
@@ -258,7 +258,7 @@ class _InParts(Function):
         dx_SM, dweight_N, dw1, dw2, *_ = experts_backward(*given)
         dparts: list[Tensor | None] = [None] * len(parts)
         if needs_grad.parameters:
-            dw1, dw2 = dw1 if needs_grad.w1 else shape_only(w1), dw2 if needs_grad.w2 else shape_only(w2)
+            dw1, dw2 = dw1 if needs_grad.w1 else placeholder_like(w1), dw2 if needs_grad.w2 else placeholder_like(w2)
             pairs = zip(ctx.how.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
             dparts = [grad.to(part.dtype) if asked else None for grad, part, asked in pairs]
         return dx_SM if needs_grad.x_SM else None, dweight_N if needs_grad.weight_N else None, None, None, None, *dparts
@@ -269,7 +269,7 @@ def parts_need_grad(how: WeightParts, w1: Tensor, w2: Tensor, needs_grad: Sequen
     if all(needs_grad) or not any(needs_grad) or torch.compiler.is_compiling():
         return any(needs_grad), any(needs_grad)
     # A part that is a view shares memory with its matrix; a copy may belong to both.
-    marks = shape_only(w1), shape_only(w2)
+    marks = placeholder_like(w1), placeholder_like(w2)
     first, second = (mark.untyped_storage().data_ptr() for mark in marks)
     places = [part.untyped_storage().data_ptr() for part in how.split(*marks)]
     trained = [place for place, needed in zip(places, needs_grad, strict=True) if needed]

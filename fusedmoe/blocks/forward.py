@@ -37,7 +37,7 @@ class BlocksForward(BlockPass, ForwardPass):
         keep: bool,
         needs_backward: bool,
     ) -> None:
-        self.keep, self._x, self._refusal = keep, batch.x, batch.refusal
+        self.saves_for_backward, self._x, self._refusal = keep, batch.x, batch.refusal
         self._modules, self._needs_backward = blocks, needs_backward
         super().__init__(run, batch.split, states, batch.x.shape)
         self._routing = [BatchRouting(block, batch, number, keep) for number, block in enumerate(blocks)]
@@ -57,7 +57,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert z is not None
         aux = []
         for number, state in enumerate(self.blocks):
-            if self.keep:
+            if self.saves_for_backward:
                 self._save_sizes(state)
             aux.append(self._routing[number].aux_loss(state))
             # The graph keeps neither modules nor outputs of blocks.
@@ -91,13 +91,15 @@ class BlocksForward(BlockPass, ForwardPass):
         x = before.data[at]  # `.data` has its own version counter: other parts of this memory are still written
         inputs = self._routing[number].inputs(place, state.cuts)
         past: list[tuple[Tensor, ...]] = []
-        with torch.set_grad_enabled(self.keep):
-            x = x.detach().requires_grad_(self.keep and x.is_floating_point())
+        with torch.set_grad_enabled(self.saves_for_backward):
+            x = x.detach().requires_grad_(self.saves_for_backward and x.is_floating_point())
             if self.split.is_in_order:
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
             deferred = (
-                DeferredGradients(state.parameters) if self.keep and state.degrees.has_weight_gradient_tasks else None
+                DeferredGradients(state.parameters)
+                if self.saves_for_backward and state.degrees.has_weight_gradient_tasks
+                else None
             )
             result = block.dense.run(state.parameters, self.split.samples(x), inputs, past, deferred)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
@@ -129,7 +131,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routed = [state.dense[place] for place in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
-            with torch.set_grad_enabled(self.keep):
+            with torch.set_grad_enabled(self.saves_for_backward):
                 weight = dense.micro_batch.batch(dense.routing.weight_SK)
                 for p in state.cuts.rows_of[place]:
                     at = state.cuts.rows_in_dense_at[p]
@@ -156,7 +158,7 @@ class BlocksForward(BlockPass, ForwardPass):
             for rows_state in micro_batches:
                 by_expert = rows_state.layout
                 rows_state.layout = block.experts.split_rows(by_expert)
-                with torch.set_grad_enabled(self.keep):
+                with torch.set_grad_enabled(self.saves_for_backward):
                     pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
                     rows_state.weight_N = rows_state.weight_N[pair_N]
         sent = [self._sent(rows_state, block.has_matrix_order) for rows_state in micro_batches]
@@ -238,8 +240,8 @@ class BlocksForward(BlockPass, ForwardPass):
         state, block = self.blocks[number], self._modules[number]
         dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
         # A small graph from the experts' results to the output, with which backward starts.
-        with torch.set_grad_enabled(self.keep):
-            rows_SM.requires_grad_(self.keep)
+        with torch.set_grad_enabled(self.saves_for_backward):
+            rows_SM.requires_grad_(self.saves_for_backward)
             y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
             if dense.shared is not None:
                 y = y + self.keep_alive(dense.shared)[state.cuts.rows_in_dense_at[p]]

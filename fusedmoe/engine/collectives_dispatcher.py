@@ -31,10 +31,10 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import (
     Dispatcher,
+    ForwardDecision,
     Handle,
     LocalExperts,
     Routed,
-    SinceForward,
     call_module,
     has_saved_tensor_hooks,
     is_in_selective_checkpoint,
@@ -86,28 +86,28 @@ class Collectives(Dispatcher):
     """Dispatches by all-to-alls over EP and all-gathers over ESP; combines by reduce-scatters and all-to-alls.
 
     Attributes:
-        choose: called with the first batch, returns the all-to-all algorithm for it and all later batches, the same on
-            every rank; None: `all_to_all` is used.
+        choose_algorithm: returns the all-to-all algorithm of all batches from the first batch, the same on every
+            rank; None: `all_to_all` is used.
         hooks: called with the rows before and after dispatch and combine.
-        local: experts that compiled operators call under autograd; None: there are none. `GroupedExperts` do not need
-            it, because their weights are arguments of the operators.
-        number: int64 scalar on the host, the key by which compiled operators find this dispatcher.
+        graph_module: experts that compiled operators call under autograd; None for `GroupedExperts`, whose weights are
+            arguments of the operators.
+        handle_number: int64 scalar on the host, the key by which compiled operators find this dispatcher.
     """
 
     compiles = follows_plans = True
 
     topology: Topology
     all_to_all: AllToAll
-    plans: FindPlans = find_no_plans
+    find_plans: FindPlans = find_no_plans
     hooks: Sequence[Hooks] = ()
     name: str = "MoELayer"
-    local: nn.Module | None = None
-    choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
+    graph_module: nn.Module | None = None
+    choose_algorithm: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.route = CollectiveRoute(self.topology, self.all_to_all)
         self.runner = Runner(self.topology, self.name, self.hooks)
-        self._call_reason = SinceForward[str]()
+        self._call_reason = ForwardDecision[str]()
         # Compared in each exchange: a rank that skipped a layer is reported before any rows are sent.
         self._call = f"{self.name} {self.topology.next_layer_number()}"
         self._register_handle()
@@ -115,7 +115,7 @@ class Collectives(Dispatcher):
     def _register_handle(self) -> None:
         # A graph input, like a parameter, so that one graph serves all layers.
         number = next(_new_number)
-        self.number = torch.tensor(number, device="cpu")
+        self.handle_number = torch.tensor(number, device="cpu")
         self._handle = handles.register(f"dispatcher {number}", self)
 
     @property
@@ -134,9 +134,9 @@ class Collectives(Dispatcher):
         `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
         `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
         """
-        if self.choose is not None:
-            self.all_to_all = self.choose(routed.x_SM)
-            self.route, self.choose = CollectiveRoute(self.topology, self.all_to_all), None
+        if self.choose_algorithm is not None:
+            self.all_to_all = self.choose_algorithm(routed.x_SM)
+            self.route, self.choose_algorithm = CollectiveRoute(self.topology, self.all_to_all), None
         x_SM, layout, weight_SK, refusal = routed
         # Hooks may change rows to a format that intermediate ranks cannot sum.
         sent, tokens = self.all_to_all.select_tokens(layout, by_node and not self.hooks)
@@ -234,7 +234,7 @@ class Collectives(Dispatcher):
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        calls = self.calls(experts)
+        calls = self.find_expert_calls(experts)
         if not is_in_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
         if not isinstance(routed.refusal, str) and not self.hooks:
@@ -244,9 +244,9 @@ class Collectives(Dispatcher):
         with without_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
 
-    def calls(self, experts: Any) -> ExpertCalls:
+    def find_expert_calls(self, experts: Any) -> ExpertCalls:
         """Return `ExpertCalls.MODULE` if the experts must be called as a module, as when they have hooks."""
-        why = self._call_reason.renew(lambda: call_reason(experts) if needs_module_call(experts) else None)
+        why = self._call_reason.decide(lambda: call_reason(experts) if needs_module_call(experts) else None)
         return ExpertCalls.EITHER if why is None else ExpertCalls.MODULE
 
     def send_through_experts(
@@ -255,7 +255,7 @@ class Collectives(Dispatcher):
         """Send a batch through the experts, some of which may be `replicas`. Collective."""
         x_SM, weight_N, sent, exchange = counted
         in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
-        assigned = self.plans(x_SM, exchange, None if exchange.needs_module_calls else in_chunks)
+        assigned = self.find_plans(x_SM, exchange, None if exchange.needs_module_calls else in_chunks)
         chunk_experts = None if assigned is None or exchange.needs_module_calls else in_chunks()
         if chunk_experts is not None and not self.can_chunk(chunk_experts):
             chunk_experts = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.compat.torch import retains_graph
-from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, gradients_of
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, cast_totals
 from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
 from fusedmoe.kernels import gather_sum as kernels
@@ -71,13 +71,13 @@ class PlannedGradients(NamedTuple):
 
 
 def run_forward(
-    batch: PlannedBatch, x_SM: Tensor, weight_N: Tensor | None, *, keep: bool = True
+    batch: PlannedBatch, x_SM: Tensor, weight_N: Tensor | None, *, save_for_backward: bool = True
 ) -> tuple[Tensor, SavedForward]:
     """Send tokens through the experts in the order of the forward plan. Collective.
 
     Args:
         weight_N: [N], router weights of the rows sorted by expert; None: all weights are 1.
-        keep: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
+        save_for_backward: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
     Returns:
         [S, M], the sum over the experts of each token, and the input of `run_backward`.
     """
@@ -86,10 +86,11 @@ def run_forward(
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
     weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
-    forward.keep = keep
+    forward.saves_for_backward = save_for_backward
     out_TM = forward.run()
     assert out_TM is not None
-    x_RM, activations = ([getattr(chunk, name) for chunk in forward.own.values()] for name in ("x_RM", "activations"))
+    done = forward.layer_chunks.values()
+    x_RM, activations = ([getattr(chunk, name) for chunk in done] for name in ("x_RM", "activations"))
     num_weights = None if weight_N is None else len(weight_N)
     saved = SavedForward(pairs, chunks, x_RM, activations, weight_R, num_weights)
     return kernels.gather_sum(out_TM, chunks.layout), saved
@@ -111,13 +112,14 @@ def run_backward(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> Pla
     dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
     if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
         # Gradients of the weights of all chunks take one message after the last chunk.
-        dweights = [chunk.weight_R.to(first.dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
+        parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
+        dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
         dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
     if run.gradients is not None:
-        run.gradients.begin(run.beside, sent)
+        run.gradients.begin(run.trailing_all_reduces, sent)
     return PlannedGradients(dx_SM, dweight_N, totals)
 
 
@@ -155,7 +157,7 @@ class PlannedFunction(Function):
         del x_RM, weight_R, activations
         # Weights that experts join for a pass live as long as that pass.
         gradients = run_backward(batch.for_backward(), saved, dy_SM)
-        return gradients.dx_SM, gradients.dweight_N, None, *gradients_of(gradients.totals, tensors)
+        return gradients.dx_SM, gradients.dweight_N, None, *cast_totals(gradients.totals, tensors)
 
 
 def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
@@ -183,23 +185,23 @@ class _TokensPass(PassRun):
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
         parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
-        self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
-        self.chunks[layer] = self.own
+        self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.chunks[layer] = self.layer_chunks
         self._rows: list[Tensor | None] = [*rows_TM.split([exchange.sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
-        self._alive: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
 
     def start(self, task: Task) -> None:
         number = task.chunk or 0
-        self.own[number].rows, self._rows[number] = self._rows[number], None
+        self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
 
     def finish(self, task: Task, rows: Tensor) -> None:
         self._rows[task.chunk or 0] = rows
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
         if self.settings.streams is not None:
-            self._alive.append(tensor)
+            self._kept_alive.append(tensor)
         return tensor
 
     def run(self) -> Tensor | None:
@@ -228,17 +230,17 @@ class TokensBackward(_TokensPass, BackwardPass):
     ) -> None:
         super().__init__(batch, row_chunks, rows_TM, weight_R)
         # Rows of each chunk among those of the forward pass, as received and as sorted; None: the chunks are the same.
-        self._places = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
-        if self._places is None:
-            for chunk, x_RM, activations in zip(self.own.values(), saved.x_RM, saved.activations, strict=True):
+        self._saved_indices = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
+        if self._saved_indices is None:
+            for chunk, x_RM, activations in zip(self.layer_chunks.values(), saved.x_RM, saved.activations, strict=True):
                 chunk.x_RM, chunk.activations = x_RM, activations
         else:
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
             self._activations = SavedRows(saved.activations)
 
     def regroup_saved(self, task: Task) -> None:
-        if self._places is not None:
+        if self._saved_indices is not None:
             number = task.chunk or 0
-            chunk, (received, in_order) = self.own[number], self._places[number]
+            chunk, (received, in_order) = self.layer_chunks[number], self._saved_indices[number]
             chunk.x_RM = None if self._x_RM is None else self._x_RM.rows(received)
             chunk.activations = self._activations.rows(in_order)

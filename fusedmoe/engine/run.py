@@ -108,12 +108,12 @@ class AssignedPlans(NamedTuple):
 
     Attributes:
         gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
-        beside: gradient all-reduces that start after the backward plan and overlap with later tasks.
+        trailing_all_reduces: gradient all-reduces that start after the backward plan and overlap with later tasks.
     """
 
     plans: Plans
     gradients: GradientReducer | None = None
-    beside: Sequence[Task] = ()
+    trailing_all_reduces: Sequence[Task] = ()
 
 
 class _ReduceInBackward(Function):
@@ -126,12 +126,12 @@ class _ReduceInBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        plans, gradients, beside = ctx.assigned
+        plans, gradients, trailing_all_reduces = ctx.assigned
         gradients.wait()
         for task in plans.backward:
             if task.kind == TaskKind.GRADIENT_ALL_REDUCE:
                 gradients.reduce(task)
-        gradients.begin(beside)
+        gradients.begin(trailing_all_reduces)
         return grads[0], None
 
 
@@ -151,16 +151,16 @@ class Run:
     """Settings of one forward call and its backward. An autograd graph can keep it: it holds no tensors or modules.
 
     Attributes:
-        stop: reports this rank's exception to the other ranks, which then raise instead of waiting.
+        report_error: reports this rank's exception to the other ranks, which then raise instead of waiting.
     """
 
     plans: Plans
-    stop: Callable[[BaseException], None]
+    report_error: Callable[[BaseException], None]
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | None = None
     streams: Mapping[str, torch.cuda.Stream] | None = None
     gradients: GradientReducer | None = None
-    beside: Sequence[Task] = ()
+    trailing_all_reduces: Sequence[Task] = ()
     replicas: ReplicaTransport | None = None
 
 
@@ -183,10 +183,10 @@ class Runner:
         replicas: ReplicaTransport | None = None,
     ) -> Run:
         """Return the settings of one call that follows these plans."""
-        plans, gradients, beside = assigned
+        plans, gradients, trailing_all_reduces = assigned
         streams = None if self.streams is None else self.streams.on(device)
-        stop = partial(self._topology.stop, self._name)
-        return Run(plans, stop, self._hooks, recorder, streams, gradients, beside, replicas)
+        report_error = partial(self._topology.stop, self._name)
+        return Run(plans, report_error, self._hooks, recorder, streams, gradients, trailing_all_reduces, replicas)
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class PassRun:
         run = self.settings
         # Each task is recorded as one span; the experts inside it must not add another.
         with nullcontext() if run.recorder is None else record_with(None):
-            execute(self.plan, self.task_methods(), stop=run.stop, streams=run.streams, recorder=run.recorder)
+            execute(self.plan, self.task_methods(), stop=run.report_error, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
         return self.settings.hooks
@@ -316,11 +316,11 @@ class ForwardPass(PassRun):
     """Base of forward passes.
 
     Attributes:
-        keep: save tensors for a backward pass.
+        saves_for_backward: save tensors for a backward pass.
     """
 
     phase = "forward"
-    keep = True
+    saves_for_backward = True
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {**super().task_methods(), GATHER: self.sparse_all_gather}
@@ -344,9 +344,9 @@ class ForwardPass(PassRun):
         experts = self.experts[task.layer]
         chunk.rows, chunk.activations = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         # Free received tokens that no backward reads; without a backward also the activations.
-        if not (self.keep and experts.needs_input_rows):
+        if not (self.saves_for_backward and experts.needs_input_rows):
             chunk.x_RM = None
-        if not self.keep:
+        if not self.saves_for_backward:
             chunk.activations = None
 
 

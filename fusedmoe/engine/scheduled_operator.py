@@ -54,7 +54,7 @@ def through_experts_in_graph(
     """Run dispatch, experts and combine by the dispatcher's plans, as one operator.
 
     Args:
-        experts: experts by this library's kernels (`GroupedExperts`), or `dispatcher.local` with at most four
+        experts: experts by this library's kernels (`GroupedExperts`), or `dispatcher.graph_module` with at most four
             parameters, whose forward is recomputed in backward because an operator cannot save a graph. All other
             experts, and experts that must be called as a module (`needs_module_call`), run without a plan.
     Returns:
@@ -69,7 +69,7 @@ def through_experts_in_graph(
     own = [None if parameter is None else _to_local(parameter) for parameter in chunk_experts.parameters]
     if isinstance(chunk_experts, GroupedExperts):
         b2_start, activation = chunk_experts.weights.b2_start, chunk_experts.activation.name
-    elif dispatcher.local is None or len(own) > 4 or len(own) != len([*dispatcher.local.parameters()]):
+    elif dispatcher.graph_module is None or len(own) > 4 or len(own) != len([*dispatcher.graph_module.parameters()]):
         return dispatcher.run_by_operators(routed, experts, bad), routed.x_SM.new_zeros(())
     else:
         own, b2_start, activation = own + [None] * (4 - len(own)), 0, ""
@@ -87,7 +87,7 @@ def through_experts_in_graph(
         torch.is_grad_enabled(),
         dispatcher.topology.ep.size,
         dispatcher.topology.esp.size,
-        dispatcher.number,
+        dispatcher.handle_number,
     )
     return y_SM, zero
 
@@ -109,7 +109,7 @@ class _RecomputedExperts:
         return y_RM, x_RM.new_empty((layout.rows, 0))
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
         with recording():
@@ -117,7 +117,7 @@ class _RecomputedExperts:
             return self._experts.backward(dy_RM, x_RM, graph, layout, weight_R, totals)
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         assert x_RM is not None
         with recording():
@@ -126,13 +126,13 @@ class _RecomputedExperts:
 
 
 def _experts(
-    dispatcher: Collectives, own: Sequence[Tensor | None], b2_start: int, how: str, needs_grad: Sequence[bool]
+    dispatcher: Collectives, own: Sequence[Tensor | None], b2_start: int, activation: str, needs_grad: Sequence[bool]
 ) -> ChunkExperts:
     w1, w2, b1, b2 = own
-    if how:
+    if activation:
         assert w1 is not None and w2 is not None
-        return GroupedExperts(Weights(w1, w2, b1, b2, b2_start), how, needs_grad)
-    module = dispatcher.local
+        return GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation, needs_grad)
+    module = dispatcher.graph_module
     assert module is not None
     # The graph's tensors, not the module's: if the parameters are sharded, a graph has this rank's part.
     leaves = [one.detach().requires_grad_(needs) for one, needs in zip(own, needs_grad, strict=True) if one is not None]
@@ -156,7 +156,7 @@ def _dispatcher(number: Tensor, operation: str) -> Collectives:
 
 
 def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: ChunkExperts) -> AssignedPlans:
-    assigned = dispatcher.plans(x_SM, exchange, lambda: experts)
+    assigned = dispatcher.find_plans(x_SM, exchange, lambda: experts)
     if assigned is not None:
         return assigned
     kinds = runnable_kinds(Capabilities(dispatcher.topology.ep.size, dispatcher.topology.esp.size), "itself")
@@ -200,7 +200,7 @@ def scheduled_experts(
         *_, sent, exchange = dispatcher.exchange_metadata(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_SM, exchange, experts), x_SM.device, active_recorder())
-        y_SM, saved = run_forward(PlannedBatch(sent, exchange, experts, run), x_SM, weight_N, keep=keep)
+        y_SM, saved = run_forward(PlannedBatch(sent, exchange, experts, run), x_SM, weight_N, save_for_backward=keep)
         sizes = torch.tensor(exchange.sizes.send_PC, device="cpu"), torch.tensor(exchange.sizes.recv_QPC, device="cpu")
         chunks = saved.chunks
         known = [len(chunks.exchanges), exchange.max_pairs, exchange.tokens_per_pair]

@@ -209,5 +209,5 @@ class _Masked:
                 "mask of their forward is unknown; use torch.utils.checkpoint"
             )
         if mask is not None:
-            self._kept.keep(mask, around)
+            self._kept.store(mask, around)
         return mask

@@ -13,7 +13,7 @@ from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.dispatcher import Dispatcher, Routed
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.hooks import Hooks, apply_end_hooks, apply_start_hooks, validate_hooks
@@ -140,7 +140,7 @@ class MoELayer(PlannedLayer, nn.Module):
             logits.
     """
 
-    __jit_ignored_attributes__ = NotScripted()
+    __jit_ignored_attributes__ = RefusesScripting()
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         exclude_from_graphs(MoELayer, "_forward_guarded")

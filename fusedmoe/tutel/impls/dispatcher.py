@@ -207,7 +207,7 @@ class LayerDispatcher:
         overlaps = overlaps and not needs_module_call(experts)
         if crosses and (overlaps or experts.fused is not None):
             plans = partial(self._plans_for, degree, experts.workload)
-            self._collectives.plans = plans if overlaps else find_no_plans
+            self._collectives.find_plans = plans if overlaps else find_no_plans
             return self._collectives.through_experts(routed, experts)
         # Experts called as a module, once for all rows: autograd records all operations.
         dispatcher = self._collectives if crosses else Local()
