@@ -52,12 +52,12 @@ def nvshmem_bitcode() -> dict[str, str]:
     lib = home / "lib"
     path = lib / "libnvshmem_device.bc"
     if not path.exists():
-        kinds = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
+        paths_by_capability = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
         major, minor = _capability()
-        suited = [kind for kind in kinds if _MIN_CAPABILITY <= kind <= 10 * major + minor]
-        if not suited:
+        supported = [each for each in paths_by_capability if _MIN_CAPABILITY <= each <= 10 * major + minor]
+        if not supported:
             raise ConfigError(f"{path.name} not found in {lib}: install NVSHMEM {NVSHMEM_VERSION}")
-        path = kinds[max(suited)]
+        path = paths_by_capability[max(supported)]
     return {"libnvshmem_device": str(path)}
 
 
