@@ -46,12 +46,12 @@ def reduce_scatter(rows_RM: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _backward(exchange: Exchange, move: LinearMap) -> LinearMap:
-    def turned(rows: Tensor) -> Tensor:
+    def compare_and_move(rows: Tensor) -> Tensor:
         # Compare calls first, because this rank may be the only one with a backward pass.
         exchange.begin_backward()
         return move(rows)
 
-    return turned
+    return compare_and_move
 
 
 # Maps rows, their layout by local expert, and the weight of each sorted row (or None) to one summed result per row.
@@ -98,10 +98,10 @@ def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
         ConfigError: counts_RE is not an integer matrix, has negative entries, or does not sum to `rows`.
     """
     check_integers("received_layout", "counts_RE", counts_RE, 2)
-    right = (counts_RE >= 0).all()
+    is_valid = (counts_RE >= 0).all()
     if rows is not None:
-        right &= counts_RE.sum() == rows
-    require_values("received_layout", right, "counts must not be negative, and `rows` must be their sum")
+        is_valid &= counts_RE.sum() == rows
+    require_values("received_layout", is_valid, "counts must not be negative, and `rows` must be their sum")
     if torch.compiler.is_compiling():  # `order` has sizes that a graph can hold
         experts = counts_RE.shape[1]
         expert_RE = torch.arange(experts, device=counts_RE.device).expand(counts_RE.shape)

@@ -107,7 +107,7 @@ def _empty_batch(block: MoEBlock, x: object, refusal: str) -> Tensor:
 
 def _split(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
     layer = block.layer
-    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.joint
+    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.is_joint
     if is_shared:
         x_SM, refusal = layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
         layer.checks.refuse(refusal)

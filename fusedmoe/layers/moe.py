@@ -249,7 +249,7 @@ class MoELayer(PlannedLayer, nn.Module):
         y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None)
         y_SM = self._sum_results(y_SM, ordered, x_SM)
         if self.topology.mp.size > 1:
-            aux = self.mp_tokens.aux(aux)
+            aux = self.mp_tokens.aux_loss_share(aux)
         self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
         return y_SM
 
@@ -258,15 +258,15 @@ class MoELayer(PlannedLayer, nn.Module):
         x_SM, refusal = self.checks.flatten_tokens(x, self.model_dim, self.experts)
         packing = real_S = counts = None
         if cu_seqlens is not None:
-            packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.joint)
+            packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.is_joint)
         if mask is not None:
             real_S, refusal = input_checks.find_tokens(mask, x, refusal, self.gate)
             x_SM = x_SM.index_select(0, real_S)
             packing = packing and packing.select(real_S)
-        if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
+        if self.mp_tokens.is_joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
             counts = self.mp_tokens.counts(len(x_SM))
-            x_SM = self.mp_tokens.take(x_SM, counts)
+            x_SM = self.mp_tokens.shard(x_SM, counts)
         return _Tokens(x_SM, refusal, packing, real_S, counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
@@ -276,7 +276,7 @@ class MoELayer(PlannedLayer, nn.Module):
             if tokens.packing is not None:
                 routing = self.gate(x_SM, tokens.packing)
             else:
-                routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
+                routing = self.mp_tokens.call_module(self.gate, x_SM) if self.mp_tokens.is_joint else self.gate(x_SM)
             refusal = tokens.refusal or self.checks.routing_error(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.empty_routing(x_SM)  # no tokens are sent, only the reason
@@ -313,14 +313,14 @@ class MoELayer(PlannedLayer, nn.Module):
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is None:
             return y_SM
-        shared_SM = self.mp_tokens.call(self.shared, x_SM, single_expert_layout(x_SM), None)
+        shared_SM = self.mp_tokens.call_module(self.shared, x_SM, single_expert_layout(x_SM), None)
         check_results(type(self.shared).__name__, shared_SM, x_SM)
         return y_SM + shared_SM
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
         """The inverse of `_select_tokens`."""
         if tokens.counts is not None:
-            y_SM = self.mp_tokens.join(y_SM, tokens.counts)
+            y_SM = self.mp_tokens.gather(y_SM, tokens.counts)
         if tokens.real_S is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, tokens.real_S, y_SM)
         return y_SM.view(x.shape)
