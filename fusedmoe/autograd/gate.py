@@ -96,8 +96,10 @@ def _operator_arguments(rule: GateRule) -> tuple[int, str, bool, float, bool, in
 
 def _as_choice(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad = tensors
-    statistics = (score_BE, count_BE) if rule.statistics else (None, None)
-    return GateChoice(expert_SK, weight_SK, logits_SE, *statistics, logsumexp_S if rule.logsumexp else None, bad)
+    # Results that the rule does not request are empty.
+    sums_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
+    requested_S = logsumexp_S if rule.logsumexp else None
+    return GateChoice(expert_SK, weight_SK, logits_SE, sums_BE, counts_BE, requested_S, bad)
 
 
 # Operator schemas have neither dataclasses nor optional results: pass the fields, return empty unused tensors.

@@ -100,9 +100,12 @@ def _save_arguments(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.arguments = inputs[1:]
 
 
+def _apply_backward(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return backward(grad, *ctx.arguments), None, None, None
+
+
 for _forward, _backward in ((split_operator, join_operator), (join_operator, split_operator)):
-    _gradient = lambda ctx, grad, back=_backward: (back(grad, *ctx.arguments), None, None, None)  # noqa: E731
-    register_gradient(_forward, _gradient, _save_arguments)
+    register_gradient(_forward, partial(_apply_backward, _backward), _save_arguments)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:
