@@ -21,6 +21,7 @@ from fusedmoe.experts.networks import Place
 from fusedmoe.metrics import Metrics
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
+from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.training import (
     ShardedExperts,
     broadcast_parameters,
@@ -195,7 +196,9 @@ class Dense(nn.Module):
         return y, y
 
 
-def run_all_operations_of_job(rank: int, world: int, folder: str, schedule: Any, placement: str) -> None:
+def run_all_operations_of_job(
+    rank: int, world: int, folder: str, schedule: Any, placement: str, costs: PlacementCosts | None
+) -> None:
     """All operations of a job, each under a default device that cannot compute."""
     with default_device("meta"):
         topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
@@ -207,7 +210,7 @@ def run_all_operations_of_job(rank: int, world: int, folder: str, schedule: Any,
         model = nn.Sequential(nn.Linear(M, M, device="cpu"), layer)
         broadcast_parameters(model, topology)
         optimizer = torch.optim.AdamW(model.parameters())
-        sharded = ShardedExperts(model, optimizer, topology) if placement == "fssdp" else None
+        sharded = ShardedExperts(model, optimizer, topology, costs=costs) if placement == "fssdp" else None
         metrics = Metrics(model)
         for _ in range(3):
             mask = torch.tensor([True] * 8 + [False], device="cpu")
@@ -233,14 +236,18 @@ def run_all_operations_of_job(rank: int, world: int, folder: str, schedule: Any,
 
 
 @pytest.mark.parametrize(
-    ("schedule", "placement"),
-    [("off", "ep"), (fusedmoe.Schedule("fsmoe", degrees=(2, 2)), "ep"), ("off", "fssdp")],
-    ids=["no schedule", "schedule", "fssdp"],
+    ("schedule", "placement", "costs"),
+    [
+        pytest.param("off", "ep", None, id="no schedule"),
+        pytest.param(fusedmoe.Schedule("fsmoe", degrees=(2, 2)), "ep", None, id="schedule"),
+        pytest.param("off", "fssdp", PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7), id="fssdp"),
+        pytest.param("off", "fssdp", None, id="fssdp with measured costs", marks=pytest.mark.slow),
+    ],
 )
 def test_training_job_under_meta_default_device(
-    cluster: Cluster, tmp_path: Path, schedule: Any, placement: str
+    cluster: Cluster, tmp_path: Path, schedule: Any, placement: str, costs: PlacementCosts | None
 ) -> None:
-    cluster.run(2, run_all_operations_of_job, str(tmp_path / "checkpoint"), schedule, placement)
+    cluster.run(2, run_all_operations_of_job, str(tmp_path / "checkpoint"), schedule, placement, costs)
 
 
 def experts_reset_on_rank(rank: int, world: int, esp: int) -> dict[str, Tensor]:
