@@ -62,11 +62,11 @@ class RouteChunks:
     def make_put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
         """Return the `Put` for the results of a chunk. In forward it includes their router weights, `weight_R`."""
         buffers, received = self.buffers, self._chunks[chunk]
-        mark = buffers.result_mark(chunk, slot)
+        signal = buffers.result_signal(chunk, slot)
         counter_W = received.counters[weight_R is None]
         addresses, num_rows_W = received.results[slot], received.arrivals.num_rows_W
-        ends = (num_rows_W, counter_W, buffers.result_signal_addresses(mark), buffers.results.epochs[slot])
-        return Put(buffers.results.rows, addresses, weight_R, *ends, mark)
+        ends = (num_rows_W, counter_W, buffers.result_signal_addresses(signal), buffers.results.epochs[slot])
+        return Put(buffers.results.rows, addresses, weight_R, *ends, signal)
 
     def value_addresses(self, chunk: int, slot: int) -> Addresses:
         """Return the addresses for one scalar per row of a chunk. The scalars are put before the chunk's rows."""

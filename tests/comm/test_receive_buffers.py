@@ -67,10 +67,10 @@ def test_staging_fits_rows_of_all_chunks(buffers: ReceiveBuffers) -> None:
 
 
 def test_far_peers_use_dummy_signal_address(buffers: ReceiveBuffers) -> None:
-    mark = buffers.result_mark(2, 0)
-    assert mark.signals is buffers.results.signals and mark.signal_index == (0 * 4 + 0) * 3 + 2
-    own, near, *far = buffers.result_signal_addresses(mark).tolist()
-    assert [own, near] == [int(address) + 8 * mark.signal_index for address in mark.table[:2]]
+    signal = buffers.result_signal(2, 0)
+    assert signal.signals is buffers.results.signals and signal.signal_index == (0 * 4 + 0) * 3 + 2
+    own, near, *far = buffers.result_signal_addresses(signal).tolist()
+    assert [own, near] == [int(address) + 8 * signal.signal_index for address in signal.table[:2]]
     assert buffers.network is not None and far == [buffers.network.dummy_signal.data_ptr()] * 2
 
 
@@ -78,7 +78,7 @@ def test_result_slots_depend_on_network(buffers: ReceiveBuffers) -> None:
     assert buffers.results.slots == 1 and [buffers.next_slot(buffers.results) for _ in range(3)] == [0, 0, 0]
     plain = ReceiveBuffers(LocalHeap(0, 4, CPU, [], Job()), SIZES)
     assert plain.network is None and [plain.next_slot(plain.results) for _ in range(3)] == [0, 1, 0]
-    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_mark(2, 1).signal_index == (1 * 4 + 0) * 3 + 2
+    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_signal(2, 1).signal_index == (1 * 4 + 0) * 3 + 2
     assert plain.tokens.staging is None and plain.metadata.staging is None
     peer_R, result_row_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
     sent = define_addresses(peer_R, result_row_R, plain.returned, 0, 0)

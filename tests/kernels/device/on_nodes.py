@@ -54,10 +54,10 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
                 remote.wait_signals(results.credits, every, epoch, buffers.bounds, behind=1 + sooner)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
-            mark = buffers.result_mark(0, slot)
+            signal = buffers.result_signal(0, slot)
             addresses = define_addresses(peer_R, result_row_R, buffers.returned, slot, 0)
-            counter_W, signal_W = torch.zeros_like(num_rows_W), buffers.result_signal_addresses(mark)
-            told = Put(results.rows, addresses, None, num_rows_W, counter_W, signal_W, epoch, mark)
+            counter_W, signal_W = torch.zeros_like(num_rows_W), buffers.result_signal_addresses(signal)
+            told = Put(results.rows, addresses, None, num_rows_W, counter_W, signal_W, epoch, signal)
             values = define_addresses(peer_R, result_row_R, buffers.returned_values, slot, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
             returned_rows.return_rows(torch.full((rows, 4), float(number)), last, told)
