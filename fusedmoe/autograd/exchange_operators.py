@@ -181,18 +181,18 @@ class _OperatorExchange:
                 rows_RM = exchange.reduce_scatter(rows_RM)
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
-                back = transfer_rows(batch.hooks, "combine", exchange.combine, rows_RM, HookContext(self.phase))
+                results = transfer_rows(batch.hooks, "combine", exchange.combine, rows_RM, HookContext(self.phase))
         else:
-            back = exchange.combine(rows_RM)
-        if len(back) < rows:
-            return _padded(back, rows)
-        return back if batch.has_peers else back.clone()
+            results = exchange.combine(rows_RM)
+        if len(results) < rows:
+            return _padded(results, rows)
+        return results if batch.has_peers else results.clone()
 
 
-def _padded(back: Tensor, rows: int) -> Tensor:
+def _padded(results: Tensor, rows: int) -> Tensor:
     # Padding rows have no result and must not expose uninitialized memory.
-    padded = back.new_zeros((rows, *back.shape[1:]))
-    padded[: len(back)] = back
+    padded = results.new_zeros((rows, *results.shape[1:]))
+    padded[: len(results)] = results
     return padded
 
 
@@ -243,19 +243,19 @@ def exchange_metadata(
     Raises:
         RankError: on all ranks, if one rank refuses.
     """
-    found = handles.require(route, "exchange_metadata")
-    with found.topology.guard("fusedmoe::exchange_metadata"):
+    collective_route = handles.require(route, "exchange_metadata")
+    with collective_route.topology.guard("fusedmoe::exchange_metadata"):
         refusal = None if bad is None else NonFinite(bad, NONFINITE_INPUT)
-        made = comm_exchange.exchange_metadata(
-            found.all_to_all,
-            found.topology.esp,
+        result = comm_exchange.exchange_metadata(
+            collective_route.all_to_all,
+            collective_route.topology.esp,
             counts_E,
             RowForm(dtype, width, k, weights),
             refusal,
             tokens=None if tokens_W is None else TokenCounts(tokens_W),
             expert_calls=ExpertCalls.MODULE,  # no plan follows
         )
-    return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.recv_QPC, device="cpu")
+    return torch.tensor(result.sizes.send_PC, device="cpu"), torch.tensor(result.sizes.recv_QPC, device="cpu")
 
 
 @register_fake(exchange_metadata)
@@ -401,13 +401,13 @@ def _dispatch_gradient(ctx: Any, dx_RM: Tensor | None, dweight_N: Tensor | None,
 
 def _save_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     dx_RM, dweight_N, _, row_N, code_N, ctx.k, send_PC, recv_QPC, ctx.tokens, _, ctx.route = inputs
-    ctx.batch, ctx.given = _batch_route(ctx.route), (dx_RM is not None, dweight_N is not None)
+    ctx.batch, ctx.has_grads = _batch_route(ctx.route), (dx_RM is not None, dweight_N is not None)
     ctx.save_for_backward(row_N, code_N, send_PC, recv_QPC)
 
 
 def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
     row_N, code_N, *sizes = ctx.saved_tensors
-    tokens, weights = ctx.given
+    tokens, weights = ctx.has_grads
     if not tokens:  # only weights have a gradient: send the narrowest tokens
         g_TM = g_N.new_zeros((ctx.tokens, 1))
     g_RM, g_weight, *_ = dispatch(g_TM, g_N if weights else None, row_N, code_N, ctx.k, *sizes, ctx.route)

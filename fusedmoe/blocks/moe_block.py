@@ -108,7 +108,7 @@ class MoEBlock:
         # A refusing rank has no routing; its form is not compared.
         k, weights = (routings[0].expert_SK.shape[-1], routings[0].weight_SK.dtype) if routings else (0, None)
         form = RowForm(like.dtype, self.layer.model_dim, k, weights)
-        return self._collectives.exchange(
+        return self._collectives.exchange_counts(
             counts,
             form,
             reported,

@@ -365,8 +365,8 @@ def exchange_metadata(
         ep.job.board.clear_refusal()
     counts_PE = counts_E.long().view(ep.size, -1)
     tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
-    own = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
-    sent_PC = _metadata_message(counts_PE, tokens_Pp, own, nonfinite)
+    own_metadata = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
+    sent_PC = _metadata_message(counts_PE, tokens_Pp, own_metadata, nonfinite)
     number = 0
     if ep.handle is not None:
         number = _num_calls[ep.handle] = _num_calls.get(ep.handle, 0) + 1
@@ -382,7 +382,7 @@ def exchange_metadata(
         _raise_refusals(received, reason, nonfinite, ep, esp)
     if maxima.expert_calls:
         require_callable_experts(received, ep, esp)
-    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
+    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own_metadata[:_FORM]).any():
         require_equal_row_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = AgreedMetadata(
@@ -438,13 +438,13 @@ def _exchange(
     sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exchange messages. Returns them on the host: sent [peer, …], received [sharding peer, source rank, …]."""
-    ones, data = [1] * ep.size, b""
+    one_per_rank, data = [1] * ep.size, b""
     if not sent_PC.is_cuda:
         table_PC = sent_PC.numpy()
         data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
     if sent_PC.is_cuda or len(data) > MAX_DATA_BYTES:
         compare_calls(ep, _OPERATION, details)
-        received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, is_compared=True)
+        received_PC = all_to_all_rows(ep, sent_PC, one_per_rank, one_per_rank, _OPERATION, is_compared=True)
     else:  # the envelopes of `compare_calls` carry the messages to all peers
         received_PC = sent_PC
         if envelopes := compare_calls(ep, _OPERATION, details, data):
@@ -465,9 +465,9 @@ def _exchange(
 def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
     """Return the rank whose metadata is inconsistent or states a wrong sender; None if all metadata is valid."""
     counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
-    wanted_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
-    wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
-    bad_QP = (received.rank != wanted_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
+    expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
+    expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks
+    bad_QP = (received.rank != expected_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
     bad_QP |= recv_QPC.sum(-1) != 2 * recv_QPC[..., -_COLUMNS - 1]
     bad_QP |= (received.dtype < 1) | (received.weights < 0)  # rows always have a dtype
     bad_QP |= np.maximum(received.dtype, received.weights) >= NUM_DTYPES

@@ -54,7 +54,7 @@ class Forwarding:
         node, local_rank = divmod(algorithm.group.index, local_size)
         assert by_node.code_N is not None
         code_N = by_node.code_N[: int(max_npN[node, local_rank].sum())]
-        self._own = decode(code_N)
+        self._sent_pairs = decode(code_N)
         self._k = min(by_node.k, local_size)
         message = pack(code_N, None)
         assert message is not None
@@ -106,7 +106,7 @@ class Forwarding:
         sent_iN = nodes_inpN[:, node, local_rank]
         sent_N = torch.from_numpy(sent_iN.T.reshape(-1)).to(self._tokens_NP.device)  # by node, chunk
         chunk_T = torch.repeat_interleave(sent_N, output_size=int(sent_iN.sum()))
-        key_N = chunk_T[self._own.token_P] * local_size + self._own.expert_P
+        key_N = chunk_T[self._sent_pairs.token_P] * local_size + self._sent_pairs.expert_P
         counts = key_N.new_zeros(nodes * degree * local_size).index_add_(0, key_N, torch.ones_like(key_N))
         counts_NC = counts.view(nodes, degree * local_size)
         table = self._algorithm.all_gather_counts(

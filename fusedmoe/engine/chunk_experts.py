@@ -283,13 +283,13 @@ class AutogradExperts:
             retain_graph = retains_graph()
             with self._without_collectives("backward", len(dy_RM)):
                 grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=retain_graph, allow_unused=True))
-        dx_RM, dweight_R, *own = (
+        dx_RM, dweight_R, *dparameters = (
             next(grads, None) if tensor is not None and tensor.requires_grad else None for tensor in differentiated
         )
         # Send zeros: the other ranks wait for as many gradients as they sent rows.
         if dx_RM is None and own_x_RM.requires_grad:
             dx_RM = torch.zeros_like(own_x_RM)
-        return dx_RM, dweight_R, add_to_totals(totals, tuple(own))
+        return dx_RM, dweight_R, add_to_totals(totals, tuple(dparameters))
 
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, saved: Any, layout: Layout, weight_R: Tensor | None
@@ -303,15 +303,15 @@ class AutogradExperts:
 
         Only checks chunks up to the first non-empty one of each phase, once in training and once in evaluation.
         """
-        kind = phase, self._training
-        if kind in self._checked:
+        phase_and_mode = phase, self._training
+        if phase_and_mode in self._checked:
             yield
             return
         what = f"the experts {self._name} call"
         with RefuseCollectives(what, "Communicate before or after the layer, or run it without a schedule"):
             yield
         if rows:
-            self._checked.add(kind)
+            self._checked.add(phase_and_mode)
 
 
 class LowRankExperts:

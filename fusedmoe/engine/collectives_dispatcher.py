@@ -143,7 +143,7 @@ class Collectives(Dispatcher):
         weights = weight_N if weight_SK is None else weight_SK
         form = RowForm(x_SM.dtype, x_SM.shape[1], layout.row_SK.shape[1], None if weights is None else weights.dtype)
         grad = torch.is_grad_enabled()
-        exchange = self.exchange(
+        exchange = self.exchange_counts(
             layout.counts_E,
             form,
             refusal,
@@ -158,7 +158,9 @@ class Collectives(Dispatcher):
         weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return CountedBatch(*exchange.with_grads(x_SM, weight_N), sent.exact(exchange.sent, pairs), exchange)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
         """Call `comm.exchange.exchange_metadata` over this dispatcher's ranks. Collective."""
         why = self._call_reason.value
         with (

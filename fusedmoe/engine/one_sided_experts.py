@@ -74,8 +74,8 @@ class FusedForward:
                 given = (x_CM, layout, chunks.tiles(chunk), self.experts.weights, self.experts.activation)
                 h_RH = forward_in_flight(*given, wait, put)
             self.h.append(h_RH)
-        there = route.backward
-        self.x = [*there.copy_rows(self._token_slot)] if self.experts.needs_input_rows else [None] * len(there)
+        backward = route.backward
+        self.x = [*backward.copy_rows(self._token_slot)] if self.experts.needs_input_rows else [None] * len(backward)
         route.mark_as_read(self._token_slot)
 
     def finish(self) -> Tensor:
@@ -119,12 +119,12 @@ class FusedBackward:
                 self.totals = experts.weight_gradients(*given, self.totals)
 
     def _pre_activations(self) -> Iterator[Tensor]:
-        there, here = self._route.forward, self._route.backward
-        if here is there:
+        forward, backward = self._route.forward, self._route.backward
+        if backward is forward:
             yield from self._h
             return
         h_RH = concat(self._h)
-        yield from (select_rows(h_RH, index_R) for index_R in here.indices_in(there))
+        yield from (select_rows(h_RH, index_R) for index_R in backward.indices_in(forward))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return gradients of the tokens, [S, M], and of the router weights, [S, K] float32."""

@@ -236,7 +236,7 @@ class Route:
             awaited = buffers.result_signal_indices(degree, slot)
             wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
         read, self._slots_to_credit = [*self._slots_to_credit, (results, slot)], []
-        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._peer_faults)
+        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.num_finished, read, self._peer_faults)
 
     @property
     def _peer_faults(self) -> Faults | None:

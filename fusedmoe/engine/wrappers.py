@@ -71,12 +71,12 @@ class WrapperCheck:
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         # Not in `__init__`, which copies of a layer do not call.
-        made = super().__new__(cls)
-        _checks.add(made)
+        check = super().__new__(cls)
+        _checks.add(check)
         watch_utilities()
         # The compiler calls the check once while tracing; graphs do not contain it.
         mark_constant_in_graphs(cls.__call__)
-        return made
+        return check
 
     def __init__(
         self, experts: nn.Module, rank: int, replica_ranks: Iterable[int], axes: Collection[str] = ("ep", "esp")
@@ -145,17 +145,18 @@ _checks: WeakSet[WrapperCheck] = WeakSet()
 
 def _require_equal(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
     """Raise `ConfigError` if any of these parameters differs between the ranks of one of the process groups."""
-    given = {id(parameter): parameter for parameter in parameters}
+    parameters_by_id = {id(parameter): parameter for parameter in parameters}
     for group in groups:
         if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
             continue
         ranks = dist.get_process_group_ranks(group)
-        own = any(
-            check.has_other_experts(ranks) and not given.keys().isdisjoint(map(id, check.split_parameters().values()))
+        has_split_experts = any(
+            check.has_other_experts(ranks)
+            and not parameters_by_id.keys().isdisjoint(map(id, check.split_parameters().values()))
             for check in list(_checks)
         )
         # With Hugging Face's expert parallelism, experts are DTensors split over ranks.
-        if own or any(_is_sharded_over(parameter, ranks) for parameter in given.values()):
+        if has_split_experts or any(_is_sharded_over(parameter, ranks) for parameter in parameters_by_id.values()):
             raise ConfigError(
                 f"rank {dist.get_rank()}: PyTorch's {utility} treats the parameters of ranks {ranks} as replicas, and "
                 f"these ranks hold different experts. {cure}"
@@ -192,15 +193,15 @@ def _before_state_dict(model: nn.Module, options: Any) -> None:
     from torch.distributed.tensor import DTensor
 
     # A DTensor is gathered whole, unless its mesh has only ranks that hold the same experts.
-    whole = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    gathered = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for check in list(_checks):
         for parameter in check.split_parameters().values():
             if isinstance(parameter, DTensor) and not check.has_other_experts(
                 parameter.device_mesh.mesh.flatten().tolist()
             ):
-                whole.discard(id(parameter))
+                gathered.discard(id(parameter))
     _require_equal(
-        (parameter for parameter in model.parameters() if id(parameter) not in whole),
+        (parameter for parameter in model.parameters() if id(parameter) not in gathered),
         [dist.group.WORLD],
         "StateDictOptions(full_state_dict=True)",
         "Save by fusedmoe.training.save_checkpoint and load by load_checkpoint; without full_state_dict the state is "

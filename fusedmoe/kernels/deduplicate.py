@@ -55,11 +55,11 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
         return SentTokens(layout)
     (S, K), rows, experts = layout.row_SK.shape, len(layout.pair_N), len(layout.counts_E)
     small = torch.int16 if experts < 2**14 else torch.int32  # 16-bit keys sort several times faster
-    experts_here = experts // peers
+    experts_per_rank = experts // peers
     row_N = torch.arange(rows, dtype=torch.int32, device=layout.row_SK.device)
     expert_N = torch.searchsorted(layout.offsets_E1[1:], row_N, right=True).to(small)
     # Pairs without a row (-1, the last entry) get rank `peers`, which sorts last.
-    rank_N1 = torch.nn.functional.pad(expert_N.div(experts_here, rounding_mode="floor"), (0, 1), value=peers)
+    rank_N1 = torch.nn.functional.pad(expert_N.div(experts_per_rank, rounding_mode="floor"), (0, 1), value=peers)
     rank_SK = rank_N1[layout.row_SK]
     key_SK, by_rank_SK = rank_SK.sort(dim=1, stable=True)
     # Within a token, pairs are now sorted by rank, then k; the stable sort preserves this order.
@@ -76,7 +76,7 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
     pair_T = token_N.new_zeros(bound + 1).index_copy_(0, to_N, at_N)[:bound]
     sent_SK = token_N.new_full((S * K + 1,), -1).index_copy_(0, torch.where(first_N, at_N, S * K), sent_N)[:-1]
     tokens = Layout(tokens_W, offsets(tokens_W), source_T, pair_T, sent_SK.view(S, K), verified=True)
-    return SentTokens(tokens, row_N, (expert_N % experts_here)[row_N] * 2 + first_N, K)
+    return SentTokens(tokens, row_N, (expert_N % experts_per_rank)[row_N] * 2 + first_N, K)
 
 
 class ReceivedPairs(NamedTuple):
@@ -198,12 +198,12 @@ def define_deduplicate_tokens(
     chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
     tokens, pairs = [], []
     for rank in range(peers):
-        here = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
-        chosen_here_S = [[expert for expert in experts if expert in here] for experts in chosen_S]
-        for token, chosen in enumerate(chosen_here_S):
+        hosted = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
+        hosted_S = [[expert for expert in experts if expert in hosted] for experts in chosen_S]
+        for token, chosen in enumerate(hosted_S):
             if chosen:
                 tokens.append((rank, token))
-            pairs += [(rank, token, expert - here.start, number == 0) for number, expert in enumerate(chosen)]
+            pairs += [(rank, token, expert - hosted.start, number == 0) for number, expert in enumerate(chosen)]
     return tokens, pairs
 
 

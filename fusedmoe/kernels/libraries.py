@@ -28,13 +28,13 @@ def nvshmem_home() -> Path | None:
 
 def nvshmem_packages() -> dict[int, str]:
     """Map each CUDA major version to the version of its installed NVSHMEM package."""
-    found = {}
+    versions = {}
     for cuda in (12, 13):
         try:
-            found[cuda] = metadata.version(f"nvidia-nvshmem-cu{cuda}")
+            versions[cuda] = metadata.version(f"nvidia-nvshmem-cu{cuda}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def nvshmem_bitcode() -> dict[str, str]:

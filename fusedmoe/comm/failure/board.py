@@ -53,10 +53,10 @@ class Verdict(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Note of a waiting rank: its operation, a mark that changes while it keeps waiting, and its number of calls."""
+    """Note of a waiting rank: its operation, a heartbeat that changes while it waits, and its number of calls."""
 
     operation: str
-    mark: int
+    heartbeat: int
     num_calls: int = 0
 
 
@@ -314,8 +314,8 @@ class Board:
             rank = queue.pop(0)
             if rank not in notes and rank != self.rank:
                 stored = self._get(f"waits/{rank}")
-                call, peers, mark, num_calls = json.loads(stored) if stored else ("", [], 0, 0)
-                notes[rank] = Note(call, mark, num_calls)
+                call, peers, heartbeat, num_calls = json.loads(stored) if stored else ("", [], 0, 0)
+                notes[rank] = Note(call, heartbeat, num_calls)
                 queue += peers
         return notes
 

@@ -84,7 +84,7 @@ class _Connection:
         # The client lives as long as the Python object `store`, so `store` must not be held. A prefix store holds only
         # the underlying store, and only until the first request.
         self._original_store: dist.PrefixStore | None = dist.PrefixStore("", store)
-        self._own: dist.Store
+        self._connected_store: dist.Store
         self._connection_error = ""
 
     def answer(self, request: Callable[[dist.Store], T], timeout_s: float) -> T | _ConnectionLost:
@@ -98,12 +98,12 @@ class _Connection:
 
     def _connect(self, timeout_s: float) -> dist.Store:
         if self._original_store is not None:
-            given, self._original_store = self._original_store, None
+            original, self._original_store = self._original_store, None
             try:
-                self._own = dist.PrefixStore("fusedmoe", _reconnect(given.underlying_store, timeout_s))
+                self._connected_store = dist.PrefixStore("fusedmoe", _reconnect(original.underlying_store, timeout_s))
             except (OSError, ValueError, MemoryError) as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from None
-        return self._own
+        return self._connected_store
 
 
 def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:

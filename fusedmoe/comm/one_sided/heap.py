@@ -217,13 +217,13 @@ class Watch:
             self.check()
             return
         # An interpreted kernel runs on this thread, so another thread polls the board.
-        done = threading.Event()
+        has_ended = threading.Event()
         self._poller = self._poller or WorkerThread("fusedmoe-watch")
-        polling = self._poller.begin(partial(self._poll_board, done))
+        polling = self._poller.begin(partial(self._poll_board, has_ended))
         try:
             yield
         finally:
-            done.set()
+            has_ended.set()
             self._poller.result(polling)
         self.check()
 
@@ -246,21 +246,21 @@ class Watch:
         peer = self._group.ranks[peer_index]
         raise self._wait_error(operation, peer, f"{rows} of rank {peer}, expected signal {expected}, seen {seen}")
 
-    def _poll_board(self, done: threading.Event) -> None:
+    def _poll_board(self, has_ended: threading.Event) -> None:
         # If this thread fails, nothing else polls.
         reason = _PEER_ENDED
         try:
-            reason = self._reason_to_stop(done)
+            reason = self._reason_to_stop(has_ended)
         finally:
             if reason:
                 self.stop.fill_(reason)
 
-    def _reason_to_stop(self, done: threading.Event) -> int:
-        """Wait until `done` is set, and return 0; or until the kernels must stop, and return the reason's number."""
+    def _reason_to_stop(self, has_ended: threading.Event) -> int:
+        """Return 0 once `has_ended` is set, or the reason's number once the kernels must stop."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         peers = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02
-        while not done.wait(pause):
+        while not has_ended.wait(pause):
             pause = POLL_S
             board = group.job.board
             if board is not None and board.read() is not None:

@@ -63,7 +63,7 @@ class ReceiveBuffers:
         network: access to remote peers; None if no peer is remote.
         faults: faults that ranks detect in a pass and send to each other.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot, for kernels.
-        done: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
+        num_finished: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
         credit_W: per slot of results, int32 indices of the peers' credits.
     """
 
@@ -97,7 +97,7 @@ class ReceiveBuffers:
             value_staging = heap.allocate((staging_rows, 1), torch.float32).own
         self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, row_staging, self.network)
         self.returned_values = ReturnBuffers(values.own, values.table, value_staging, self.network)
-        self.done = torch.tensor([0], dtype=torch.int32, device=heap.device)
+        self.num_finished = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_views()
         self.watch = Watch(heap)
         received, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
@@ -242,23 +242,23 @@ class OneSidedAllToAll:
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
         # All ranks run the rounds of the longest message, because signals and credits count exchanges.
-        for done in range(0, _num_rows(limit), self._rows_per_round):
+        for first in range(0, _num_rows(limit), self._rows_per_round):
             slot = next(self._slot_cycle)
-            self._exchange_part(words, starts, [rows - done for rows in rows_W], done, slot)
+            self._exchange_part(words, starts, [rows - first for rows in rows_W], first, slot)
             rows = buffer.rows[slot]
             for peer, count in enumerate(recv):
-                arrived = min(max(0, _num_rows(count) - done), self._rows_per_round)
+                arrived = min(max(0, _num_rows(count) - first), self._rows_per_round)
                 received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
             give_credit(buffer, slot)
         parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, slot: int) -> None:
+    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], first: int, slot: int) -> None:
         buffer, device = self._buffer, self.heap.device
         bounds = self._watch.bounds
         counts = [min(max(0, rows), self._rows_per_round) for rows in left]
         used_W = torch.tensor(counts, dtype=torch.int32, device=device)
-        first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
+        first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + first
         source_WC = first_W1 + torch.arange(self._rows_per_round, dtype=torch.int32, device=device)
         with self._watch.guard_launches():
             put_rows(bounds, SentRows(words, source_WC, used_W, buffer, slot))

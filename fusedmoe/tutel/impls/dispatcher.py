@@ -145,7 +145,7 @@ class LayerDispatcher:
             # No rows are exchanged: an empty exchange carries the error to all ranks.
             nothing_E = torch.zeros(self._peers.topology.ep.size, dtype=torch.long, device="cpu")
             form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
-            self._peers.exchange(nothing_E, form, refusal)
+            self._peers.exchange_counts(nothing_E, form, refusal)
         return refusal
 
     def through_experts(

@@ -233,35 +233,35 @@ class Tuner:
         """Return the median seconds of each configuration that runs at these sizes, timed interleaved."""
         timers = {}
         for config in configs:
-            take = self._attempt(key, config, partial(self._measure, partial(launch, config), key.shared))
-            if take is not None:
-                timers[config] = take
+            timer = self._attempt(key, config, partial(self._measure, partial(launch, config), key.shared))
+            if timer is not None:
+                timers[config] = timer
 
         def time_all(among: Iterable[Config]) -> dict[Config, float]:
-            taken = {config: self._attempt(key, config, timers[config]) for config in among}
-            return {config: seconds for config, seconds in taken.items() if seconds is not None}
+            times_s = {config: self._attempt(key, config, timers[config]) for config in among}
+            return {config: seconds for config, seconds in times_s.items() if seconds is not None}
 
-        left, spent = list(timers), 0.0
-        while left and spent < _WARMUP_S:
-            taken = time_all(left)
-            left, spent = list(taken), spent + sum(taken.values())
-        times: dict[Config, list[float]] = {config: [] for config in left}
-        spent = 0.0
+        remaining, spent_s = list(timers), 0.0
+        while remaining and spent_s < _WARMUP_S:
+            times_s = time_all(remaining)
+            remaining, spent_s = list(times_s), spent_s + sum(times_s.values())
+        times: dict[Config, list[float]] = {config: [] for config in remaining}
+        spent_s = 0.0
         for number in range(_MAX_ROUNDS):
-            if number == _ROUNDS and spent >= _TIME_LIMIT_S:
+            if number == _ROUNDS and spent_s >= _TIME_LIMIT_S:
                 break
-            taken = time_all(left)
-            spent += sum(taken.values())
-            for config in left:
-                if config in taken:
-                    times[config].append(taken[config])
+            times_s = time_all(remaining)
+            spent_s += sum(times_s.values())
+            for config in remaining:
+                if config in times_s:
+                    times[config].append(times_s[config])
                 else:
                     del times[config]  # it has failed
-            left = sorted(times, key=lambda config: statistics.median(times[config]))
+            remaining = sorted(times, key=lambda config: statistics.median(times[config]))
             if number + 1 >= _ROUNDS:
-                left = left[:_NUM_FASTEST]
+                remaining = remaining[:_NUM_FASTEST]
         self._usable(key, configs)  # raises if none is left
-        return {config: statistics.median(taken) for config, taken in times.items()}
+        return {config: statistics.median(times_s) for config, times_s in times.items()}
 
     def _attempt(self, key: Key, config: Config, call: Callable[[], Result]) -> Result | None:
         try:
