@@ -91,7 +91,6 @@ def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
 
 
 def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
-    """Require [N] floating-point weights, one per row of the layout."""
     check_tensor(operation, "weight_N", weight_N, layout.row_SK)
     if weight_N.shape != (layout.rows,) or not weight_N.is_floating_point():
         cure = "take_pairs(weight_SK, layout) gives them"

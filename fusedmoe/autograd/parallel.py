@@ -96,16 +96,12 @@ def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
     return x_SM.new_empty((sum(counts), *x_SM.shape[1:]))
 
 
-def _save_arguments(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.arguments = inputs[1:]
-
-
-def _apply_backward(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return backward(grad, *ctx.arguments), None, None, None
+def _save_args(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.args = inputs[1:]
 
 
 for _forward, _backward in ((split_operator, join_operator), (join_operator, split_operator)):
-    register_gradient(_forward, partial(_apply_backward, _backward), _save_arguments)
+    register_gradient(_forward, lambda ctx, grad, back=_backward: (back(grad, *ctx.args), None, None, None), _save_args)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:

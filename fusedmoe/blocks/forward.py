@@ -96,11 +96,8 @@ class BlocksForward(BlockPass, ForwardPass):
             if self.split.is_in_order:
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-            deferred = (
-                DeferredGradients(state.parameters)
-                if self.saves_for_backward and state.degrees.has_weight_gradient_tasks
-                else None
-            )
+            is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
+            deferred = DeferredGradients(state.parameters) if is_deferred else None
             result = block.dense.run(state.parameters, self.split.samples(x), inputs, past, deferred)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)

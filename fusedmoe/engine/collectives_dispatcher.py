@@ -279,6 +279,5 @@ class Collectives(Dispatcher):
         return experts.in_chunks(x_SM)
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
-        """Return whether a plan may compute these experts in chunks."""
         # An activation checkpoint would recompute the whole call from the middle of each chunk's backward.
         return experts.can_regroup or not has_saved_tensor_hooks()

@@ -172,7 +172,6 @@ def refuse(topology: Topology, refusal: str | None) -> None:
 
 
 def is_in_selective_checkpoint() -> bool:
-    """Return whether a selective activation checkpoint is active."""
     if saved_tensor_hooks(True) is None:
         return False
     with disable_current_modes() as modes:
