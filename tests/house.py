@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9353,
     "layers": 2491,
     "models": 859,
-    "placement": 3737,
+    "placement": 3929,
     "runtime": 1610,
     "schedule": 6236,
     "training": 5887,

@@ -19,6 +19,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
     The nearest holder is the row's own rank. Without it, rows are split evenly over holders on the node, or over all.
     """
     holds_EW = placement.holds_EW
+    if not any(placement.replicas):
+        return holds_EW * tokens_WE.sum(axis=0)[:, None]
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
     left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
     holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
@@ -84,7 +86,7 @@ class RowSharing:
 
         `inside`: only on nodes that hold the expert, which avoids inter-node transfers.
         """
-        self._add_replicas(most, inside)
+        self.add_replicas(most, inside=inside)
         while (least := self.even_out(most)) > most:
             if inside or not self._add_bridge(most):
                 most = least
@@ -142,8 +144,8 @@ class RowSharing:
         self.holds_VE[rank, expert] = True
         self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
 
-    def _add_replicas(self, most: int, inside: bool) -> None:
-        """Move surplus rows of ranks above `most` to new replicas on ranks with room."""
+    def add_replicas(self, most: int, *, inside: bool = False) -> None:
+        """Move surplus rows of ranks above `most` to new replicas on ranks with room. `inside`: as for `replicate`."""
         work_V, group_V = self.work_V, (self._node_V if inside else np.zeros_like(self._node_V)).tolist()
         room_of: dict[int, list[tuple[int, int]]] = {group: [] for group in group_V}
         for rank in np.flatnonzero((work_V < most) & (self.free_V > 0)).tolist():
