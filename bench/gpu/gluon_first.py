@@ -157,7 +157,7 @@ def _median_ms(step: Step, holder: MultiprocessorHolder | None) -> float:
         step.run(step.before())
         end.record()
         if holder is not None:
-            holder.let_go()
+            holder.release()
         end.synchronize()
         taken.append(begin.elapsed_time(end))
     return statistics.median(taken[1:])
