@@ -160,8 +160,8 @@ class _OperatorExchange:
 
     def send(self, x_TM: Tensor) -> Tensor:
         exchange, batch = self.exchange, self.batch
-        if len(x_TM) > exchange.sent:
-            x_TM = x_TM[: exchange.sent]  # padding is not sent
+        if len(x_TM) > exchange.num_sent:
+            x_TM = x_TM[: exchange.num_sent]  # padding is not sent
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
                 rows = transfer_rows(batch.hooks, "dispatch", exchange.dispatch, x_TM, HookContext(self.phase))
@@ -293,7 +293,7 @@ def dispatch(
         exchange = traffic.exchange
         x_RM = traffic.send(x_TM)
         received, weight_P = exchange.exchange_pairs(code_N, weight_N, row_N, k)
-        layout, order_N = received.sort(exchange.rows, exchange.num_local_experts, k)
+        layout, order_N = received.sort(exchange.num_rows, exchange.num_local_experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
         assert layout.source_N is not None
         numbers = layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK

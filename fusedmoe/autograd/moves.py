@@ -72,14 +72,14 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
     Raises:
         ConfigError, RankError: the number of rows, weights or results differs from the exchange's.
     """
-    check_rows("through_experts", "rows_NM", rows_NM, exchange.sent)
+    check_rows("through_experts", "rows_NM", rows_NM, exchange.num_sent)
     if weight_N is not None:
         check_tensor("through_experts", "weight_N", weight_N, rows_NM)
         if weight_N.shape != rows_NM.shape[:1]:
             shapes = f"each of {len(rows_NM)} rows, got {list(weight_N.shape)}"
             refuse("through_experts", f"weight_N must have a number for {shapes}")
     rows_RM = all_gather(dispatch(rows_NM, exchange), exchange)
-    layout, weight_R = received_layout(exchange.counts_RE, exchange.rows), None
+    layout, weight_R = received_layout(exchange.counts_RE, exchange.num_rows), None
     if weight_N is not None:
         # A column, so that weights and their gradients are exchanged like rows.
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[layout.pair_N, 0]

@@ -215,7 +215,7 @@ class BatchRouting:
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
         exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
         layer.load.count_sent(
-            (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))
+            (sum(exchange.pairs.num_sent for exchange in exchanges), sum(exchange.num_sent for exchange in exchanges))
         )
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]

@@ -222,9 +222,7 @@ def reduce_scatter_rows(
 ) -> Tensor:
     """Sum over ranks and return this rank's part: `counts[index]` of the [sum(counts), ...] rows. Collective.
 
-    Sums run in rank order, in at least float32, on every backend, so equal inputs give equal bits.
-
-    `is_compared`: as for `all_to_all_rows`.
+    Sums in rank order and at least float32, so equal inputs give equal bits. `is_compared`: as for `all_to_all_rows`.
     """
     if group.handle is None:
         return rows

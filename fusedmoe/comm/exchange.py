@@ -71,8 +71,8 @@ class RowExchange:
         compared: axes ("ep", "esp") over which ranks have compared this exchange's call; one set for all chunks. None:
             both, by the metadata exchange.
     Attributes:
-        rows: rows on this rank after dispatch and all-gather.
-        sent, received: rows that dispatch sends and receives.
+        num_rows: rows on this rank after dispatch and all-gather.
+        num_sent, num_received: rows that dispatch sends and receives.
     """
 
     def __init__(
@@ -88,30 +88,30 @@ class RowExchange:
         self._compared = {algorithm.group.axis, esp.axis} if compared is None else compared
         self.algorithm, self._esp = algorithm, esp
         self._traffic, self._gathered = traffic, recv_QP.sum(1).tolist()
-        self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
+        self.num_rows, self.num_sent, self.num_received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Send [sent, ...] rows, by destination, to the ranks of their experts; return [received, ...], by source."""
-        if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._compared:
-            self._check_rows(self.algorithm.group, rows, self.sent, "dispatch")
+        """Send [num_sent, ...] rows, by destination, to the experts' ranks; return [num_received, ...], by source."""
+        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return rows to the ranks of their tokens. Inverse of `dispatch`."""
-        if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._compared:
-            self._check_rows(self.algorithm.group, rows, self.received, "combine")
+        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """All-gather [received, ...] rows over the shards of the experts; return [rows, ...] by (shard, source)."""
-        if rows.shape[:1] != (self.received,) or self._esp.axis not in self._compared:
-            self._check_rows(self._esp, rows, self.received, "all-gather of expert shards")
+        """All-gather [num_received, ...] rows over the experts' shards; return [num_rows, ...] by (shard, source)."""
+        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards and return each peer its own rows. Adjoint of `all_gather`."""
-        if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._compared:
-            self._check_rows(self._esp, rows, self.rows, "reduce-scatter of expert shards")
+        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
@@ -266,8 +266,8 @@ class Exchange(RowExchange):
         """
         pairs = self.pairs
         if weight_N is not None:
-            weight_N = weight_N[: pairs.sent] if row_N is None else weight_N[row_N[: pairs.sent]]
-        message = pack(None if code_N is None else code_N[: pairs.sent], weight_N)
+            weight_N = weight_N[: pairs.num_sent] if row_N is None else weight_N[row_N[: pairs.num_sent]]
+        message = pack(None if code_N is None else code_N[: pairs.num_sent], weight_N)
         if message is not None:
             message = pairs.all_gather(pairs.dispatch(message))
         code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
@@ -279,7 +279,7 @@ class Exchange(RowExchange):
         """Decode the received message of `pack` for assignments and weights of these dtypes."""
         if code is None:
             weight_P = None if message is None else message[:, 0]
-            return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.rows), weight_P
+            return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.num_rows), weight_P
         assert message is not None
         code_P, weight_P = unpack(message, code, weight)
         self._check_codes(code_P, k)

@@ -143,11 +143,7 @@ class GroupedExperts:
         weight_R: Tensor | None,
         totals: Totals,
     ) -> Totals:
-        """Return the totals plus this chunk's parameter gradients.
-
-        Args:
-            intermediates: intermediate results of `backward_rows`.
-        """
+        """Return the totals plus this chunk's parameter gradients. `intermediates`: from `backward_rows`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.needs_grad)
         return experts_backward_weights(dy_RM, x_RM, intermediates, *given, shared=True).parameters
 

@@ -51,8 +51,8 @@ class RowChunks:
             self.exchanges = cut.exchanges
             self.layout = reorder(tokens, block_order(cut.sent_Gi, (1, 0), device))
             self._token_R = block_order(cut.recv_Gi, (1, 0), device)
-            self._pair_P, chunks = pairs.in_chunks(self._token_R, [each.rows for each in self.exchanges])
-        rows = [each.rows for each in self.exchanges]
+            self._pair_P, chunks = pairs.in_chunks(self._token_R, [each.num_rows for each in self.exchanges])
+        rows = [each.num_rows for each in self.exchanges]
         experts = exchange.num_local_experts
         sorted_chunks = [chunk.sort(count, experts, k) for chunk, count in zip(chunks, rows, strict=True)]
         self.received = [layout for layout, _ in sorted_chunks]
@@ -77,7 +77,7 @@ class RowChunks:
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
     def tokens(self) -> Sequence[Tensor]:
-        rows = [each.rows for each in self.exchanges]
+        rows = [each.num_rows for each in self.exchanges]
         token_R = self._token_R
         if token_R is None:
             token_R = torch.arange(sum(rows), device=self._orders[0].device)

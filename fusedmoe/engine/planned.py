@@ -187,7 +187,7 @@ class _TokensPass(PassRun):
         parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
         self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
         self.chunks[layer] = self.layer_chunks
-        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.sent for exchange in row_chunks.exchanges])]
+        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
         self._kept_alive: list[Tensor] = []

@@ -284,7 +284,7 @@ def scheduled_experts_backward(
         given = dispatcher.all_to_all, send_PC, recv_QPC, x_RM.device, layout[2] is None
         agreed = AgreedMetadata(max_pairs=int(plan_inputs[1]), tokens_per_pair=float(plan_inputs[2]))
         exchange = rebuild_exchange(topology, *given, f"a graph with {dispatcher.name}", agreed)
-        sent = deduplicate_tokens(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
+        sent = deduplicate_tokens(Layout.of(layout), topology.ep.size).exact(exchange.num_sent, exchange.pairs.num_sent)
         params = w1, w2, b1, b2
         experts = _experts(dispatcher, params, b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_RM, exchange, experts), x_RM.device, active_recorder())
@@ -295,7 +295,7 @@ def scheduled_experts_backward(
         )
         chunks = batch.chunks(pairs, forward_degree)
         nothing: list[Any] = [None] * forward_degree
-        x = [*x_RM.split([exchange.rows for exchange in chunks.exchanges])] if experts.needs_input_rows else nothing
+        x = [*x_RM.split([exchange.num_rows for exchange in chunks.exchanges])] if experts.needs_input_rows else nothing
         h = [*h_PH.split([layout.rows for layout in chunks.received])]
         weights = nothing if rows is None else [*chunks.split(weight_P)]
         saved = SavedForward(pairs, chunks, x, h, weights, rows)

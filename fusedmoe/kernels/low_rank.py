@@ -72,11 +72,7 @@ class Adapters(NamedTuple):
 
 
 class StoredMatrices(Protocol):
-    """Expert matrices in a stored (quantized) form; each is materialized when its expert computes.
-
-    Attributes:
-        shape: [e, out, in].
-    """
+    """Expert matrices [e, out, in] in a stored (quantized) form; each is materialized when its expert computes."""
 
     shape: Sequence[int]
 
