@@ -214,9 +214,8 @@ class BatchRouting:
         with torch.set_grad_enabled(self._keep):  # forwards without gradients are not counted
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
         exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
-        layer.load.count_sent(
-            (sum(exchange.pairs.num_sent for exchange in exchanges), sum(exchange.num_sent for exchange in exchanges))
-        )
+        num_pairs = sum(exchange.pair_exchange.num_sent for exchange in exchanges)
+        layer.load.count_sent((num_pairs, sum(exchange.num_sent for exchange in exchanges)))
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))

@@ -182,7 +182,7 @@ class BlocksForward(BlockPass, ForwardPass):
         state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
             exchange,
             rows=rows,
-            pair_exchange=exchange.pairs,
+            pair_exchange=exchange.pair_exchange,
             pair_values=pack(codes, weight_N),
             sent=sent_tokens,
             sent_pairs=sent_pairs,

@@ -174,7 +174,7 @@ class Exchange(RowExchange):
     """The exchange of a batch with known sizes, created by `exchange_metadata`.
 
     Args:
-        has_row_per_pair: True if a row is sent for each pair; `pairs` is then the exchange itself.
+        has_row_per_pair: True if a row is sent for each pair; `pair_exchange` is then the exchange itself.
         ranks_QP: global source rank of the rows of each sharding peer and source, for errors; None if unknown.
         forwarding: two-level forwarding inside nodes; None: tokens are sent directly to each rank.
         agreed: values that all ranks agreed on; its fields become attributes.
@@ -208,7 +208,7 @@ class Exchange(RowExchange):
         self.tokens_require_grad, self.weights_require_grad = agreed.tokens_require_grad, agreed.weights_require_grad
 
     @cached_property
-    def pairs(self) -> RowExchange:
+    def pair_exchange(self) -> RowExchange:
         """Collectives of pairs. First use is collective for two-level algorithms."""
         sizes = self.sizes
         return self if self.has_row_per_pair else self.with_row_counts(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
@@ -264,7 +264,7 @@ class Exchange(RowExchange):
         Raises:
             RankError: a rank sent assignments that contradict its announced counts. They are not used.
         """
-        pairs = self.pairs
+        pairs = self.pair_exchange
         if weight_N is not None:
             weight_N = weight_N[: pairs.num_sent] if row_N is None else weight_N[row_N[: pairs.num_sent]]
         message = pack(None if code_N is None else code_N[: pairs.num_sent], weight_N)
@@ -299,7 +299,7 @@ class Exchange(RowExchange):
 
         `row_N`: as for `exchange_pairs`. Padding rows are zero.
         """
-        pairs = self.pairs
+        pairs = self.pair_exchange
         back_N = pairs.combine(pairs.reduce_scatter(dweight_P[:, None]))[:, 0]
         if row_N is None:
             return nn.functional.pad(back_N, (0, rows - len(back_N)))

@@ -153,7 +153,7 @@ class Collectives(Dispatcher):
             weights_require_grad=grad and weight_SK is not None and weight_SK.requires_grad,
         )
         # Padding is not sent. The host knows its amount now.
-        pairs = exchange.pairs.num_sent
+        pairs = exchange.pair_exchange.num_sent
         self.sent_counts = pairs, exchange.num_sent
         weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
         return CountedBatch(*exchange.with_grads(x_SM, weight_N), sent.exact(exchange.num_sent, pairs), exchange)

@@ -284,7 +284,8 @@ def scheduled_experts_backward(
         given = dispatcher.all_to_all, send_PC, recv_QPC, x_RM.device, layout[2] is None
         agreed = AgreedMetadata(max_pairs=int(plan_inputs[1]), tokens_per_pair=float(plan_inputs[2]))
         exchange = rebuild_exchange(topology, *given, f"a graph with {dispatcher.name}", agreed)
-        sent = deduplicate_tokens(Layout.of(layout), topology.ep.size).exact(exchange.num_sent, exchange.pairs.num_sent)
+        padded, num_pairs = deduplicate_tokens(Layout.of(layout), topology.ep.size), exchange.pair_exchange.num_sent
+        sent = padded.exact(exchange.num_sent, num_pairs)
         params = w1, w2, b1, b2
         experts = _experts(dispatcher, params, b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_RM, exchange, experts), x_RM.device, active_recorder())
