@@ -198,7 +198,7 @@ class _DensePart(nn.Module):
         if self._hooks:
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
-        u_SM = self._mp_tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
+        u_SM = self._mp_tokens.shard(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         if micro_batch.real is not None:
             u_SM = u_SM.index_select(0, micro_batch.real)
         if isinstance(self.dense, RoutingDense):

@@ -37,7 +37,7 @@ class BlocksForward(BlockPass, ForwardPass):
         keep: bool,
         needs_backward: bool,
     ) -> None:
-        self.keep, self._x, self._refusal = keep, batch.x, batch.refusal
+        self.saves_for_backward, self._x, self._refusal = keep, batch.x, batch.refusal
         self._block_modules, self._needs_backward = blocks, needs_backward
         super().__init__(run, batch.split, states, batch.x.shape)
         self._routing = [BatchRouting(block, batch, number, keep) for number, block in enumerate(blocks)]
@@ -96,9 +96,8 @@ class BlocksForward(BlockPass, ForwardPass):
             if self.split.is_in_order:
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-            deferred = (
-                DeferredGradients(state.leaves) if self.keep and state.degrees.has_weight_gradient_tasks else None
-            )
+            is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
+            deferred = DeferredGradients(state.leaves) if is_deferred else None
             result = block.dense.run(state.leaves, self.split.samples(x), inputs, past, deferred)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)
@@ -129,7 +128,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routed = [state.dense[place] for place in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
-            with torch.set_grad_enabled(self.keep):
+            with torch.set_grad_enabled(self.saves_for_backward):
                 weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
                 for p in state.cuts.row_children[place]:
                     at = state.cuts.rows_in_dense_at[p]
@@ -172,7 +171,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_parent[p] for p in places})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
-        experts = state.num_held or exchange.experts
+        experts = state.num_held or exchange.num_local_experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None

@@ -52,7 +52,7 @@ class MoEBlock:
         algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
         self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
         # A separate group: results are joined while dense parts may communicate over the MP group.
-        self.mp = topology.duplicate_group(topology.mp, "joins") if tokens.joint else Group("mp")
+        self.mp = topology.duplicate_group(topology.mp, "joins") if tokens.is_joint else Group("mp")
         self._result_tokens = MpTokens(self.mp, layer.mp_input)
 
     def workload(self, x: Tensor) -> Workload:
@@ -83,7 +83,7 @@ class MoEBlock:
 
         Differentiable. Collective over `mp` in forward only.
         """
-        z_SM = self._result_tokens.join(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
+        z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
         z = apply_end_hooks(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return require_same_shape(z, y, "before_moe_end")
 
@@ -112,7 +112,7 @@ class MoEBlock:
             counts,
             form,
             reported,
-            tokens=TokenCounts(tokens_Pp, by_pairs=self.has_matrix_order),
+            tokens=TokenCounts(tokens_Pp, has_row_per_pair=self.has_matrix_order),
             shard_counts=self._sizes_group,
             expert_calls=ExpertCalls.CHUNKS,
             tokens_require_grad=needs_backward,

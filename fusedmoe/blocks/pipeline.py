@@ -245,7 +245,7 @@ class _PlannedBlocks(Function):
         grads: list[Tensor | None] = []
         for state, totals, dense in zip(states, backward.totals.values(), backward.dense_gradients, strict=True):
             grads += [dense.get(place) for place in range(len(state.leaves))]
-            grads += gradients_of(totals, state.experts.parameters)
+            grads += cast_totals(totals, state.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 
 

@@ -178,7 +178,7 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor
     counted_RE = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
     counted_RE = counted_RE.view(sources, experts + 1)
     wrong_R = (counted_RE[:, :experts] != counts_RE).any(1)
-    wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P, first_P) != tokens_R
+    wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P, first_P) != token_counts_R
     # Each source starts with a first pair, and no token has more than k pairs.
     start_R = pairs_R.cumsum(0) - pairs_R
     some_R = pairs_R > 0

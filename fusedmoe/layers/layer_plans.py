@@ -82,7 +82,7 @@ class LayerPlans:
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
         self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
-        self._plans_since_forward = SinceForward[AssignedPlans]()
+        self._plans_since_forward = ForwardDecision[AssignedPlans]()
 
     def __getstate__(self) -> dict[str, Any]:
         # Assigned plans belong to one layer of a step's plan, with its gradient reducer.
@@ -141,7 +141,7 @@ class LayerPlans:
     def assigned_plans(self) -> AssignedPlans | None:
         if self.assigned is None and self._plans_since_forward.value is None:
             return None
-        return self._plans_since_forward.renew(lambda: self.assigned)
+        return self._plans_since_forward.decide(lambda: self.assigned)
 
 
 class PlannedLayer:

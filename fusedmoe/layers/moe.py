@@ -251,7 +251,7 @@ class MoELayer(PlannedLayer, nn.Module):
         y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None)
         y_SM = self._sum_results(y_SM, ordered, x_SM)
         if self.topology.mp.size > 1:
-            aux = self.mp_tokens.aux(aux)
+            aux = self.mp_tokens.aux_loss_share(aux)
         self.aux_loss = self.load.storable_aux_loss(aux, self.gate, self.training)
         return y_SM
 
@@ -268,7 +268,7 @@ class MoELayer(PlannedLayer, nn.Module):
         if self.mp_tokens.is_joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
             mp_counts = self.mp_tokens.counts(len(x_SM))
-            x_SM = self.mp_tokens.take(x_SM, mp_counts)
+            x_SM = self.mp_tokens.shard(x_SM, mp_counts)
         return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
@@ -322,7 +322,7 @@ class MoELayer(PlannedLayer, nn.Module):
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
         """The inverse of `_select_tokens`."""
         if tokens.mp_counts is not None:
-            y_SM = self.mp_tokens.join(y_SM, tokens.mp_counts)
+            y_SM = self.mp_tokens.gather(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, tokens.real_S, y_SM)
         return y_SM.view(x.shape)
