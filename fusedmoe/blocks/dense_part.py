@@ -14,12 +14,13 @@ from fusedmoe.blocks.cuts import MicroBatch
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.module_hooks import find_hook, find_replaced_forward, has_parametrisations
+from fusedmoe.engine.shared_expert_task import single_expert_layout
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, Routing, outside_autocast
 from fusedmoe.gates.choice_override import ChoiceOverride, GivenExperts
 from fusedmoe.hooks import apply_start_hooks
 from fusedmoe.layers.input_checks import check_routing, input_error
-from fusedmoe.layers.moe import MoELayer, single_expert_layout
+from fusedmoe.layers.moe import MoELayer
 
 
 class DenseResult(NamedTuple):

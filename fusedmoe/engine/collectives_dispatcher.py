@@ -35,6 +35,8 @@ from fusedmoe.engine.dispatcher import (
     Handle,
     LocalExperts,
     Routed,
+    SharedExpert,
+    SinceForward,
     call_module,
     has_saved_tensor_hooks,
     is_in_selective_checkpoint,
@@ -134,10 +136,10 @@ class Collectives(Dispatcher):
         `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
         `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
         """
-        if self.choose_algorithm is not None:
-            self.all_to_all = self.choose_algorithm(routed.x_SM)
-            self.route, self.choose_algorithm = CollectiveRoute(self.topology, self.all_to_all), None
-        x_SM, layout, weight_SK, refusal = routed
+        if self.choose is not None:
+            self.all_to_all = self.choose(routed.x_SM)
+            self.route, self.choose = CollectiveRoute(self.topology, self.all_to_all), None
+        x_SM, layout, weight_SK, refusal, _ = routed
         # Hooks may change rows to a format that intermediate ranks cannot sum.
         sent, tokens = self.all_to_all.select_tokens(layout, by_node and not self.hooks)
         weights = weight_N if weight_SK is None else weight_SK
@@ -209,7 +211,7 @@ class Collectives(Dispatcher):
 
     def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[SentTokens, tuple[Tensor, Tensor]]:
         """Return the tokens to send and the sizes of the exchange, as `exchange_metadata` does. Capturable."""
-        x_SM, layout, weights, _ = routed
+        x_SM, layout, weights, *_ = routed
         form, sent, tokens_W = RowForm.of(x_SM, layout, weights), SentTokens(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
@@ -238,7 +240,7 @@ class Collectives(Dispatcher):
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         calls = self.find_expert_calls(experts)
         if not is_in_selective_checkpoint():
-            return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
+            return self.send_through_experts(self.exchange_metadata(routed, calls), experts, shared=routed.shared)
         if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint caches the results of operators, so the metadata exchange must be one of them.
             self.sent_counts = None
@@ -252,9 +254,16 @@ class Collectives(Dispatcher):
         return ExpertCalls.EITHER if why is None else ExpertCalls.MODULE
 
     def send_through_experts(
-        self, counted: CountedBatch, experts: LocalExperts, replicas: ReplicaTransport | None = None
+        self,
+        counted: CountedBatch,
+        experts: LocalExperts,
+        replicas: ReplicaTransport | None = None,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
-        """Send a batch through the experts, some of which may be `replicas`. Collective."""
+        """Send a batch through the experts, some of which may be `replicas`. Collective.
+
+        A plan also computes the `shared` expert, unless it must be called as a module.
+        """
         x_SM, weight_N, sent, exchange = counted
         in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
         assigned = self.find_plans(x_SM, exchange, None if exchange.needs_module_calls else in_chunks)
@@ -272,8 +281,21 @@ class Collectives(Dispatcher):
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
         run = self.runner.start(assigned, x_SM.device, active_recorder(), replicas)
-        batch = PlannedBatch(sent, exchange, chunk_experts, run)
-        return PlannedFunction.apply(x_SM, weight_N, batch, *chunk_experts.parameters)
+        shared_experts = None if shared is None else self._shared_in_chunks(shared)
+        batch = PlannedBatch(sent, exchange, chunk_experts, run, shared_experts)
+        if shared is None or shared_experts is None:
+            return PlannedFunction.apply(x_SM, weight_N, batch, None, *chunk_experts.parameters)
+        parameters = *chunk_experts.parameters, *shared_experts.parameters
+        y_SM, shared.result = PlannedFunction.apply(x_SM, weight_N, batch, shared.x_SM, *parameters)
+        return y_SM
+
+    def _shared_in_chunks(self, shared: SharedExpert) -> ChunkExperts | None:
+        """Return the shared expert for a plan, in one chunk; None if it must be called as a module after the plan."""
+        if needs_module_call(shared.module):
+            return None
+        experts = shared.module.in_chunks(shared.x_SM)
+        experts.tokens_require_grad = torch.is_grad_enabled() and shared.x_SM.requires_grad
+        return experts if self.can_chunk(experts) else None
 
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
         return experts.in_chunks(x_SM)

@@ -9,6 +9,7 @@ PlacedDispatcher  experts placed by a `Placement`                               
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,6 +39,20 @@ class LocalExperts(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class SharedExpert:
+    """A shared expert and its tokens in one forward pass, for a dispatcher that may compute it within a plan.
+
+    Attributes:
+        x_SM: tokens of this rank.
+        result: [S, M]; None: not computed by a plan.
+    """
+
+    module: LocalExperts
+    x_SM: Tensor
+    result: Tensor | None = None
+
+
 class Routed(NamedTuple):
     """Routed tokens of this rank.
 
@@ -45,12 +60,14 @@ class Routed(NamedTuple):
         weight_SK: [S, K] router weights, or None for 1.
         refusal: error message of this rank, which all ranks then raise; None: no error. `Collectives` also accept a
             count of non-finite values on the device, which the ranks exchange with the sizes.
+        shared: the layer's shared expert, which `Collectives` compute within a plan; None: there is none.
     """
 
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
     refusal: str | NonFinite | None = None
+    shared: SharedExpert | None = None
 
 
 class Handle(NamedTuple):

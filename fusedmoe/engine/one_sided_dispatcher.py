@@ -54,7 +54,7 @@ class OneSided(Collectives):
         self._find_transport = find_transport
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        x_SM, layout, weight_SK, refusal = routed
+        x_SM, layout, weight_SK, refusal, _ = routed
         # The host does not count the rows that kernels send.
         self.sent_counts = None
         needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE  # kernels do not call modules

@@ -230,6 +230,7 @@ class PassRun:
             TaskKind.DISPATCH: self.dispatch,
             TaskKind.ALL_GATHER: self.all_gather,
             TaskKind.EXPERT: self.expert,
+            TaskKind.SHARED_EXPERT: self.shared_expert,
             TaskKind.REDUCE_SCATTER: self.reduce_scatter,
             TaskKind.COMBINE: self.combine,
             TaskKind.GRADIENT_ALL_REDUCE: self.gradient_all_reduce,
@@ -275,6 +276,9 @@ class PassRun:
 
     def expert(self, task: Task) -> None:
         raise NotImplementedError
+
+    def shared_expert(self, task: Task) -> None:
+        """Compute the layer's shared expert; does nothing if the caller computes it after the plan."""
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]

@@ -68,6 +68,7 @@ class LayerPlans:
         is_placed: experts are dynamically placed.
     Attributes:
         assigned: plans that override the schedule; not copied with the layer.
+        shared: the layer's shared expert, if its plans compute it; None: they do not.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
@@ -75,6 +76,7 @@ class LayerPlans:
     puts, limit = False, 1
     #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
     requires_puts = False
+    shared: PlannedExperts | None = None
 
     def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed

@@ -101,7 +101,7 @@ def measure_layer(
         max_tokens = max(len(like), round_up_tokens(tokens))
 
         def run_layer(routed: Routed, degree: int) -> Tensor:
-            x_SM, layout, weight_SK, _ = routed
+            x_SM, layout, weight_SK, *_ = routed
             assert weight_SK is not None
             transport = KernelTransport(fused_kind, (degree, degree), max_tokens)
             return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
