@@ -36,7 +36,6 @@ from fusedmoe.engine.dispatcher import (
     LocalExperts,
     Routed,
     SharedExpert,
-    SinceForward,
     call_module,
     has_saved_tensor_hooks,
     is_in_selective_checkpoint,
@@ -136,9 +135,9 @@ class Collectives(Dispatcher):
         `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
         `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
         """
-        if self.choose is not None:
-            self.all_to_all = self.choose(routed.x_SM)
-            self.route, self.choose = CollectiveRoute(self.topology, self.all_to_all), None
+        if self.choose_algorithm is not None:
+            self.all_to_all = self.choose_algorithm(routed.x_SM)
+            self.route, self.choose_algorithm = CollectiveRoute(self.topology, self.all_to_all), None
         x_SM, layout, weight_SK, refusal, _ = routed
         # Hooks may change rows to a format that intermediate ranks cannot sum.
         sent, tokens = self.all_to_all.select_tokens(layout, by_node and not self.hooks)

@@ -81,14 +81,14 @@ def run_forward(
     weight_N: Tensor | None,
     shared_x_SM: Tensor | None = None,
     *,
-    keep: bool = True,
+    save_for_backward: bool = True,
 ) -> tuple[Tensor, SavedForward]:
     """Send tokens through the experts in the order of the forward plan. Collective.
 
     Args:
         weight_N: [N], router weights of the rows sorted by expert; None: all weights are 1.
         shared_x_SM: [S, M], tokens of the shared expert; None: the plan computes no shared expert.
-        keep: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
+        save_for_backward: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
     Returns:
         [S, M], the sum over the experts of each token, and the input of `run_backward`.
     """
@@ -97,7 +97,7 @@ def run_forward(
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
     weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
-    forward.keep = keep
+    forward.saves_for_backward = save_for_backward
     if batch.shared is not None and shared_x_SM is not None:
         forward.shared = SharedExpertTask(batch.shared, single_expert_layout(shared_x_SM), shared_x_SM)
     out_TM = forward.run()
@@ -191,10 +191,10 @@ class PlannedFunction(Function):
         # Weights that experts join for a pass live as long as that pass.
         dx_SM, dweight_N, totals = run_backward(batch, saved, dy_SM, shared_dy_SM)
         own = len(batch.experts.parameters)
-        grads = gradients_of(totals, tensors[:own])
+        grads = cast_totals(totals, tensors[:own])
         if shared is None:
             return dx_SM, dweight_N, None, None, *grads
-        return dx_SM, dweight_N, None, shared.result, *grads, *gradients_of(shared.totals, tensors[own:])
+        return dx_SM, dweight_N, None, shared.result, *grads, *cast_totals(shared.totals, tensors[own:])
 
 
 def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
@@ -221,11 +221,11 @@ class _TokensPass(PassRun):
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
-        parts = zip(row_chunks.parts, row_chunks.received, weight_R, strict=True)
-        self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
-        self.chunks[layer] = self.own
+        parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
+        self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.chunks[layer] = self.layer_chunks
         self.shared: SharedExpertTask | None = None
-        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in row_chunks.parts])]
+        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
         self._kept_alive: list[Tensor] = []
@@ -262,7 +262,7 @@ class TokensForward(_TokensPass, ForwardPass):
     def finish_shared_expert(self) -> None:
         """Compute the shared expert, if there is one and no task of the plan has computed it."""
         if self.shared is not None and self.shared.result is None:
-            self.shared.forward(self.keep)
+            self.shared.forward(self.saves_for_backward)
 
 
 class TokensBackward(_TokensPass, BackwardPass):

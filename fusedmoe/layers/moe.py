@@ -14,7 +14,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.dispatcher import Dispatcher, Routed, SharedExpert
 from fusedmoe.engine.shared_expert_task import single_expert_layout
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.hooks import Hooks, apply_end_hooks, apply_start_hooks, validate_hooks
@@ -187,7 +187,7 @@ class MoELayer(PlannedLayer, nn.Module):
         self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
         # A custom module may call collectives, and MP ranks sum its gradients: plans do neither.
-        is_planned = shared is not None and shared.reads_parameters_once and not self.mp_tokens.joint
+        is_planned = shared is not None and shared.reads_parameters_once and not self.mp_tokens.is_joint
         self.plans.shared = shared if is_planned else None
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(
@@ -326,7 +326,7 @@ class MoELayer(PlannedLayer, nn.Module):
         if self.shared is None:
             return y_SM
         if shared_SM is None:
-            shared_SM = self.mp_tokens.call(self.shared, x_SM, single_expert_layout(x_SM), None)
+            shared_SM = self.mp_tokens.call_module(self.shared, x_SM, single_expert_layout(x_SM), None)
         check_results(type(self.shared).__name__, shared_SM, x_SM)
         return y_SM + shared_SM
 

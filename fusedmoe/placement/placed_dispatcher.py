@@ -51,7 +51,7 @@ class PlacedDispatcher(Collectives):
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         with without_selective_checkpoint():
-            counted = self.exchange_metadata(routed, self.calls(self._placed.table.experts))
+            counted = self.exchange_metadata(routed, self.find_expert_calls(self._placed.table.experts))
             return self._placed.call(partial(self.send_through_experts, counted, shared=routed.shared))
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
