@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from fusedmoe import Schedule, Topology, autograd
 from fusedmoe.autograd.experts import WeightParts, experts_in_parts
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Handle, LocalExperts
 from fusedmoe.engine.module_hooks import has_hooks
@@ -269,7 +269,7 @@ class StackedExperts(SequentialMLP):
         return experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
-        return PartExperts(self._parts(), WeightParts(self._join, _split), self._activation)
+        return JoinedExperts(self._parts(), WeightParts(self._join, _split), self._activation)
 
     def _parts(self) -> list[Tensor]:
         # Up projections of all experts, then down projections, as `_join` expects.

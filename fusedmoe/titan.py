@@ -48,7 +48,7 @@ from fusedmoe.autograd.experts import WeightParts, experts_in_parts
 from fusedmoe.autograd.grouped import clamped_swiglu
 from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.comm import make_all_to_all
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
 from fusedmoe.engine.chunk_experts import GroupedExperts as GroupedChunks
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Handle
@@ -172,7 +172,7 @@ class FusedExperts(GroupedExperts):
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         if not torch.compiler.is_compiling():
-            return PartExperts(self._parts(), _WEIGHT_PARTS, "swiglu")
+            return JoinedExperts(self._parts(), _WEIGHT_PARTS, "swiglu")
         # A graph concatenates its parts, and splits their gradients.
         w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
         return GroupedChunks(Weights(w13, w2_EDF), "swiglu")

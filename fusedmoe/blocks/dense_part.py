@@ -126,7 +126,7 @@ class DenseRunner:
         for name, parameter in named.items():
             # Gate and shared expert are replicated over MP ranks, which route slices: their gradients are summed.
             if not name.startswith("dense."):
-                named[name] = self._layer.mp_tokens.whole_gradient(parameter)
+                named[name] = self._layer.mp_tokens.with_summed_gradient(parameter)
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if deferred is None else deferred:
@@ -199,7 +199,7 @@ class _DensePart(nn.Module):
         if self._hooks:
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
-        u_SM = self._mp_tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
+        u_SM = self._mp_tokens.shard(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         if micro_batch.real is not None:
             u_SM = u_SM.index_select(0, micro_batch.real)
         if isinstance(self.dense, RoutingDense):

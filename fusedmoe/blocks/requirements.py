@@ -76,7 +76,7 @@ def require_splittable(layer: MoELayer, number: int, first: MoELayer) -> None:
 
     Args:
         number: index of the layer's block, for the error.
-        first: the first block's layer; all blocks have its topology and `mp_tokens.joint`.
+        first: the first block's layer; all blocks have its topology and `mp_tokens.is_joint`.
     """
     topology = first.topology
     gate, order = type(layer.gate).__name__, type(layer.order).__name__
@@ -95,7 +95,7 @@ def require_splittable(layer: MoELayer, number: int, first: MoELayer) -> None:
             "all blocks must have the same topology",
         ),
         (
-            layer.mp_tokens.joint != first.mp_tokens.joint,
+            layer.mp_tokens.is_joint != first.mp_tokens.is_joint,
             "either all blocks have mp_input='split', or none: x is either an MP rank's own tokens or the group's",
         ),
     ):

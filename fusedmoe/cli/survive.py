@@ -17,7 +17,7 @@ from fusedmoe.cli.job import Launch, Sizes, choose_sizes, resolve_sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import on_all_ranks
-from fusedmoe.comm.failure.board import RENEWED_S, post_fatal_exception
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, post_fatal_exception
 from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.training import Survival
 from fusedmoe.training.survival.node_memory import NodeMemory
@@ -98,7 +98,7 @@ class Survivor:
         """Use the topology of the ranks and find the surviving state. Collective."""
         # All ranks restart after any error: a short wait for the cause of a broken connection is enough.
         if topology.job.board is not None:
-            topology.job.board.exit_s = 2 * RENEWED_S
+            topology.job.board.exit_s = 2 * NOTE_RENEWAL_S
         self._topology, self._survival = topology, Survival(topology, self._memory)
         # As many batches per step as the job's largest number of replicas.
         self.batches_per_step = max(self._batches_per_step, topology.dp.size)

@@ -189,7 +189,6 @@ def refuse(topology: Topology, refusal: str | None) -> None:
 
 
 def is_in_selective_checkpoint() -> bool:
-    """Return whether a selective activation checkpoint is active."""
     if saved_tensor_hooks(True) is None:
         return False
     with disable_current_modes() as modes:
@@ -206,7 +205,7 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
-class SinceForward(Generic[Value]):
+class ForwardDecision(Generic[Value]):
     """Decision of the last forward (`value`), reused when an activation checkpoint recomputes that forward.
 
     Checkpoints compare the saved tensors, so a recomputation must take the same decision as its forward. Copies of this
@@ -217,10 +216,10 @@ class SinceForward(Generic[Value]):
         self.value: Value | None = None
 
     def __reduce__(self) -> Any:
-        return SinceForward, ()
+        return ForwardDecision, ()
 
-    def renew(self, find: Callable[[], Value | None]) -> Value | None:
-        """Store and return the result of `find()`; in a recomputation, return the stored result instead."""
+    def decide(self, compute: Callable[[], Value | None]) -> Value | None:
+        """Store and return the result of `compute()`; in a recomputation, return the stored result instead."""
         if not is_recomputing():
-            self.value = find()
+            self.value = compute()
         return self.value

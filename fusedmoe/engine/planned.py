@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.compat.torch import retains_graph
-from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, gradients_of
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, cast_totals
 from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
 from fusedmoe.engine.shared_expert_task import SharedExpertTask, single_expert_layout
@@ -81,29 +81,30 @@ def run_forward(
     weight_N: Tensor | None,
     shared_x_SM: Tensor | None = None,
     *,
-    keep: bool = True,
+    save_for_backward: bool = True,
 ) -> tuple[Tensor, SavedForward]:
     """Send tokens through the experts in the order of the forward plan. Collective.
 
     Args:
         weight_N: [N], router weights of the rows sorted by expert; None: all weights are 1.
         shared_x_SM: [S, M], tokens of the shared expert; None: the plan computes no shared expert.
-        keep: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
+        save_for_backward: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
     Returns:
         [S, M], the sum over the experts of each token, and the input of `run_backward`.
     """
     # Expert ids and router weights of all chunks take one message before the first chunk.
     pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
-    weight_R: list[Tensor | None] = [None] * len(chunks.parts) if weight_P is None else [*chunks.split(weight_P)]
+    weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
-    forward.keep = keep
+    forward.saves_for_backward = save_for_backward
     if batch.shared is not None and shared_x_SM is not None:
         forward.shared = SharedExpertTask(batch.shared, single_expert_layout(shared_x_SM), shared_x_SM)
     out_TM = forward.run()
     forward.finish_shared_expert()
     assert out_TM is not None
-    x_RM, activations = ([getattr(chunk, name) for chunk in forward.own.values()] for name in ("x_RM", "activations"))
+    done = forward.layer_chunks.values()
+    x_RM, activations = ([getattr(chunk, name) for chunk in done] for name in ("x_RM", "activations"))
     num_weights = None if weight_N is None else len(weight_N)
     saved = SavedForward(pairs, chunks, x_RM, activations, weight_R, num_weights, forward.shared)
     return kernels.gather_sum(out_TM, chunks.layout), saved
@@ -130,13 +131,14 @@ def run_backward(
     dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
     if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
         # Gradients of the weights of all chunks take one message after the last chunk.
-        dweights = [chunk.weight_R.to(first.dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
+        parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
+        dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
         dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
     if run.gradients is not None:
-        run.gradients.begin(run.beside, sent)
+        run.gradients.begin(run.trailing_all_reduces, sent)
     return PlannedGradients(dx_SM, dweight_N, totals)
 
 
@@ -173,7 +175,7 @@ class PlannedFunction(Function):
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor, shared_dy_SM: Tensor | None = None) -> tuple[Tensor | None, ...]:
         batch: PlannedBatch = ctx.batch
-        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.parts)
+        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.exchanges)
         x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
         del tensors[: 2 * count]
         activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
@@ -189,14 +191,14 @@ class PlannedFunction(Function):
         # Weights that experts join for a pass live as long as that pass.
         dx_SM, dweight_N, totals = run_backward(batch, saved, dy_SM, shared_dy_SM)
         own = len(batch.experts.parameters)
-        grads = gradients_of(totals, tensors[:own])
+        grads = cast_totals(totals, tensors[:own])
         if shared is None:
             return dx_SM, dweight_N, None, None, *grads
-        return dx_SM, dweight_N, None, shared.result, *grads, *gradients_of(shared.totals, tensors[own:])
+        return dx_SM, dweight_N, None, shared.result, *grads, *cast_totals(shared.totals, tensors[own:])
 
 
 def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
-    degree, count = batch.run.plans.degrees[1], len(saved.chunks.parts)
+    degree, count = batch.run.plans.degrees[1], len(saved.chunks.exchanges)
     chunks, weight_R = saved.chunks, saved.weight_R
     if degree != count:
         chunks = batch.chunks(saved.pairs, degree)
@@ -219,25 +221,25 @@ class _TokensPass(PassRun):
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
-        parts = zip(row_chunks.parts, row_chunks.received, weight_R, strict=True)
-        self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
-        self.chunks[layer] = self.own
+        parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
+        self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.chunks[layer] = self.layer_chunks
         self.shared: SharedExpertTask | None = None
-        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in row_chunks.parts])]
+        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
-        self._alive: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
 
     def start(self, task: Task) -> None:
         number = task.chunk or 0
-        self.own[number].rows, self._rows[number] = self._rows[number], None
+        self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
 
     def finish(self, task: Task, rows: Tensor) -> None:
         self._rows[task.chunk or 0] = rows
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
         if self.settings.streams is not None:
-            self._alive.append(tensor)
+            self._kept_alive.append(tensor)
         return tensor
 
     def run(self) -> Tensor | None:
@@ -260,7 +262,7 @@ class TokensForward(_TokensPass, ForwardPass):
     def finish_shared_expert(self) -> None:
         """Compute the shared expert, if there is one and no task of the plan has computed it."""
         if self.shared is not None and self.shared.result is None:
-            self.shared.forward(self.keep)
+            self.shared.forward(self.saves_for_backward)
 
 
 class TokensBackward(_TokensPass, BackwardPass):
@@ -276,9 +278,9 @@ class TokensBackward(_TokensPass, BackwardPass):
     ) -> None:
         super().__init__(batch, row_chunks, rows_TM, weight_R)
         # Rows of each chunk among those of the forward pass, as received and as sorted; None: the chunks are the same.
-        self._places = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
-        if self._places is None:
-            for chunk, x_RM, activations in zip(self.own.values(), saved.x_RM, saved.activations, strict=True):
+        self._saved_indices = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
+        if self._saved_indices is None:
+            for chunk, x_RM, activations in zip(self.layer_chunks.values(), saved.x_RM, saved.activations, strict=True):
                 chunk.x_RM, chunk.activations = x_RM, activations
         else:
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
@@ -294,8 +296,8 @@ class TokensBackward(_TokensPass, BackwardPass):
             self.shared.backward(dy_SM)
 
     def regroup_saved(self, task: Task) -> None:
-        if self._places is not None:
+        if self._saved_indices is not None:
             number = task.chunk or 0
-            chunk, (received, in_order) = self.own[number], self._places[number]
+            chunk, (received, in_order) = self.layer_chunks[number], self._saved_indices[number]
             chunk.x_RM = None if self._x_RM is None else self._x_RM.rows(received)
             chunk.activations = self._activations.rows(in_order)

@@ -205,7 +205,7 @@ class RouterTap:
             else:
                 given = self._next_rows(tokens, k)
             if given is not None:
-                self._checkpointed.keep(given, enclosing)
+                self._checkpointed.store(given, enclosing)
             return given
 
     def _next_rows(self, tokens: int, k: int) -> GivenExperts:

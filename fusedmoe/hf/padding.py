@@ -209,5 +209,5 @@ class _RoutingMask:
                 "mask of their forward is unknown; use torch.utils.checkpoint"
             )
         if mask is not None:
-            self._checkpointed_masks.keep(mask, around)
+            self._checkpointed_masks.store(mask, around)
         return mask

@@ -178,7 +178,7 @@ def test_rank_loads_and_link_rows_equal_definition(case, m):
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
-    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.ingress_W == inter_WV.sum(axis=0)).all()
+    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.inter_node_received_W == inter_WV.sum(axis=0)).all()
     for most, part_WV in ((tokens.max_inter, inter_WV), (tokens.max_intra, intra_WV)):
         assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
 

@@ -17,7 +17,7 @@ from fusedmoe import Topology
 from fusedmoe.autograd.aux_loss import guard_aux_loss
 from fusedmoe.construction import Constructed, describe_part
 from fusedmoe.engine.recomputation import without_selective_checkpoint
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
 from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED
@@ -74,7 +74,7 @@ class MOELayer(Constructed, nn.Module):
     _num_global_experts: Tensor
     _require_wrapper: WrapperCheck | None = None  # absent in layers pickled by earlier versions
 
-    __jit_ignored_attributes__ = NotScripted()
+    __jit_ignored_attributes__ = RefusesScripting()
 
     rank_specific: ClassVar[Collection[str]] = described.RANK_SPECIFIC
 
