@@ -104,7 +104,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             chunk.x_RM = None if x_RM is None else x_RM.rows(tokens)
             chunk.activations, chunk.weight_P = kept_NH.rows(sorted_rows), weight_P[pairs]
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         block, dz, rows = self.blocks[number], self._dz[number], []
         assert dz is not None
@@ -145,7 +145,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert replicas is not None
         replicas.send_gradients(self.blocks[number].experts.parameters, self.totals[number], wait=True)
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         number, i = task.layer or 0, task.chunk or 0
         block, chunk = self.blocks[number], self.block_chunks[number][i]
         assert chunk.pair_values is not None

@@ -140,7 +140,7 @@ class BlocksForward(BlockPass, ForwardPass):
                         layout = order(expert_SK, block.num_experts).exact()
                         state.rows[p] = RowState(layout, take_pairs(weight_SK, layout), layout.counts_E)
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         state, block = self.blocks[number], self._block_modules[number]
         places = state.cuts.row_chunks["forward"][chunk]
@@ -221,7 +221,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert rows.sent_tokens is not None
         return permute(self.keep_alive(u_SM), rows.sent_tokens.tokens)
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         state = self.blocks[number]
         assert state.z is not None

@@ -31,14 +31,14 @@ from fusedmoe.schedule.task import Task, TaskKind
 class PlannedBatch:
     """Inputs of one call of the planned path that both passes need."""
 
-    sent: SentTokens
+    sent_tokens: SentTokens
     exchange: Exchange
     experts: ChunkExperts
     run: Run
     shared: ChunkExperts | None = None
 
     def chunks(self, pairs: ReceivedPairs, degree: int) -> RowChunks:
-        return RowChunks(self.exchange, self.sent.tokens, pairs, self.sent.k, degree)
+        return RowChunks(self.exchange, self.sent_tokens.tokens, pairs, self.sent_tokens.k, degree)
 
     def for_backward(self) -> PlannedBatch:
         """Return the batch without references to modules (`ChunkExperts.for_backward`)."""
@@ -93,7 +93,9 @@ def run_forward(
         [S, M], the sum over the experts of each token, and the input of `run_backward`.
     """
     # Expert ids and router weights of all chunks take one message before the first chunk.
-    pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
+    pairs, weight_P = batch.exchange.exchange_pairs(
+        batch.sent_tokens.code_N, weight_N, batch.sent_tokens.row_N, batch.sent_tokens.k
+    )
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
     weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
@@ -133,7 +135,7 @@ def run_backward(
         # Gradients of the weights of all chunks take one message after the last chunk.
         parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
         dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
-        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
+        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent_tokens.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
@@ -230,11 +232,11 @@ class _TokensPass(PassRun):
         # streams have joined, at the end of `execute`.
         self._kept_alive: list[Tensor] = []
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number = task.chunk or 0
         self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         self._rows[task.chunk or 0] = rows
 
     def keep_alive(self, tensor: Tensor) -> Tensor:

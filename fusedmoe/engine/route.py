@@ -75,7 +75,7 @@ class RouteChunks:
     def indices_in(self, other: RouteChunks) -> list[Tensor]:
         """Return, per chunk, the indices of its rows in the joined chunks of `other`, which hold the same rows."""
         results = self.buffers.results
-        return match_rows(other.arrivals, self.arrivals, results.peers, results.rows.shape[2])
+        return match_rows(other.arrivals, self.arrivals, results.num_peers, results.rows.shape[2])
 
 
 class Route:

@@ -135,7 +135,7 @@ class ReceiveBuffer(NamedTuple):
         return self.rows.shape[0]
 
     @property
-    def peers(self) -> int:
+    def num_peers(self) -> int:
         return self.credits.shape[1]
 
 

@@ -189,16 +189,16 @@ class SparseCollectives:
         sizes = [_row_bytes(table) for table in tables]
         sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)
         received = sorted((source, expert) for expert, source, target, _ in call.transfers if target == me)
-        send = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
-        recv = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
+        send_bytes = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
+        recv_bytes = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
         sent_rows = [call.row_of_expert[expert] for _, expert in sent]
         parts = [table[row].reshape(-1).view(torch.uint8) for row in sent_rows for table in tables]
         bytes_ = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tables[0].device)
         if self._one_sided is None:
-            bytes_ = all_to_all_rows(self._group, bytes_, send, recv, call.operation)
+            bytes_ = all_to_all_rows(self._group, bytes_, send_bytes, recv_bytes, call.operation)
         else:
             most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in call.transfers).values())
-            bytes_ = self._one_sided.exchange(bytes_, send, recv, most, call.operation)
+            bytes_ = self._one_sided.exchange(bytes_, send_bytes, recv_bytes, most, call.operation)
         pieces = iter(bytes_.split(sizes * len(received)))
         return [(expert, tuple(_view_as_row(next(pieces), table) for table in tables)) for _, expert in received]
 

@@ -175,7 +175,7 @@ class Trials:
 
         # The weight of the prediction grows with the noise.
         def likely_s(entry: Entry) -> float:
-            chance = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
-            return (entry.median_s + chance * scale * entry.candidate.predicted_s) / (1 + chance)
+            prediction_weight = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
+            return (entry.median_s + prediction_weight * scale * entry.candidate.predicted_s) / (1 + prediction_weight)
 
         return min(tried, key=likely_s)

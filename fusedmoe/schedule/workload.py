@@ -162,10 +162,10 @@ class Workload:
             return StageTime(starts * line.alpha_s, line.beta_s * volume)
 
         attention = stage("gemm", self.attention_flop(), _ATTENTION_GEMMS)
-        shared = StageTime(0.0, 0.0)
+        mp_transfers = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            shared = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
+            mp_transfers = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
         chunks: dict[str, dict[str, StageTime]] = {}
         dense: dict[str, dict[str, StageTime]] = {}
         expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
@@ -173,7 +173,7 @@ class Workload:
             # Backward of attention and of fully trained experts takes twice the forward time (F13).
             chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
-            dense[phase] = {TaskKind.ATTENTION: attention * times + shared}
+            dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
         # Half of the backward products of a weight are its gradient.
         weights: dict[str, StageTime] = {TaskKind.ATTENTION: stage("gemm", self.projection_flop(), _PROJECTIONS)}
         if self.trained:
@@ -234,7 +234,7 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     Times with more chunks can only be measured (`CostModel.observed`). Bytes take the time β·n of the corresponding
     collective; a signal per part replaces the start-up α. Kernels work tile by tile: the product that consumes received
     rows computes a tile once its rows have arrived, and the product that produces results sends each finished tile.
-    These two overlap with the link (`overlapped_s`); the rest does not:
+    These two overlap with the link (`tile_pipeline_s`); the rest does not:
 
         forward     signal + [there | up] + signal + [down | back]
         backward    signal + [there | down] + signal + [up | back] + weight gradients
@@ -257,7 +257,7 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))
         apart_s = parts[TaskKind.EXPERT].seconds(1) - whole_s  # start-up times and weight gradients
-        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
+        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(tile_pipeline_s(step, tile) for step in steps)
     return seconds
 
 
@@ -267,7 +267,7 @@ def costs_of_tokens(costs: CostModel, workload: Workload) -> CostModel:
     return replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
 
 
-def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
+def tile_pipeline_s(stages_s: Sequence[float], tile: float) -> float:
     """Return the time of a tile pipeline: the longest stage, plus one tile of the other stages.
 
     `stages_s`: seconds of all rows per stage. `tile`: fraction of all rows in a tile.

@@ -179,8 +179,8 @@ def test_registered_traits_select_planning_scope() -> None:
         with pytest.raises(ConfigError, match="split plans whole models"):
             Schedule("split")
         # Its plans are excluded from the comparison where layers cannot be split.
-        assert "split" not in PlanSearch(COSTS).families
-        assert PlanSearch(whole).families["split"] == split(WORK, whole)
+        assert "split" not in PlanSearch(COSTS).joint_candidates
+        assert PlanSearch(whole).joint_candidates["split"] == split(WORK, whole)
         plan = by_rows(WORK, COSTS)
         beside = neighbour_candidates(PlanCandidate("varied", plan, False, makespan(plan, COSTS)), COSTS, 16, None)
         assert beside and all(one.plan.degrees != plan.degrees for one in beside)

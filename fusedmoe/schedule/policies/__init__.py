@@ -242,7 +242,7 @@ class PlanSearch:
         return self._plans[name]
 
     @cached_property
-    def families(self) -> dict[str, Plan]:
+    def joint_candidates(self) -> dict[str, Plan]:
         """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
         plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
@@ -276,11 +276,11 @@ class PlanSearch:
         return plan
 
     def _joint(self) -> Plan:
-        plans = list(self.families.values())
+        plans = list(self.joint_candidates.values())
         if self._costs.can_split:
             plans += self.ablation.values()
         best = fastest_plan(plans, self._costs)
-        if self._costs.can_split and best != self.families["joint"]:
+        if self._costs.can_split and best != self.joint_candidates["joint"]:
             best = improved_order(best, self._costs)
         self._num_done = self._num_parts
         self._report_progress()

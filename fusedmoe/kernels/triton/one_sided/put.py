@@ -254,9 +254,9 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
     if second is not None:
         programs += _tiles(second)
         second_shape = second.buffer.tile, columns(second.buffer.rows.shape[-1], second.buffer.tile)["BLOCK"]
-    put_rows_kernel[(buffer.peers * programs,)](
+    put_rows_kernel[(buffer.num_peers * programs,)](
         *_arguments(first), *(nothing if second is None else _arguments(second)),
-        *network_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.peers,
+        *network_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.num_peers,
         TILE=buffer.tile, **shape, SECOND_TILE=second_shape[0], SECOND_BLOCK=second_shape[1],
         **nvshmem_options(buffer.network), INTERPRET=INTERPRET, **launch_options(has_long_code),
     )  # fmt: skip
@@ -281,7 +281,7 @@ def give_credit(
     With `faults`, also checks the fault words received from peers (`send_faults`): a fault ends all waits and is
     recorded.
     """
-    credit_kernel[(buffer.peers,)](
+    credit_kernel[(buffer.num_peers,)](
         *credit_arguments([(buffer, slot), *others], faults),
         *network_pointers(buffer.network),
         buffer.me,

@@ -170,9 +170,9 @@ def wait_metadata(
     capacity = metadata.rows.shape[2]
     tiles = capacity // metadata.tile
     credit = (None, None, 0) if results is None else (results[0].credits, results[0].epochs[results[1]], results[1])
-    wait_metadata_kernel[(metadata.peers,)](
+    wait_metadata_kernel[(metadata.num_peers,)](
         metadata.rows, metadata.signals, metadata.epochs[slot], slot, *credit,
-        bounds.stop, bounds.record, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
+        bounds.stop, bounds.record, bounds.limit_ns, metadata.num_peers, capacity, tiles, experts,
         TILE=metadata.tile, TILES=triton.next_power_of_2(tiles), EP=triton.next_power_of_2(experts),
         **nvshmem_options(metadata.network), INTERPRET=INTERPRET, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
