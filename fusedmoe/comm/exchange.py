@@ -483,7 +483,10 @@ def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: 
 
 
 def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
-    """Raise a rank's refusal or non-finite input on all ranks. No verdict is posted: all ranks can continue."""
+    """Raise on all ranks if a rank refuses its input, or if its input has non-finite values.
+
+    All ranks raise in this exchange and can continue with the next batch, so no verdict stops the job (`Board.post`).
+    """
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)

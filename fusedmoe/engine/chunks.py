@@ -77,6 +77,7 @@ class RowChunks:
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
     def token_indices(self) -> Sequence[Tensor]:
+        """Return the indices of each chunk's received tokens in the whole batch."""
         rows = [each.num_rows for each in self.exchanges]
         token_R = self._token_R
         if token_R is None:
@@ -84,6 +85,7 @@ class RowChunks:
         return token_R.split(rows)
 
     def pair_indices(self) -> Sequence[Tensor]:
+        """Return the indices of each chunk's pairs in the whole batch, sorted by expert."""
         pair_P = self._pair_P
         if pair_P is None:
             return self._orders

@@ -250,11 +250,11 @@ class PassRun:
         return self.settings.replicas
 
     def prepare_rows(self, task: Task) -> None:
-        """Set the rows that a chunk sends."""
+        """Set the rows that a chunk sends, at the start of its dispatch."""
         raise NotImplementedError
 
     def store_results(self, task: Task, rows: Tensor) -> None:
-        """Store the combined results of one chunk."""
+        """Store the combined results of a chunk, `rows`, at the end of its combine."""
         raise NotImplementedError
 
     def dispatch(self, task: Task) -> None:

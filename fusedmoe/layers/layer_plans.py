@@ -67,7 +67,8 @@ class LayerPlans:
     Args:
         is_placed: experts are dynamically placed.
     Attributes:
-        assigned: plans that override the schedule; not copied with the layer.
+        assigned: plans that override the schedule; not copied with the layer. A recomputation reuses the plans of the
+            forward that it repeats.
         shared: the layer's shared expert, if its plans compute it; None: they do not.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
@@ -165,7 +166,7 @@ class PlannedLayer:
 
     @property
     def can_compile_exchange(self) -> bool:
-        """True if a compiler can capture the exchange, because all its work consists of operators."""
+        """True if a graph of torch.compile can contain this layer's exchange, whose work then consists of operators."""
         # With several ranks only as one graph: otherwise every operator would break the graph.
         whole = self.dispatcher.collectives is None or graph_allows_dynamic_sizes()
         return self.dispatcher.compiles and whole and (not self.is_planned or self.plans.can_compile)

@@ -290,9 +290,15 @@ def _assign_busiest(
     free_W: NDArray[np.int64],
     nodes: Nodes,
 ) -> NDArray[np.int64]:
-    """Choose the owners of the busiest experts, -1 in `others_LE`. Returns the owners of all experts, [L, E].
+    """Choose the owners of the t busiest experts of each layer. Returns the owners of all experts, [L, E].
 
     A busiest expert stays with its owner in `before_LE` if that rank has a free slot and few other busiest experts.
+
+    Args:
+        before_LE: owners before the resharding.
+        others_LE: new owners of all other experts, and -1 for the busiest.
+        busiest_LT: the t busiest experts of each layer, the busiest first.
+        free_W: free slots of each rank for owned experts.
     """
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
     # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.

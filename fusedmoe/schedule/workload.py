@@ -41,8 +41,8 @@ class Workload:
     Attention is split over the same number of ranks as an expert (N_MP = N_ESP).
 
     Experts compute one row for each (token, k) pair. `share` is the number of rows sent per pair: 1 in the papers, less
-    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: they add no backward
-    computation, and if all are frozen there are no W tasks.
+    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes no
+    weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks.
 
     Raises `ConfigError` for a number that is not positive, or an unknown expert network or matrix.
     """
@@ -268,7 +268,7 @@ def costs_of_tokens(costs: CostModel, workload: Workload) -> CostModel:
 
 
 def tile_pipeline_s(stages_s: Sequence[float], tile: float) -> float:
-    """Return the time of a tile pipeline: the longest stage, plus one tile of the other stages.
+    """Return the seconds of a pipeline over tiles: those of the longest stage, plus one tile of each other stage.
 
     `stages_s`: seconds of all rows per stage. `tile`: fraction of all rows in a tile.
     """

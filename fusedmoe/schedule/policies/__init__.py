@@ -243,7 +243,7 @@ class PlanSearch:
 
     @cached_property
     def joint_candidates(self) -> dict[str, Plan]:
-        """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
+        """The plans among which policy "joint" selects, by policy name; "joint": the plan of its own search."""
         plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
