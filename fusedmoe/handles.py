@@ -45,8 +45,7 @@ def register(name: str, owner: Any) -> GraphHandle:
 def find(name: str) -> Any:
     """Return an object that is registered under `name`; None if all such objects were freed.
 
-    Objects under one name are interchangeable, except that a topology may be closed: prefers an object whose `is_open`
-    is true.
+    Objects under one name are interchangeable unless they are closed: prefers an object whose `is_open` is true.
     """
     handle = _handles.get(name)
     owners = [] if handle is None else list(handle.owners)

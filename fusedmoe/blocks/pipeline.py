@@ -156,9 +156,9 @@ class PipelinedBlocks(nn.Module):
         Raises:
             ConfigError: in a job of one rank: input of wrong shape, dtype or device, non-finite logits, or a dense part
                 whose results are not as in `pipeline`. In any job: a selective activation checkpoint.
-            RankError: the errors of one-rank jobs, in a job of several ranks; raised on every rank, naming the failing rank.
-                Nothing has been sent; if all ranks catch it, they can continue with the next batch. Ranks of an MP
-                group or FSDP2 may wait for each other in dense parts: after an error there, the job cannot continue.
+            RankError: the errors of a job of one rank, in a job of several; raised on every rank, naming the failing
+                rank. Nothing has been sent; if all ranks catch it, they can continue with the next batch. Ranks of an
+                MP group or FSDP2 may wait for each other in dense parts: after an error there, the job cannot continue.
         """
         active_plans = self._followed.decide(lambda: self._assigned)
         if active_plans is None:
@@ -251,7 +251,7 @@ class _PlannedBlocks(Function):
         dx = backward.run()
         grads: list[Tensor | None] = []
         for state, totals, dense in zip(states, backward.totals.values(), backward.dense_gradients, strict=True):
-            grads += [dense.get(place) for place in range(len(state.leaves))]
+            grads += [dense.get(index) for index in range(len(state.leaves))]
             grads += cast_totals(totals, state.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 

@@ -24,7 +24,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.kernels.deduplicate import SentTokens, decode, find_invalid_codes, pack, unpack
 from fusedmoe.kernels.layout import Layout
 
-_OPERATION = "exchange of places"
+_OPERATION = "exchange of destination ranks"
 
 
 class Forwarding:

@@ -158,7 +158,7 @@ class Route:
             wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
-        # Chunks hide the dispatch otherwise. Far peers get longer runs of results if rows are in order of sources.
+        # Chunks hide the dispatch otherwise. Remote peers get longer runs of results if rows are in order of sources.
         tile = buffers.tokens.tile
         by_arrival = self.degrees == (1, 1) and buffers.network is None and self._capacity > tile
         arrival_tile = tile if by_arrival else None

@@ -310,8 +310,8 @@ class MoELayer(PlannedLayer, nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7: exchange metadata, dispatch, run the experts, combine. Returns y_SM and the auxiliary loss.
 
-        In a compiled graph the returned loss depends on the exchange, so the compiler cannot drop the exchange on a
-        rank that uses only the loss.
+        In a compiled graph the returned loss may depend on the exchange: otherwise the compiler would remove an
+        exchange whose results this rank does not use, and the other ranks would wait for it.
         """
         nonfinite, aux = self.checks.nonfinite_logits(routing), routing.aux_loss
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite, shared)

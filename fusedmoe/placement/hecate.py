@@ -303,11 +303,11 @@ def _assign_busiest(
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
     # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.
     to_reassign = []
-    for place in range(t):
-        for layer, expert in enumerate(busiest_LT[:, place].tolist()):
+    for column in range(t):
+        for layer, expert in enumerate(busiest_LT[:, column].tolist()):
             rank = int(before_LE[layer, expert])
             # An owner of many of a layer's t busiest experts would send them all, and sum their gradients.
-            is_crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
+            is_crowded = (owner_LE[layer, busiest_LT[layer, :column]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not is_crowded:
                 owner_LE[layer, expert] = rank
                 free_W[rank] -= 1

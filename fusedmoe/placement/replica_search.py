@@ -96,8 +96,8 @@ class _ReplicaSearch:
         for _ in range(_MAX_STEPS):
             counts_EC[stale] = self.token_counts(holds_EW[stale], self.rank_load_E[stale])
             goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
-            place, source = np.nonzero(goes_AV)
-            expert = stale[place]
+            index, source = np.nonzero(goes_AV)
+            expert = stale[index]
             sets_AVW = (holds_EW[expert] & ~one_rank_VW[source])[:, None] | one_rank_VW
             counts_AVC = self.token_counts(sets_AVW, self.rank_load_E[expert, None])
             change_EVVC[expert, source] = counts_AVC - counts_EC[expert, None]
@@ -213,13 +213,13 @@ def add_node_local(
     crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
     order_x = np.argsort(-crossing_X, kind="stable")
-    for place in order_x[crossing_X[order_x] > least].tolist():
-        expert, node = divmod(place, nodes.count)
+    for index in order_x[crossing_X[order_x] > least].tolist():
+        expert, node = divmod(index, nodes.count)
         inside = slice(node * nodes.per_node, (node + 1) * nodes.per_node)
         if room_N[node]:
             rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
             holds_EW[expert, rank] = True
             room_W[rank] -= 1
             room_N[node] -= 1
-            work_W[rank] += crossing_X[place]
+            work_W[rank] += crossing_X[index]
     return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement

@@ -91,7 +91,7 @@ def _put_tile(
 
 @jit(do_not_specialize=[*_DYNAMIC_ARGUMENTS, "second_slot"])
 def put_rows_kernel(
-    # Rows, their indices and number for each peer; the receive buffer (`ReceiveBuffer`), staging for far peers.
+    # Rows, their indices and number for each peer; the receive buffer (`ReceiveBuffer`), staging for remote peers.
     x_ptr, source_ptr, used_ptr,
     rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M,
     # A second set of rows and buffer; None without.
@@ -195,8 +195,9 @@ def credit_kernel(
 def signal_peers(peer, inside, parts, counter_ptr, num_rows_ptr, signal_ptr, epoch, W):
     """Add a tile's rows to each peer's count, and signal peers whose count has reached `parts` times their rows.
 
-    `signal_ptr`: [W] signal addresses, dummies for far peers, which `signal_far` signals later. A reader that acquires
-    the last program's release sees all tiles: each counted itself with a release that the last one acquired.
+    `signal_ptr`: [W] signal addresses; for remote peers of unused local signals, because `signal_far` signals them
+    later. A reader that acquires the last program's release sees all tiles: each program counted its tile with a
+    release that the last program acquired.
     """
     # All stores of the program precede its count.
     tl.debug_barrier()
@@ -313,7 +314,7 @@ def send_faults(faults: Faults, me: int, network: Network | None) -> None:
 
 
 def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
-    """Put x_R[i] to its address for i < rows[0]. At far peers they precede later signals (`finish_put`)."""
+    """Put x_R[i] to its address for i < rows[0]. At remote peers they precede later signals (`finish_put`)."""
     if x_R.numel():
         block = 256 if not INTERPRET else triton.next_power_of_2(x_R.numel())
         peer_N, store_N, target_N, network = addresses
