@@ -6,9 +6,9 @@ every result slot and both passes, and the row tiles of each height that the gro
 precedes it if rows are sorted by arrival.
 
 Sends: (1) Each block of tokens computes, per peer, the first chunk that needs each token, and counts tokens by chunk.
-(2) Each block sums the counts of the blocks before it; a token's buffer row follows the tokens of earlier chunks and, within
-its chunk, earlier tokens. For few tokens every block counts all of them: one launch. Rows are compared with the first
-rows of a peer's experts, without an expert table.
+(2) Each block sums the counts of the blocks before it; a token's buffer row follows the tokens of earlier chunks and,
+within its chunk, earlier tokens. For few tokens every block counts all of them: one launch. Rows are compared with the
+first rows of a peer's experts, without a table of experts.
 """
 
 from __future__ import annotations
