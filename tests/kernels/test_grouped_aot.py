@@ -216,7 +216,7 @@ def test_gluon_launches_are_compiled_ahead_of_time(launches: list[Launch], monke
 
 
 def test_in_flight_launches_are_compiled_ahead_of_time(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near and remote peers, for the variants that represent the rest; each launch that puts is completed by another."""
+    """Near and remote peers, for the variants that represent the rest; a launch that puts is completed by another."""
     finished: list[Put] = []
     monkeypatch.setattr(product, "finish_put", finished.append)
     cases = {case.name: case for case in aot_cases() if " in flight" in case.name}
