@@ -29,7 +29,7 @@ Transfers = Sequence[tuple[int, int, int, int]]
 
 
 class ReplicaGrads(NamedTuple):
-    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per table."""
+    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per parameter."""
 
     expert: int
     parts: tuple[Tensor, ...]
@@ -89,8 +89,8 @@ class SparseCollectives:
 
         Args:
             row_of_expert: the table row of each expert that this rank holds or receives.
-            tables: [rows, ...], contiguous, with equal trailing shapes and dtypes on every rank. Received experts are
-                written to them until the work is done.
+            tables: [rows, ...] per parameter, contiguous, with equal trailing shapes and dtypes on every rank (see
+                `ExpertTable`). Received experts are written to them until the work is done.
             recording: a context around the transfers, which measures them.
         """
         return self._start(_TransferCall("sparse all-gather", transfers, row_of_expert, tables, None, recording))
@@ -184,7 +184,7 @@ class SparseCollectives:
         return arrived
 
     def _exchange(self, call: _TransferCall) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """Send this rank's experts of one step. Returns each received expert with a part per table."""
+        """Send this rank's experts of one step. Returns the received experts, each with a tensor per parameter."""
         me, size, tables = self._group.index, self._group.size, call.tables
         sizes = [_row_bytes(table) for table in tables]
         sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)

@@ -208,7 +208,7 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
 
 
 def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
-    """Return the seconds of the sparse all-gather from `before` to `after` and its reduce-scatter, hidden by nothing."""
+    """Return the seconds of the sparse all-gather from `before` to `after` and its reduce-scatter, if not hidden."""
     return 2 * transfers_s(gather_transfers(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 

@@ -304,7 +304,9 @@ class PlacedExperts:
     def call(
         self, run: Callable[[Experts, ReplicaCall], T], *, wait_first: bool = False, fetch_first: bool = True
     ) -> T:
-        """Return `run(experts, replicas)`. The experts' parameters are then the tables: owned rows and replicas. Collective.
+        """Return `run(experts, replicas)`, during which the experts' parameters are the tables. Collective.
+
+        A table has the rows of owned experts, then of replicas (`ExpertTable`).
 
         `wait_first`: wait for replicas before `run`. `fetch_first`: start fetching them before `run`; False: a plan's
         task fetches them during `run`.
