@@ -63,8 +63,8 @@ class Balance:
 
     Attributes:
         placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
-        tokens_WE: [W, E] int64, rows of each rank for each expert.
-        computed_EV: [E, V] int64, rows of each expert that each rank computes (V = W).
+        tokens_WE: [W, E] int64, rows for each expert, by the rank whose tokens they are.
+        computed_EV: [E, V] int64, rows of each expert, by the rank that computes them.
     """
 
     placement: Placement
