@@ -233,7 +233,7 @@ def published(progress: Progress) -> list[Table]:
     return [replace(PUBLISHED, rows=tuple(rows), reasons=tuple(reasons))]
 
 
-PARTS = (Part((PUBLISHED,), 3, published),)
+PARTS = (Part((PUBLISHED,), 8, published),)
 
 #: Omitted figures, and reasons.
 LEFT_OUT = {
