@@ -212,15 +212,18 @@ PUBLISHED = Table(
     "published-steps",
     "Steps and all-to-alls of training systems",
     "End-to-end",
-    "public reports of torchtitan, Megatron-core, DeepSpeed, SonicMoE and UltraEP",
+    "reports of torchtitan (graph-based EP overlap), Megatron-core (ChunkedEP for Qwen3), DeepSpeed (DeepEP transport for "
+    "AutoEP), SonicMoE (basic EP support) and UltraEP (arXiv 2606.04101)",
     "simulated",
     ("prediction", "lowest", "highest"),
     text="Predictions from the model and an H100 machine of the library (UltraEP: GB200), with no coefficient fitted "
     "to the result: with the middle of all conditions, and the lowest and highest values over their ranges. Ranges are "
-    "those of the machine's rates, of computation alongside collectives (1.1 to 1.76 times as long), and of conditions "
-    "that the source does not state. torchtitan: DeepSeek-V3 16B, 32 GPUs, EP 32, chunks of whole MoE blocks. "
-    "Megatron-core: Qwen3-30B-A3B, 16 GPUs, EP 8, full recomputation, tokens sent once per rank. DeepSpeed: 16 GPUs on "
-    "two nodes. SonicMoE: four GPUs. UltraEP: means over models of 106B, 235B and 671B, 64 GPUs of a rack.",
+    "those of the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of computation alongside collectives "
+    "(1.1 to 1.76 times as long), and of conditions that a source does not state. torchtitan: DeepSeek-V3 16B, 32 "
+    "GPUs, EP 32, 2 to 8 sequences of 4,096 tokens per GPU, chunks of whole MoE blocks. Megatron-core: Qwen3-30B-A3B, "
+    "16 GPUs, EP 8, sequences of 4,096 to 16,384 tokens, full recomputation, tokens sent once per rank. DeepSpeed: 16 "
+    "GPUs on two nodes, 64 or 128 experts, k = 6 or 8. SonicMoE: four GPUs. UltraEP: means over models of 106B, 235B "
+    "and 671B, 64 GPUs of a rack, 4,096 to 16,384 tokens per GPU, one to four replicas per GPU.",
 )
 
 
