@@ -212,7 +212,7 @@ PUBLISHED = Table(
     "published-steps",
     "Steps and all-to-alls of training systems",
     "End-to-end",
-    "reports of torchtitan (graph-based EP overlap), Megatron-core (ChunkedEP for Qwen3), DeepSpeed (DeepEP transport for "
+    "reports of torchtitan (graph-based EP overlap), Megatron-core (ChunkedEP), DeepSpeed (DeepEP transport for "
     "AutoEP), SonicMoE (basic EP support) and UltraEP (arXiv 2606.04101)",
     "simulated",
     ("prediction", "lowest", "highest"),
