@@ -97,8 +97,8 @@ CASES: Mapping[str, Case] = {
         lambda **conditions: 1 / titan_s(1, **conditions),
         _TITAN,
         "Almost half of the published step is missing from the model, which has products, copies of rows and "
-        "all-to-alls only: no norms, activations, router, collectives of FSDP, optimizer or launches, and grouped "
-        "products at the rate of large ones.",
+        "all-to-alls only: no norms, activations, router, recomputation, collectives of FSDP, optimizer or launches, and "
+        "grouped products at the rate of large ones.",
     ),
     "titan-speedup": Case(
         "torchtitan, two chunks",
@@ -216,8 +216,8 @@ PUBLISHED = Table(
     "AutoEP), SonicMoE (basic EP support) and UltraEP (arXiv 2606.04101)",
     "simulated",
     ("prediction", "lowest", "highest"),
-    text="Predictions from the model and an H100 machine of the library (UltraEP: GB200), with no coefficient fitted "
-    "to the result: with the middle of all conditions, and the lowest and highest values over their ranges. Ranges are "
+    text="Predictions from the model and an H100 machine of the library (UltraEP: a GB200 rack), with no coefficient "
+    "fitted to the result: with the middle of all conditions, and the lowest and highest values over their ranges. Ranges are "
     "those of the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of computation alongside collectives "
     "(1.1 to 1.76 times as long), and of conditions that a source does not state. torchtitan: DeepSeek-V3 16B, 32 "
     "GPUs, EP 32, 2 to 8 sequences of 4,096 tokens per GPU, chunks of whole MoE blocks. Megatron-core: Qwen3-30B-A3B, "
