@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from fusedmoe.placement.balance import cheapest_balance, exposed_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, dispatch, gather, layer_s, transfers_s
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, gather_transfers, layer_s, split_tokens, transfers_s
 from fusedmoe.schedule.policies.lancet_plans import solved
 
 
@@ -37,7 +37,7 @@ def best_placement(
         for ranks, variable in zip(sets, chosen, strict=True):
             patterns[expert, ranks] = variable
             alone = Placement(nodes.ranks, (owner,), (ranks,))
-            flow = dispatch(tokens_WE[:, [expert]], alone, nodes)[:, 0]
+            flow = split_tokens(tokens_WE[:, [expert]], alone, nodes)[:, 0]
             inter, intra = np.where(inside, 0, flow), np.where(inside, flow, 0)
             np.fill_diagonal(intra, 0)
             of = (flow.sum(0), inter.sum(0), inter.sum(1), intra.sum(0), intra.sum(1))
@@ -107,7 +107,7 @@ def least_layer_s(
     Over all placements and all, even fractional, distributions of rows over replicas, by linear programming.
     """
     placements = [
-        (transfers_s(gather(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
+        (transfers_s(gather_transfers(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
         for one in _with_room(sharding, m)
     ]
     mean_s, least_s = float(tokens_WE.sum()) / nodes.ranks * costs.token_s, np.inf

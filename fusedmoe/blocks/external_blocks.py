@@ -246,11 +246,11 @@ class ExternalPipeline:
                 layer = MoELayer(
                     experts.widths[0], gate, ExternalBlockExperts(experts), topology=external[0].exchange.topology
                 )
-                layer.checks = InputChecks(layer.topology, library.who, carried=True)
+                layer.checks = InputChecks(layer.topology, library.who, exchange_reports_logits=True)
                 layer.check_wrapper = None  # the model's own framework wraps them correctly
                 parts.append((BlockDense(block, library), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
-        self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
+        self._original_forwards = [(vars(block.module).get("forward"), block.module.forward) for block in external]
         for number, block in enumerate(external):
             block.module.forward = self._make_forward(number)
             setattr(block.module, PIPELINE, self)
@@ -261,7 +261,7 @@ class ExternalPipeline:
 
     def restore_forward(self) -> None:
         """Restore the blocks' own forward, without micro-batches."""
-        for block, (replaced, _) in zip(self._external, self._own, strict=True):
+        for block, (replaced, _) in zip(self._external, self._original_forwards, strict=True):
             delattr(block.module, PIPELINE)
             if replaced is None:
                 del block.module.forward
@@ -275,7 +275,7 @@ class ExternalPipeline:
                 modules = [block.module for block in self._external]
                 self._has_hooks = any(find_hook(module, _INFRASTRUCTURE) is not None for module in modules)
             if self._has_hooks or self._is_called_unpipelined(self._external[number], x, kwargs):
-                return self._own[number][1](x, *args, **kwargs)
+                return self._original_forwards[number][1](x, *args, **kwargs)
             return self._record_call(number, x, args, kwargs)
 
         return forward

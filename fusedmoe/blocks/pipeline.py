@@ -174,7 +174,7 @@ class PipelinedBlocks(nn.Module):
             run = self._runner.start(active_plans.assigned, batch.x.device, self.recorder)
             z, aux = _run_planned(blocks, active_plans.degrees, batch, run)
             for block, loss in zip(blocks, aux, strict=True):
-                block.keep_aux(loss)
+                block.store_aux_loss(loss)
         return z if z.shape == batch.shape else z.view(batch.shape)
 
     def extra_repr(self) -> str:
@@ -189,7 +189,7 @@ def _run_planned(
     """Run blocks in micro-batches. Returns z, like `batch.x`, and each block's auxiliary loss. Collective."""
     x, keep = batch.x, torch.is_grad_enabled()
     states = [block.begin(x, batch.split, each, keep) for block, each in zip(blocks, degrees, strict=True)]
-    parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
+    parameters = [parameter for state in states for parameter in (*state.module_parameters, *state.experts.parameters)]
     needs_backward = keep and any(one is not None and one.requires_grad for one in (x, *parameters))
     if keep and not needs_backward:
         # Another rank may need gradients, and its backward needs this rank; the first exchange of sizes reports it.
@@ -243,8 +243,8 @@ class _PlannedBlocks(Function):
         backward = BlocksBackward(run, split, states, dz, daux)
         dx = backward.run()
         grads: list[Tensor | None] = []
-        for state, totals, dense in zip(states, backward.totals.values(), backward.dense, strict=True):
-            grads += [dense.get(place) for place in range(len(state.parameters))]
+        for state, totals, dense in zip(states, backward.totals.values(), backward.dense_gradients, strict=True):
+            grads += [dense.get(place) for place in range(len(state.leaves))]
             grads += gradients_of(totals, state.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 

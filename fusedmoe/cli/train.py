@@ -43,8 +43,8 @@ from fusedmoe.schedule.draw import MAX_TIMELINES
 from fusedmoe.schedule.refit import compare
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.checkpoint_folder import saved_at
-from fusedmoe.training.copies import replicas
+from fusedmoe.training.checkpoint_folder import find_checkpoint
+from fusedmoe.training.replicated_parameters import list_replicas
 
 #: Steps between two collections of metrics.
 METRICS_EVERY = 10
@@ -170,7 +170,7 @@ class TrainingJob:
                 writing = f"writing {error.filename or f'a file of {self.folder.path}'}"  # a failing write names none
                 topology.stop(writing, error)
                 message = f"rank {topology.rank} failed {writing}: {error.strerror or error}. Free some space there"
-            if saved_at(self.folder.checkpoint) is not None:
+            if find_checkpoint(self.folder.checkpoint) is not None:
                 message += f". The last checkpoint is intact. Continue with: {self._resume_command()}"
             raise RankError(message) from error
         loss = None
@@ -320,7 +320,7 @@ class TrainingJob:
         extra = survivor.restore(self.trainer)
         if extra is not None:
             source, done = "memory", self._apply_extra(extra)
-        elif saved_at(self.folder.checkpoint) is not None:
+        elif find_checkpoint(self.folder.checkpoint) is not None:
             source = f"the checkpoint {self.folder.checkpoint} (no complete state in memory)"
             done = self._load()
         else:
@@ -331,7 +331,7 @@ class TrainingJob:
         return done
 
     def _load(self) -> int:
-        if saved_at(self.folder.checkpoint) is None:
+        if find_checkpoint(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first save; start anew")
         trainer = self.trainer
         return self._apply_extra(
@@ -430,7 +430,7 @@ def count_parameters(trainer: Trainer) -> tuple[int, int]:
     routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))
     whole = active = 0.0
-    for replica in replicas(model, topology):
+    for replica in list_replicas(model, topology):
         parameter, layer = replica.parameter, routed.get(id(replica.parameter))
         ranks = math.prod(getattr(topology, axis).size for axis in replica.sharding)
         size = parameter.numel() * ranks

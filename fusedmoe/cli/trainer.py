@@ -44,7 +44,7 @@ from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.training import PlannedStep, clip_grad_norm, sync_gradients, tune_step
 from fusedmoe.training.gradient_buckets import GradientBuckets
-from fusedmoe.training.plan_tuning import TUNED
+from fusedmoe.training.plan_tuning import TUNED_POLICIES
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Trainer:
             more = {"blocks": blocks, "samples": micro_batch_limit(settings, self._topology.mp.size)}
         more["dense"] = self.model.dense_parameters()
         step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
-        if settings.schedule in TUNED:
+        if settings.schedule in TUNED_POLICIES:
             self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
             candidate = self.tuning.now
         else:

@@ -15,7 +15,7 @@ from fusedmoe.kernels.low_rank import Adapters, LowRank
 
 _MATRICES = ("w1", "w2")
 # Global module hooks that only track the running module, as PyTorch's FLOP counter registers.
-_OBSERVERS = ("torch.utils.module_tracker",)
+_TRACKING_HOOKS = ("torch.utils.module_tracker",)
 
 
 class LowRankUpdate(nn.Module):
@@ -110,7 +110,7 @@ def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tupl
     then read the sums, which evaluates each parametrisation once.
     """
     updates, frozen = [_adapter_of(experts, name) for name in _MATRICES], []
-    if any(update is not None and find_hook(update, _OBSERVERS) is not None for update in updates):
+    if any(update is not None and find_hook(update, _TRACKING_HOOKS) is not None for update in updates):
         return None
     if any(parametrize.is_parametrized(experts, name) for name in ("b1", "b2")):
         return None

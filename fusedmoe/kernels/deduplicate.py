@@ -175,9 +175,9 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: i
     known_P = (expert_P >= 0) & (expert_P < experts)
     # Invalid experts are counted in an extra column.
     column_P = source_P * (experts + 1) + torch.where(known_P, expert_P, experts)
-    found_R = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
-    found_R = found_R.view(sources, experts + 1)
-    wrong_R = (found_R[:, :experts] != counts_RE).any(1)
+    counted_RE = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
+    counted_RE = counted_RE.view(sources, experts + 1)
+    wrong_R = (counted_RE[:, :experts] != counts_RE).any(1)
     wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P, first_P) != tokens_R
     # Each source starts with a first pair, and no token has more than k pairs.
     start_R = pairs_R.cumsum(0) - pairs_R

@@ -48,14 +48,14 @@ class _Tokens(NamedTuple):
     Attributes:
         packing: the packed sequences of these tokens; None: not packed.
         real_S: indices of these tokens among tokens and padding; None: no mask.
-        counts: tokens of each MP rank; None: MP ranks have separate tokens.
+        mp_counts: tokens of each MP rank; None: MP ranks have separate tokens.
     """
 
     x_SM: Tensor
     refusal: str | None
     packing: Packing | None = None
     real_S: Tensor | None = None
-    counts: list[int] | None = None
+    mp_counts: list[int] | None = None
 
 
 class MoELayer(PlannedLayer, nn.Module):
@@ -180,14 +180,16 @@ class MoELayer(PlannedLayer, nn.Module):
             require_library_dispatch(dispatch, option if off else f"schedule={schedule!r}")
         gate.setup(model_dim, device=device, dtype=dtype)
         parts = LayerParts(self.topology, gate, self.order, experts)
-        moves = placement == "fssdp" and self.topology.ep.size > 1
-        self.placed = set_up_experts(parts, shared, model_dim, moves, device, dtype)
+        is_placed = placement == "fssdp" and self.topology.ep.size > 1
+        self.placed = set_up_experts(parts, shared, model_dim, is_placed, device, dtype)
         self.recorder: Recorder | None = None
         self.number: int | None = None
-        self.plans = make_plans(schedule, parts, moves, bool(self.hooks))
+        self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
+        self.checks = input_checks.InputChecks(
+            self.topology, exchange_reports_logits=self.dispatcher.collectives is not None
+        )
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
         copies = self.topology.edp.ranks
         self.check_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
@@ -233,15 +235,15 @@ class MoELayer(PlannedLayer, nn.Module):
         with self.topology.guard("MoELayer.forward"), record_with(layer_recorder(self.recorder, self.number)):
             like = next(self.experts.parameters(), None)
             nothing_SM = input_checks.empty_tokens(None, self.model_dim, like)
-            self._route(_Tokens(nothing_SM, refusal))
+            self._process_tokens(_Tokens(nothing_SM, refusal))
 
     def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         x = apply_start_hooks(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         tokens = self._select_tokens(x, mask, cu_seqlens)
-        y = self._restore_tokens(self._route(tokens), tokens, x)
+        y = self._restore_tokens(self._process_tokens(tokens), tokens, x)
         return apply_end_hooks(self.hooks, y) if self.hooks else y
 
-    def _route(self, tokens: _Tokens) -> Tensor:
+    def _process_tokens(self, tokens: _Tokens) -> Tensor:
         """Steps 2 to 8."""
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))
@@ -250,13 +252,13 @@ class MoELayer(PlannedLayer, nn.Module):
         y_SM = self._sum_results(y_SM, ordered, x_SM)
         if self.topology.mp.size > 1:
             aux = self.mp_tokens.aux(aux)
-        self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
+        self.aux_loss = self.load.storable_aux_loss(aux, self.gate, self.training)
         return y_SM
 
     def _select_tokens(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Tokens:
         """Step 1."""
         x_SM, refusal = self.checks.flatten_tokens(x, self.model_dim, self.experts)
-        packing = real_S = counts = None
+        packing = real_S = mp_counts = None
         if cu_seqlens is not None:
             packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.joint)
         if mask is not None:
@@ -265,9 +267,9 @@ class MoELayer(PlannedLayer, nn.Module):
             packing = packing and packing.select(real_S)
         if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-            counts = self.mp_tokens.counts(len(x_SM))
-            x_SM = self.mp_tokens.take(x_SM, counts)
-        return _Tokens(x_SM, refusal, packing, real_S, counts)
+            mp_counts = self.mp_tokens.counts(len(x_SM))
+            x_SM = self.mp_tokens.take(x_SM, mp_counts)
+        return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
         """Step 2; also returns an error message if this rank cannot take part."""
@@ -319,8 +321,8 @@ class MoELayer(PlannedLayer, nn.Module):
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
         """The inverse of `_select_tokens`."""
-        if tokens.counts is not None:
-            y_SM = self.mp_tokens.join(y_SM, tokens.counts)
+        if tokens.mp_counts is not None:
+            y_SM = self.mp_tokens.join(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, tokens.real_S, y_SM)
         return y_SM.view(x.shape)

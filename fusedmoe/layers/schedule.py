@@ -34,7 +34,7 @@ from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 #: Policy of one-sided kernels, if available and faster. Plans of whole steps have no fused tasks.
 FUSED_POLICY = "fused"
 
-_AUTO = "joint"
+_AUTO_POLICY = "joint"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Schedule:
             object.__setattr__(self, "policy", user_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _schedule_names():
             raise ConfigError(
-                f"unknown policy {self.policy!r}; choose {', '.join(_schedule_names())}{_hint(self.policy)}"
+                f"unknown policy {self.policy!r}; choose {', '.join(_schedule_names())}{_policy_hint(self.policy)}"
             )
         check_count("Schedule", "limit", self.limit, 1)
         if self.degrees is not None:
@@ -96,16 +96,16 @@ class Schedule:
             ConfigError: unknown name.
         """
         if name not in (known := ("off", "auto", *_schedule_names())):
-            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_hint(name)}")
+            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_policy_hint(name)}")
         if name == "auto":
-            return cls(_AUTO, puts=True)
+            return cls(_AUTO_POLICY, puts=True)
         return None if name == "off" else cls(name)
 
     @property
     def _policy_object(self) -> Policy:
         if isinstance(self.policy, Policy):
             return self.policy
-        return _FUSED if self.policy == FUSED_POLICY else POLICIES[str(self.policy)]
+        return _FUSED_KERNELS if self.policy == FUSED_POLICY else POLICIES[str(self.policy)]
 
     def plans(
         self,
@@ -150,7 +150,7 @@ class Schedule:
         return name if self.degrees is None else f"{name} in {self.degrees} chunks"
 
 
-_FUSED = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
+_FUSED_KERNELS = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
 
 
 def _schedule_names() -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def _best_fused(
     return _FusedChoice(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
-def _hint(name: object) -> str:
+def _policy_hint(name: object) -> str:
     if name in POLICIES and POLICIES[str(name)].whole:
         return (
             f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
@@ -239,8 +239,8 @@ class ScheduledPlans(LayerPlans):
         ConfigError: the experts do not describe their workload, and the schedule has degrees to choose.
     """
 
-    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, hooked: bool) -> None:
-        super().__init__(parts, moves)
+    def __init__(self, parts: LayerParts, schedule: Schedule, is_placed: bool, has_hooks: bool) -> None:
+        super().__init__(parts, is_placed)
         ep, esp = parts.topology.ep.size, parts.topology.esp.size
         if not isinstance(schedule, Schedule):
             raise ConfigError(
@@ -254,7 +254,7 @@ class ScheduledPlans(LayerPlans):
                 parts.experts.workload(1, 1, ep, esp)
         self.schedule, self.requires_puts = schedule, schedule.policy == FUSED_POLICY
         # One-sided kernels call no hooks and do not support dynamic placement.
-        self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
+        self.puts, self.limit = schedule.puts and not is_placed and not has_hooks, schedule.limit
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
@@ -270,21 +270,23 @@ class ScheduledPlans(LayerPlans):
     def is_unplanned(self) -> bool:
         return False
 
-    def find(
+    def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
         if self.cost_trial is not None:
-            return super().find(x_SM, exchange, in_chunks)
+            return super().find_plans(x_SM, exchange, in_chunks)
         assigned = self.assigned_plans()
         if assigned is not None or in_chunks is None:
             return assigned
         workload = self._workload(x_SM, exchange.max_pairs, exchange.tokens_per_pair)
         if workload not in self.plans_by_workload:
             can_regroup = in_chunks().can_regroup
-            self.plans_by_workload[workload] = self._plans(x_SM, workload, can_regroup, self.kinds, exchange.algorithm)
+            self.plans_by_workload[workload] = self._make_plans(
+                x_SM, workload, can_regroup, self.kinds, exchange.algorithm
+            )
         return AssignedPlans(self.plans_by_workload[workload])
 
-    def measured(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
+    def measure_costs(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
         return measure_layer(self, like, all_to_all)
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
@@ -311,7 +313,7 @@ class ScheduledPlans(LayerPlans):
             share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
             workload = self._workload(x_SM, tokens * gate.k, share)
             # Fused operations require grouped experts.
-            return self._plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
+            return self._make_plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
 
         return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
@@ -343,7 +345,7 @@ class ScheduledPlans(LayerPlans):
         return workload.sending(share)
 
     @measurement_context()
-    def _plans(
+    def _make_plans(
         self,
         x_SM: Tensor,
         workload: Workload | None,
@@ -356,7 +358,7 @@ class ScheduledPlans(LayerPlans):
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))
             if costs is None:
-                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM, all_to_all)
+                costs = self._costs[x_SM.dtype, x_SM.device] = self.measure_costs(x_SM, all_to_all)
         plans = self.schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
         require_same_plans(self.topology, plans)
         return plans

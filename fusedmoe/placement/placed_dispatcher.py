@@ -36,12 +36,12 @@ class PlacedDispatcher(Collectives):
         self, routed: Routed, calls: ExpertCalls, by_node: bool = True, weight_N: Tensor | None = None
     ) -> CountedBatch:
         placed = self._placed
-        placed.begin_turn(active_recorder())
+        placed.begin_once(active_recorder())
         with part_span("permute"):
             # Remove padding: rows are split over replicas by their counts. Predictions use training steps only.
             training = placed.table.experts.training and not is_recomputing()
             layout = placed.split_rows(routed.layout.exact(), training)
-        refusal = placed.replicas.refusal() or routed.refusal
+        refusal = placed.replicas.why_unusable() or routed.refusal
         return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
 
     def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:

@@ -40,17 +40,17 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
 #: Policies that are tuned: all families, or FlowMoE with R and S_p.
-TUNED = (AUTO, "flowmoe")
+TUNED_POLICIES = (AUTO, "flowmoe")
 
 # Local searches around the best plan; steps per bucket size and round: ten for the best size, as in the paper.
-_MAX_SEARCHES, _SIZE_STEPS = 3, 5
+_MAX_SEARCHES, _STEPS_PER_SIZE = 3, 5
 # Shorter measurements of the costs would be inaccurate.
-_LEAST_S = 1.0
+_MIN_MEASUREMENT_S = 1.0
 # Steps without a measurement after drift; a forward may not reach the layer again.
-_MOST_DEFERRED = 2
+_MAX_DEFERRED_STEPS = 2
 
 # Number of candidate sizes, logarithmically spaced; smallest size as a fraction of the largest.
-_GRID, _LEAST = 256, 2**-6
+_NUM_SIZES, _MIN_FRACTION = 256, 2**-6
 # Exploration offset of the expected improvement, in standard deviations of the measured times; as in the paper.
 _EXPLORATION = 0.1
 
@@ -84,11 +84,11 @@ def tune_step(
     Raises:
         ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).
     """
-    if policy not in TUNED:
-        raise ConfigError(f"tune_step supports {' and '.join(TUNED)}; use plan_step for {policy!r}")
+    if policy not in TUNED_POLICIES:
+        raise ConfigError(f"tune_step supports {' and '.join(TUNED_POLICIES)}; use plan_step for {policy!r}")
     measure = step.measured if measure is None and step.has_measured else measure
     source = StepSource(step, policy, tell, measure, resumed)
-    return PlanChooser(source, steps=2 if policy == AUTO else _SIZE_STEPS, drift=drift)
+    return PlanChooser(source, steps=2 if policy == AUTO else _STEPS_PER_SIZE, drift=drift)
 
 
 def tune_model(
@@ -168,13 +168,13 @@ class StepSource(PlanSource):
         return [] if self._search is None else self._next_size(self._search, chooser)
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
-        if self._measure is None or (budget_s < _LEAST_S and not self._num_deferred):
+        if self._measure is None or (budget_s < _MIN_MEASUREMENT_S and not self._num_deferred):
             return 0.0
         began_s, had_costs = time.perf_counter(), self.has_costs
         costs = self._measure(min(budget_s, BUDGET_S))
         self._num_deferred = 0 if costs is not None else self._num_deferred + 1
         if costs is None:
-            if had_costs and self._num_deferred > _MOST_DEFERRED:
+            if had_costs and self._num_deferred > _MAX_DEFERRED_STEPS:
                 # All ranks count the same steps: all continue with the previous costs.
                 self._num_deferred = 0
                 self.step.cancel_measurement()
@@ -301,17 +301,17 @@ class BucketSearch:
         process = GaussianProcessRegressor(kernel, random_state=self.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # few points may not determine the length scale
-            process.fit(self._place(bytes_), values)
-        least = max(1.0, self.largest_bytes * _LEAST)
-        sizes = np.unique(np.ceil(np.geomspace(least, self.largest_bytes, _GRID)).astype(int))
+            process.fit(self._log_fraction(bytes_), values)
+        min_bytes = max(1.0, self.largest_bytes * _MIN_FRACTION)
+        sizes = np.unique(np.ceil(np.geomspace(min_bytes, self.largest_bytes, _NUM_SIZES)).astype(int))
         sizes = sizes[~np.isin(sizes, bytes_)]
         if not len(sizes):
             return int(bytes_[seconds.argmin()])
-        mean, std = process.predict(self._place(sizes.astype(float)), return_std=True)
+        mean, std = process.predict(self._log_fraction(sizes.astype(float)), return_std=True)
         # Expected improvement, E[max(0, best - f - exploration)] of a normal f.
         gain = values.min() - mean - _EXPLORATION
         z = gain / np.maximum(std, 1e-12)
         return int(sizes[(gain * norm.cdf(z) + std * norm.pdf(z)).argmax()])
 
-    def _place(self, bytes_: np.ndarray) -> np.ndarray:
+    def _log_fraction(self, bytes_: np.ndarray) -> np.ndarray:
         return np.log(bytes_ / self.largest_bytes)[:, None]

@@ -33,8 +33,8 @@ from fusedmoe.schedule.step import buckets_after, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
-from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
+from fusedmoe.training.replicated_parameters import MpLoss
 
 #: Policy that selects the fastest plan: as measured during training (`tune_step`), otherwise as predicted.
 AUTO = "auto"

@@ -32,7 +32,7 @@ from fusedmoe.training import (
     save_checkpoint,
     sync_gradients,
 )
-from fusedmoe.training.copies import local_part
+from fusedmoe.training.replicated_parameters import local_part
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.toy import ONE, Sizes

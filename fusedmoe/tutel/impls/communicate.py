@@ -259,12 +259,12 @@ def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]
     """Start `_swap_parts` on contiguous rows; return the result and a function that waits for it."""
     _part_length(len(rows), group)
     out = torch.empty_like(rows)
-    _begin(group, "all-to-all", rows)
+    _compare_calls(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
     return out, partial(collectives.wait, work, group, "all-to-all")
 
 
-def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
+def _compare_calls(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
     collectives.compare_calls(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
@@ -281,7 +281,7 @@ def _own_part(group: Group, rows: Tensor) -> Tensor:
     return rows[group.index * count : (group.index + 1) * count]
 
 
-_OfGroup = Callable[[Group, Tensor], Tensor]
+_GroupMap = Callable[[Group, Tensor], Tensor]
 _SUM = dist.ReduceOp.SUM
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
@@ -309,7 +309,7 @@ def simple_all_reduce(
     if op in _OPS:
         return collectives.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
-    _begin(members, "all-reduce", output, f", {op}")
+    _compare_calls(members, "all-reduce", output, f", {op}")
     collectives.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
     return output
 
@@ -346,7 +346,7 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
     """Broadcast `input` from global rank `src`, in place."""
     if get_world_size(group) > 1:
         members = as_group(group)
-        _begin(members, "broadcast", input, f" from rank {src}")
+        _compare_calls(members, "broadcast", input, f" from rank {src}")
         collectives.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
     return input
 
@@ -381,9 +381,9 @@ def all_to_all(
 
     if skips_all_to_all():
         return (lambda *_: joined(parts)) if background else joined(parts)
-    move: LinearMap = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
+    swap: LinearMap = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
     if not background:
-        return joined(linear(parts, move, move, "all_to_all"))
+        return joined(linear(parts, swap, swap, "all_to_all"))
     if use_2dh:
         raise ConfigError("all_to_all: the two-level algorithm has no background mode; leave one of them out")
     out, finish = start_swap(members, parts.detach())
@@ -392,11 +392,11 @@ def all_to_all(
     def there(rows: Tensor) -> Tensor:
         # Started once: a second derivative communicates again.
         if not begun:
-            return move(rows)
+            return swap(rows)
         finish()
         return begun.pop()
 
-    return lambda *_: joined(linear(parts, there, move, "all_to_all"))
+    return lambda *_: joined(linear(parts, there, swap, "all_to_all"))
 
 
 def all_gather(input: Tensor, dim: int, fused: bool = False, group: ProcessGroup | None = None) -> Tensor:
@@ -411,11 +411,11 @@ def spatial_split(input: Tensor, dim: int, group: ProcessGroup | None = None) ->
     return _along(input, dim, group, "spatial_split", _own_copy, _gather_parts)
 
 
-def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, there: _OfGroup, back: _OfGroup) -> Tensor:
+def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, fwd: _GroupMap, bwd: _GroupMap) -> Tensor:
     members = as_group(group)
     if members.size == 1:
         return input
-    rows = linear(input.movedim(dim, 0).contiguous(), partial(there, members), partial(back, members), name)
+    rows = linear(input.movedim(dim, 0).contiguous(), partial(fwd, members), partial(bwd, members), name)
     return rows.movedim(0, dim)
 
 

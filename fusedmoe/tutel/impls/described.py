@@ -21,7 +21,7 @@ Description = Mapping[str, Any]
 NUMBERS = "fusedmoe_experts"
 
 # Upper bound; each chunk is a task of a plan.
-_MOST_CHUNKS = 4096
+_MAX_CHUNKS = 4096
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
     "implicit_dropout_p": "for hidden activations give activation_fn=lambda x: dropout(F.relu(x)) with dropout = "
@@ -92,10 +92,10 @@ def parse_degree(degree: Any) -> Degree:
     """Validate a2a_ffn_overlap_degree: "auto", or a Python, NumPy or tensor integer of at least 1."""
     if degree == "auto":
         return "auto"
-    if not isinstance(degree, str) and 0 < degree <= _MOST_CHUNKS and degree == int(degree):
+    if not isinstance(degree, str) and 0 < degree <= _MAX_CHUNKS and degree == int(degree):
         return int(degree)
     raise ConfigError(
-        f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on (at most {_MOST_CHUNKS}), or 'auto'"
+        f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on (at most {_MAX_CHUNKS}), or 'auto'"
     )
 
 
