@@ -97,8 +97,8 @@ CASES: Mapping[str, Case] = {
         lambda **conditions: 1 / titan_s(1, **conditions),
         _TITAN,
         "Almost half of the published step is missing from the model, which has products, copies of rows and "
-        "all-to-alls only: no norms, activations, router, recomputation, collectives of FSDP, optimizer or launches, and "
-        "grouped products at the rate of large ones.",
+        "all-to-alls only: no norms, activations, router, recomputation, collectives of FSDP, optimizer or launches, "
+        "and grouped products at the rate of large ones.",
     ),
     "titan-speedup": Case(
         "torchtitan, two chunks",
@@ -217,13 +217,14 @@ PUBLISHED = Table(
     "simulated",
     ("prediction", "lowest", "highest"),
     text="Predictions from the model and an H100 machine of the library (UltraEP: a GB200 rack), with no coefficient "
-    "fitted to the result: with the middle of all conditions, and the lowest and highest values over their ranges. Ranges are "
-    "those of the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of computation alongside collectives "
-    "(1.1 to 1.76 times as long), and of conditions that a source does not state. torchtitan: DeepSeek-V3 16B, 32 "
-    "GPUs, EP 32, 2 to 8 sequences of 4,096 tokens per GPU, chunks of whole MoE blocks. Megatron-core: Qwen3-30B-A3B, "
-    "16 GPUs, EP 8, sequences of 4,096 to 16,384 tokens, full recomputation, tokens sent once per rank. DeepSpeed: 16 "
-    "GPUs on two nodes, 64 or 128 experts, k = 6 or 8. SonicMoE: four GPUs. UltraEP: means over models of 106B, 235B "
-    "and 671B, 64 GPUs of a rack, 4,096 to 16,384 tokens per GPU, one to four replicas per GPU.",
+    "fitted to the result: with the middle of all conditions, and the lowest and highest values over their "
+    "ranges. Ranges are those of the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of "
+    "computation alongside collectives (1.1 to 1.76 times as long), and of conditions that a source does not "
+    "state. torchtitan: DeepSeek-V3 16B, 32 GPUs, EP 32, 2 to 8 sequences of 4,096 tokens per GPU, chunks of "
+    "whole MoE blocks. Megatron-core: Qwen3-30B-A3B, 16 GPUs, EP 8, sequences of 4,096 to 16,384 tokens, full "
+    "recomputation, tokens sent once per rank. DeepSpeed: 16 GPUs on two nodes, 64 or 128 experts, k = 6 or 8. "
+    "SonicMoE: four GPUs. UltraEP: means over models of 106B, 235B and 671B, 64 GPUs of a rack, 4,096 to 16,384 "
+    "tokens per GPU, one to four replicas per GPU.",
 )
 
 

@@ -248,16 +248,16 @@ def balanced(model: str, tokens: int, imbalance: float, slots: int) -> Balanced:
     The library's `quick_balance` adds up to `slots` replicas per rank. Their parameters are sent before the experts
     run; the transfer of their gradients is hidden by the dense part's backward pass.
     """
-    of, machine = MODELS[model], MACHINES["gb200-nvl72"]
+    shape, machine = MODELS[model], MACHINES["gb200-nvl72"]
     flop_s = machine.costs(_RACK.ranks, ep=_RACK.ranks).line("gemm").beta_s
-    parameters = 3 * of.model_dim * of.hidden
-    forward_s = flop_s * (of.attention_flop(tokens, 4096) + of.mlp_flop(tokens, of.shared_hidden))
-    row_bytes = round(_ITEMSIZE * of.model_dim * of.share(_RACK.ranks))
+    parameters = 3 * shape.model_dim * shape.hidden
+    forward_s = flop_s * (shape.attention_flop(tokens, 4096) + shape.mlp_flop(tokens, shape.shared_hidden))
+    row_bytes = round(_ITEMSIZE * shape.model_dim * shape.share(_RACK.ranks))
     speed = machine.intra.speed
     costs = PlacementCosts(6 * parameters * flop_s, row_bytes, _ITEMSIZE * parameters, 0, speed, speed)
-    owners = Placement.even(_RACK.ranks, of.experts)
+    owners = Placement.even(_RACK.ranks, shape.experts)
     layers = []
-    for tokens_WE in uneven_loads(of.experts, tokens * of.k, imbalance):
+    for tokens_WE in uneven_loads(shape.experts, tokens * shape.k, imbalance):
         uneven = Balance(owners, tokens_WE, nearest_rows(owners, tokens_WE, _RACK), _RACK)
         even = quick_balance(owners, tokens_WE, _RACK, slots)
         layers.append(
@@ -265,7 +265,7 @@ def balanced(model: str, tokens: int, imbalance: float, slots: int) -> Balanced:
                 3 * forward_s + layer_s(uneven.mean_load(), costs),
                 3 * forward_s + layer_s(uneven.load, costs),
                 3 * forward_s + layer_s(even.load, costs) + exposed_s(owners, even, costs, hidden_s=2 * forward_s),
-                even.busiest * _RACK.ranks / int(tokens_WE.sum()),
+                even.max_rank_rows * _RACK.ranks / int(tokens_WE.sum()),
             )
         )
     return Balanced(*map(float, np.mean(layers, axis=0)))
