@@ -165,7 +165,7 @@ class _Run:
                     found = placement_load(
                         tokens_WE, self._even if placed is None else placed.table.current, self._nodes
                     )
-                self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
+                self._ingress.append(4 * self._setting.M * int(found.inter_node_received_W.max()))
         self._optimizer.step()
         self._watch()
         self._step += 1

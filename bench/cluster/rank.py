@@ -29,7 +29,7 @@ from bench.cluster.step import Step, computation
 from bench.cluster.turns import setting_json, tell
 from bench.own_policy import register_from_environment
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.cache import CACHE, cached_profile, write
+from fusedmoe.runtime.cache import CACHE, cached_profile, write_or_warn
 from fusedmoe.schedule.cost import Contention
 
 _WAIT_S = 60.0
@@ -138,7 +138,7 @@ def leave_waits_alone(topology: Topology) -> None:
     measured = found.costs.contention
     links = Contention(intra_beside_inter=measured.intra_beside_inter, inter_beside_intra=measured.inter_beside_intra)
     if topology.is_first:
-        write(path, replace(found, costs=replace(found.costs, contention=links)).to_json(), "what was measured")
+        write_or_warn(path, replace(found, costs=replace(found.costs, contention=links)).to_json(), "what was measured")
 
 
 def setting_of(name: str, folder: Path) -> Setting:

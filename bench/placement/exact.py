@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from fusedmoe.placement.balance import cheapest_balance, exposed_s
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, gather_transfers, layer_s, split_tokens, transfers_s
-from fusedmoe.schedule.policies.lancet_plans import solved
+from fusedmoe.schedule.policies.lancet_plans import solve_integer_program
 
 
 def best_placement(
@@ -57,7 +57,7 @@ def best_placement(
         model.add(sum(extra[rank]) <= m)
     model.add(sum(travels) <= t)
     model.minimize(1000 * busiest + exchange)
-    solver = solved(model, limit=20.0)
+    solver = solve_integer_program(model, limit=20.0)
     assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
     found = {expert: ranks for (expert, ranks), variable in patterns.items() if solver.boolean_value(variable)}
     return Placement(nodes.ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
@@ -94,7 +94,7 @@ def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | 
         model.add(sum(held[rank] for held in copies) <= m)
         model.add(sum(of[rank] for of in computed) <= busiest)
     model.minimize(busiest if most is None else sum(map(sum, copies)))
-    solver = solved(model, limit=20.0)
+    solver = solve_integer_program(model, limit=20.0)
     assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
     return round(solver.objective_value)
 

@@ -130,7 +130,7 @@ def replay(
         rows.append(
             (
                 [one.work_W for one in found],
-                [costs.token_bytes * one.ingress_W.max() for one in found],
+                [costs.token_bytes * one.inter_node_received_W.max() for one in found],
                 [exchange_s(one, costs) for one in found],
                 [compute_s(one, costs) for one in found],
                 decision.waits_s,

@@ -40,7 +40,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         for number, block in enumerate(blocks):
             # Ranks compare their calls before the first rows: this rank may be the only one with a backward pass.
             for chunk in block.chunks.values():
-                chunk.part.begin_backward()
+                chunk.exchange.begin_backward()
             count = len(block.chunks)
             self._has_same_chunks.append(block.degrees.rows[1] == count)
             if self._has_same_chunks[-1]:
@@ -69,8 +69,10 @@ class BlocksBackward(BlockPass, BackwardPass):
         for number, places in enumerate(block.cuts.row_chunks["backward"]):
             sizes = [block.sizes[p] for p in places]
             whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
-            part = block.exchange.part(whole.send_P, whole.recv_QP)
-            pairs = part if block.exchange.by_pairs else block.exchange.part(whole.send_pairs_P, whole.recv_pairs_QP)
+            part = block.exchange.with_row_counts(whole.send_P, whole.recv_QP)
+            pairs = part
+            if not block.exchange.has_row_per_pair:
+                pairs = block.exchange.with_row_counts(whole.send_pairs_P, whole.recv_pairs_QP)
             token_order, pair_order = (
                 SendOrder(torch.from_numpy(np.stack(each)).to(device))
                 for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])

@@ -107,7 +107,7 @@ def _empty_batch(block: MoEBlock, x: object, refusal: str) -> Tensor:
 
 def _split_batch(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
     layer = block.layer
-    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.joint
+    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.is_joint
     if is_shared:
         x_SM, refusal = layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
         layer.checks.refuse(refusal)
@@ -213,10 +213,9 @@ class BatchRouting:
         kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
         with torch.set_grad_enabled(self._keep):  # forwards without gradients are not counted
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
-        exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
-        layer.load.count_sent(
-            (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))
-        )
+        exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
+        num_pairs = sum(exchange.pair_exchange.num_sent for exchange in exchanges)
+        layer.load.count_sent((num_pairs, sum(exchange.num_sent for exchange in exchanges)))
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))

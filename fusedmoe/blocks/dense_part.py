@@ -14,12 +14,13 @@ from fusedmoe.blocks.cuts import MicroBatch
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.module_hooks import find_hook, find_replaced_forward, has_parametrisations
+from fusedmoe.engine.shared_expert_task import single_expert_layout
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, Routing, outside_autocast
 from fusedmoe.gates.choice_override import ChoiceOverride, GivenExperts
 from fusedmoe.hooks import apply_start_hooks
 from fusedmoe.layers.input_checks import check_routing, input_error
-from fusedmoe.layers.moe import MoELayer, single_expert_layout
+from fusedmoe.layers.moe import MoELayer
 
 
 class DenseResult(NamedTuple):
@@ -125,7 +126,7 @@ class DenseRunner:
         for name, parameter in named.items():
             # Gate and shared expert are replicated over MP ranks, which route slices: their gradients are summed.
             if not name.startswith("dense."):
-                named[name] = self._layer.mp_tokens.whole_gradient(parameter)
+                named[name] = self._layer.mp_tokens.with_summed_gradient(parameter)
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if deferred is None else deferred:
@@ -198,7 +199,7 @@ class _DensePart(nn.Module):
         if self._hooks:
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
-        u_SM = self._mp_tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
+        u_SM = self._mp_tokens.shard(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         if micro_batch.real is not None:
             u_SM = u_SM.index_select(0, micro_batch.real)
         if isinstance(self.dense, RoutingDense):

@@ -37,7 +37,7 @@ class BlocksForward(BlockPass, ForwardPass):
         keep: bool,
         needs_backward: bool,
     ) -> None:
-        self.keep, self._x, self._refusal = keep, batch.x, batch.refusal
+        self.saves_for_backward, self._x, self._refusal = keep, batch.x, batch.refusal
         self._block_modules, self._needs_backward = blocks, needs_backward
         super().__init__(run, batch.split, states, batch.x.shape)
         self._routing = [BatchRouting(block, batch, number, keep) for number, block in enumerate(blocks)]
@@ -57,7 +57,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert z is not None
         aux = []
         for number, state in enumerate(self.blocks):
-            if self.keep:
+            if self.saves_for_backward:
                 self._save_sizes(state)
             aux.append(self._routing[number].aux_loss(state))
             # The graph keeps neither modules nor outputs of blocks.
@@ -91,14 +91,13 @@ class BlocksForward(BlockPass, ForwardPass):
         x = before.data[at]  # `.data` has its own version counter: other parts of this memory are still written
         inputs = self._routing[number].inputs(place, state.cuts)
         past: list[tuple[Tensor, ...]] = []
-        with torch.set_grad_enabled(self.keep):
-            x = x.detach().requires_grad_(self.keep and x.is_floating_point())
+        with torch.set_grad_enabled(self.saves_for_backward):
+            x = x.detach().requires_grad_(self.saves_for_backward and x.is_floating_point())
             if self.split.is_in_order:
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-            deferred = (
-                DeferredGradients(state.leaves) if self.keep and state.degrees.has_weight_gradient_tasks else None
-            )
+            is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
+            deferred = DeferredGradients(state.leaves) if is_deferred else None
             result = block.dense.run(state.leaves, self.split.samples(x), inputs, past, deferred)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)
@@ -129,7 +128,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routed = [state.dense[place] for place in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
-            with torch.set_grad_enabled(self.keep):
+            with torch.set_grad_enabled(self.saves_for_backward):
                 weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
                 for p in state.cuts.row_children[place]:
                     at = state.cuts.rows_in_dense_at[p]
@@ -156,7 +155,7 @@ class BlocksForward(BlockPass, ForwardPass):
             for rows_state in micro_batches:
                 by_expert = rows_state.layout
                 rows_state.layout = block.experts.split_rows(by_expert)
-                with torch.set_grad_enabled(self.keep):
+                with torch.set_grad_enabled(self.saves_for_backward):
                     pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
                     rows_state.weight_N = rows_state.weight_N[pair_N]
         sent = [self._deduplicate(rows_state, block.has_matrix_order) for rows_state in micro_batches]
@@ -172,7 +171,7 @@ class BlocksForward(BlockPass, ForwardPass):
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_parent[p] for p in places})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
-        experts = state.num_held or exchange.experts
+        experts = state.num_held or exchange.num_local_experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
@@ -183,7 +182,7 @@ class BlocksForward(BlockPass, ForwardPass):
         state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
             exchange,
             rows=rows,
-            pair_exchange=exchange.pairs,
+            pair_exchange=exchange.pair_exchange,
             pair_values=pack(codes, weight_N),
             token_order=token_order,
             pair_order=pair_order,
@@ -200,10 +199,10 @@ class BlocksForward(BlockPass, ForwardPass):
 
     def expert(self, task: Task) -> None:
         chunk = self.block_chunks[task.layer or 0][task.chunk or 0]
-        assert isinstance(chunk.part, Exchange)
+        assert isinstance(chunk.exchange, Exchange)
         message, chunk.pair_values = chunk.pair_values, None
         assert message is not None and chunk.dtypes is not None
-        pairs, chunk.weight_P = chunk.part.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
+        pairs, chunk.weight_P = chunk.exchange.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
         chunk.received.sort(pairs)
         chunk.layout = chunk.received.layout
         super().expert(task)
@@ -239,8 +238,8 @@ class BlocksForward(BlockPass, ForwardPass):
         state, block = self.blocks[number], self._block_modules[number]
         dense, rows = state.dense[state.cuts.dense_parent[p]], state.rows[p]
         # A small graph from the experts' results to the output, with which backward starts.
-        with torch.set_grad_enabled(self.keep):
-            rows_SM.requires_grad_(self.keep)
+        with torch.set_grad_enabled(self.saves_for_backward):
+            rows_SM.requires_grad_(self.saves_for_backward)
             y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
             if dense.shared is not None:
                 y = y + self.keep_alive(dense.shared)[state.cuts.rows_in_dense_at[p]]
@@ -252,10 +251,10 @@ class BlocksForward(BlockPass, ForwardPass):
     def _save_sizes(self, state: BlockState) -> None:
         """Save the sizes of each row micro-batch, and an exchange, for a backward pass with other chunks."""
         for number, chunk in state.chunks.items():
-            assert isinstance(chunk.part, Exchange)
-            state.exchange = chunk.part
+            assert isinstance(chunk.exchange, Exchange)
+            state.exchange = chunk.exchange
             places = state.cuts.row_chunks["forward"][number]
-            state.sizes |= dict(zip(places, sizes_of(chunk.part.sizes), strict=True))
+            state.sizes |= dict(zip(places, sizes_of(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

@@ -22,7 +22,12 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 
 # Names of an expert's projections: (gate,) up, down. Mixtral and torchtitan, LLaMA and Qwen, T5; then without a gate:
 # torchtitan's w1 without w3, fairseq and BERT-like models, GPT-2, Megatron-LM and DeepSpeed, Megatron-core, T5.
-_GATED_NAMES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo"))
+_GATED_NAMES = (
+    ("w1", "w3", "w2"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate", "up", "down"),
+    ("wi_0", "wi_1", "wo"),
+)
 _UNGATED_NAMES = (
     ("w1", "w2"),
     ("fc1", "fc2"),
@@ -158,7 +163,11 @@ def from_modules(
 
     candidates = [activation] if activation else [name for name, one in ACTIVATIONS.items() if one.gated == gated]
     if ACTIVATIONS[candidates[0]].gated != gated:
-        raise ConfigError(f"from_modules: {activation} {'needs' if not gated else 'has no'} gate, unlike the source")
+        choices = ", ".join(name for name, one in ACTIVATIONS.items() if one.gated == gated)
+        raise ConfigError(
+            f"from_modules: the source has {'a gate' if gated else 'no gate'}; activation={activation!r} does not fit, "
+            f"choose {choices}"
+        )
     name = _find_activation(example, candidates, run)
     if name is None:
         raise ConfigError(f"from_modules: pass activation=, one of {', '.join(candidates)}: the source is not callable")
@@ -257,7 +266,10 @@ def _expert_tensors(given: Mapping[str, Tensor], number: int, in_order: bool = F
         raise ConfigError(f"from_modules: expert {number} has biases in some projections only: {_shapes_of(given)}")
     b1, b2 = b[0], b[-1]
     if len(names) == 3 and weights[names[0]].shape != weights[names[1]].shape:
-        raise ConfigError(f"from_modules: expert {number} has gate and up projections of different shapes")
+        raise ConfigError(
+            f"from_modules: expert {number} has {_shapes_of(given)}; {names[0]} (gate) and {names[1]} (up) must have "
+            f"one shape [hidden, model_dim], and {names[2]} (down) [model_dim, hidden]"
+        )
     if len(names) == 3:
         w1 = torch.stack([weights[names[0]], weights[names[1]]])
         b1 = None if b1 is None else torch.stack([b1, biases[names[1]]])
@@ -286,7 +298,9 @@ def _projections(weights: Mapping[str, Tensor], number: int, in_order: bool) -> 
     if len(weights) == 2 and (in_order or all(map(str.isdigit, weights))):
         return tuple(weights) if in_order else tuple(sorted(weights, key=int))  # nn.Sequential
     raise ConfigError(
-        f"from_modules: expert {number} has {_shapes_of(weights)}; expected two or three known projections"
+        f"from_modules: expert {number} has {_shapes_of(weights)}; known names, in the order (gate,) up, down: "
+        f"{'; '.join(', '.join(names) for names in (*_GATED_NAMES, *_UNGATED_NAMES))}. For other names pass a state "
+        "dict with keys such as '0.gate_proj.weight', and activation="
     )
 
 

@@ -22,7 +22,7 @@ from fusedmoe.autograd.low_rank import low_rank_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
 from fusedmoe.construction import Constructed
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankExperts
 from fusedmoe.engine.wrappers import require_swappable
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.adapters import frozen_weights_and_adapters
@@ -454,7 +454,7 @@ class FeedForward(Experts):
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if is_parametrized(self) and (low_rank := frozen_weights_and_adapters(self, x_SM.dtype)) is not None:
-            return LowRankChunks(*low_rank, self.activation)
+            return LowRankExperts(*low_rank, self.activation)
         return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:

@@ -191,7 +191,7 @@ class RouterTap:
         # Selective checkpoints must not see these operations.
         with disable_current_modes():
             enclosing = checkpoints()
-            if enclosing.again is not None:
+            if enclosing.recomputation is not None:
                 given = self._checkpointed.stored_value(enclosing)
             elif self.replayed is None and not self._checkpointed:
                 return None
@@ -205,7 +205,7 @@ class RouterTap:
             else:
                 given = self._next_rows(tokens, k)
             if given is not None:
-                self._checkpointed.keep(given, enclosing)
+                self._checkpointed.store(given, enclosing)
             return given
 
     def _next_rows(self, tokens: int, k: int) -> GivenExperts:

@@ -17,7 +17,7 @@ from fusedmoe.compat.transformers import is_expert_parallel, is_registered, reco
 from fusedmoe.engine.recomputation import is_counting_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import RoutingCounters, expert_load
-from fusedmoe.metrics import Collector, Metrics, Sink, Watched
+from fusedmoe.metrics import Collector, LayerCounters, Metrics, Sink
 from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.training import tune_model
 
@@ -87,7 +87,7 @@ class RouterMetrics(Collector):
             # With expert parallelism a DTensor over all experts.
             down_proj = experts.down_proj
             counters = RoutingCounters(len(down_proj), down_proj.device)
-            watched[name] = Watched(counters, _expert_parallel(down_proj))
+            watched[name] = LayerCounters(counters, _expert_parallel(down_proj))
             count = partial(self._count_choices, counters)
             self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
         router: nn.Module

@@ -202,12 +202,12 @@ class _RoutingMask:
             return self._padding.mask
         around = checkpoints()
         # During a backward pass another batch may be in progress.
-        mask = self._padding.mask if around.again is None else self._checkpointed_masks.stored_value(around)
-        if mask is None and around.again is None and self._checkpointed_masks and is_recomputing():
+        mask = self._padding.mask if around.recomputation is None else self._checkpointed_masks.stored_value(around)
+        if mask is None and around.recomputation is None and self._checkpointed_masks and is_recomputing():
             raise ConfigError(
                 "fusedmoe.hf.mask_padding: the experts run in a backward pass under an unrecognised checkpoint, so the "
                 "mask of their forward is unknown; use torch.utils.checkpoint"
             )
         if mask is not None:
-            self._checkpointed_masks.keep(mask, around)
+            self._checkpointed_masks.store(mask, around)
         return mask

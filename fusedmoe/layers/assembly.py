@@ -188,5 +188,5 @@ def make_dispatcher(
         from fusedmoe.layers.measure import choose_all_to_all, has_algorithm_choice
 
         if has_algorithm_choice(topology):
-            made.choose = partial(choose_all_to_all, topology, gate)
+            made.choose_algorithm = partial(choose_all_to_all, topology, gate)
     return made

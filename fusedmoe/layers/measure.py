@@ -21,7 +21,7 @@ from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import disable_current_modes, recording, without_saved_tensor_hooks
+from fusedmoe.compat.torch import autograd_recording, disable_current_modes, without_saved_tensor_hooks
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
@@ -101,7 +101,7 @@ def measure_layer(
         max_tokens = max(len(like), round_up_tokens(tokens))
 
         def run_layer(routed: Routed, degree: int) -> Tensor:
-            x_SM, layout, weight_SK, _ = routed
+            x_SM, layout, weight_SK, *_ = routed
             assert weight_SK is not None
             transport = KernelTransport(fused_kind, (degree, degree), max_tokens)
             return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
@@ -175,7 +175,7 @@ def measurement_context() -> Iterator[None]:
         torch.inference_mode(False),
         disable_current_modes(),
         without_saved_tensor_hooks(),
-        recording(),
+        autograd_recording(),
         record_with(None),
     ):
         yield

@@ -23,12 +23,14 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import CostModel, Observed
+from fusedmoe.schedule.cost import CostModel, Durations, Observed
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, user_policy
+from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import FUSED, PHASES
+from fusedmoe.schedule.task import FUSED, PHASES, Task, TaskKind
 from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 
 #: Policy of one-sided kernels, if available and faster. Plans of whole steps have no fused tasks.
@@ -153,6 +155,10 @@ class Schedule:
 _FUSED_KERNELS = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
 
 
+def _by_phase(plans: Plans) -> tuple[tuple[str, Plan], ...]:
+    return ("forward", plans.forward), ("backward", plans.backward)
+
+
 def _schedule_names() -> tuple[str, ...]:
     return (*layer_policies(), FUSED_POLICY)
 
@@ -192,7 +198,7 @@ def _best_fused(
 
 
 def _policy_hint(name: object) -> str:
-    if name in POLICIES and POLICIES[str(name)].whole:
+    if name in POLICIES and POLICIES[str(name)].uses_micro_batches:
         return (
             f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
             f"fusedmoe.hf.pipeline(model, policy={name!r})"
@@ -324,10 +330,10 @@ class ScheduledPlans(LayerPlans):
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
-            direct=self.puts,
+            is_kernel_only=self.puts,
             dtype=x_SM.dtype,
             device=x_SM.device,
-            heap=partial(has_heap, self.topology, x_SM.device),
+            has_heap=partial(has_heap, self.topology, x_SM.device),
         )
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
@@ -343,6 +349,23 @@ class ScheduledPlans(LayerPlans):
         workload = self.parts.experts.workload(round_rows(pairs), x_SM.dtype.itemsize, ep, esp)
         # Pairs are rounded so that few sizes are planned; rounding the share would add an error of up to a quarter.
         return workload.sending(share)
+
+    def _with_shared_expert(
+        self, plans: Plans, workload: Workload | None, costs: CostModel | None, kinds: Collection[str], x_SM: Tensor
+    ) -> Plans:
+        """Return the plans with the shared expert, at the position with the shortest predicted pass."""
+        assert self.shared is not None
+        if workload is None or costs is None:
+            return Plans(*(with_shared_expert(plan, phase) for phase, plan in _by_phase(plans)))
+        layer = workload.step_costs(costs, [0], kinds)
+        tokens = max(1, round(workload.rows / workload.esp / self.parts.gate.k))
+        alone = self.shared.workload(tokens, x_SM.dtype.itemsize, 1, 1).layer_costs(costs)
+        found = []
+        for phase, plan in _by_phase(plans):
+            shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
+            known = Durations({**layer.seconds(plan), **shared}, layer.contention)
+            found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
+        return Plans(*found)
 
     @measurement_context()
     def _make_plans(
@@ -360,5 +383,7 @@ class ScheduledPlans(LayerPlans):
             if costs is None:
                 costs = self._costs[x_SM.dtype, x_SM.device] = self.measure_costs(x_SM, all_to_all)
         plans = self.schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
+        if self.shared is not None:
+            plans = self._with_shared_expert(plans, workload, self.schedule.costs or costs, kinds, x_SM)
         require_same_plans(self.topology, plans)
         return plans

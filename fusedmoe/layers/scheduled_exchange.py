@@ -128,7 +128,7 @@ class ScheduledExchange(PlannedLayer):
         self.plans = plans
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if (collectives := self.dispatcher.collectives) is not None:
-            collectives.local = self.experts.graph_module()
+            collectives.graph_module = self.experts.graph_module()
 
     @property
     def is_unplanned(self) -> bool:

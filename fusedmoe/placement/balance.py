@@ -105,9 +105,9 @@ class Balance:
     def mean_load(self) -> PlacementLoad:
         """Return the load with the same total rows, spread evenly over all ranks and links."""
         ranks = self.nodes.ranks
-        near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.ingress_W.sum())
-        work_W, ingress_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
-        return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-near // ranks))
+        near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.inter_node_received_W.sum())
+        work_W, received_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
+        return PlacementLoad(work_W, received_W, int(received_W[0]), -(-near // ranks))
 
     @cached_property
     def _link_rows(self) -> _LinkRows:

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
@@ -148,7 +148,7 @@ class ExpertTable:
 
     def versions(self) -> list[tuple[int, int]]:
         """Return (version, storage id) per parameter. Writes and reallocation change it."""
-        return [(version_of(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
+        return [(tensor_version(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
 
 
 def initial_place(experts: int, topology: Topology) -> Place:

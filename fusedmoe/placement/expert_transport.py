@@ -157,7 +157,7 @@ class SparseCollectives:
             arrived = run()
             return SparseWork(sent, lambda: arrived)
         self._thread = self._thread or WorkerThread("fusedmoe sparse")
-        self._last_future = self._thread.begin(run)
+        self._last_future = self._thread.submit(run)
         return SparseWork(sent, partial(self._thread.result, self._last_future))
 
     @torch.no_grad()

@@ -44,13 +44,15 @@ class PlacedDispatcher(Collectives):
         refusal = placed.replicas.why_unusable() or routed.refusal
         return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
-        return super().exchange(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
+        return super().exchange_counts(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         with without_selective_checkpoint():
-            counted = self.exchange_metadata(routed, self.calls(self._placed.table.experts))
-            return self._placed.call(partial(self.send_through_experts, counted))
+            counted = self.exchange_metadata(routed, self.find_expert_calls(self._placed.table.experts))
+            return self._placed.call(partial(self.send_through_experts, counted, shared=routed.shared))
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
         # In a step with a plan, all layers follow the plan.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, ExpertsModule
@@ -46,7 +46,7 @@ from fusedmoe.placement.replica_gradients import (
 from fusedmoe.placement.replica_state import ReplicaTiming
 from fusedmoe.placement.replicas import Recording, Replicas
 from fusedmoe.placement.traffic import Transfer, split_tokens
-from fusedmoe.runtime.recorder import Moment, Recorder, span
+from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
@@ -81,15 +81,17 @@ class IdleClock:
     """While `is_on`, records the times in a forward pass at which the model and a layer's experts start and end."""
 
     def __init__(self) -> None:
-        self.is_on, self.model_start, self.experts_start, self.experts_end = False, Moment(), Moment(), Moment()
+        self.is_on = False
+        self.model_start, self.experts_start, self.experts_end = DeviceTime(), DeviceTime(), DeviceTime()
 
-    def note(self, moment: Moment, device: torch.device) -> None:
+    def note(self, moment: DeviceTime, device: torch.device) -> None:
         if self.is_on:
-            moment.note(device)
+            moment.record(device)
 
     def idle_s(self, previous: IdleClock | None) -> float:
         """Return the seconds between the previous layer's experts (or the model's start) and this layer's."""
-        return max(0.0, self.experts_start.after(self.model_start if previous is None else previous.experts_end))
+        start = self.model_start if previous is None else previous.experts_end
+        return max(0.0, self.experts_start.seconds_since(start))
 
 
 class PlacedExperts:
@@ -346,7 +348,7 @@ class PlacedExperts:
         if self._gradient_route is None:  # `begin` was not called with gradients enabled
             self._create_gradient_route()
         assert self._gradient_route is not None
-        versions = [version_of(parameter) for parameter in self.table.parameters]
+        versions = [tensor_version(parameter) for parameter in self.table.parameters]
         table = self.table
         send = partial(self._send_gradients, table.transfers, table.row_of_expert, table.num_owned, versions)
         made = list(attach_tables(self._parameter_aliases, tables, self._gradient_route, send))
@@ -375,7 +377,7 @@ class PlacedExperts:
     ) -> SparseWork:
         self.is_trained = True
         # Gradients of old parameters must not be added to new parameters.
-        if versions != [version_of(parameter) for parameter in self.table.parameters]:
+        if versions != [tensor_version(parameter) for parameter in self.table.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
                 "optimizer.step()"

@@ -225,7 +225,7 @@ class PlacementLoad(NamedTuple):
     """Token counts of ranks and links under a placement, in one all-to-all of a layer."""
 
     work_W: NDArray[np.int64]  # computed by each rank
-    ingress_W: NDArray[np.int64]  # received by each rank from other nodes
+    inter_node_received_W: NDArray[np.int64]  # received by each rank from other nodes
     max_inter: int  # maximum that a rank sends or receives between nodes
     max_intra: int  # maximum that a rank sends or receives within its node
 

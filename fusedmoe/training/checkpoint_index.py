@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import read_regular_file
 from fusedmoe.training.plain_values import DTYPES, byte_buffer, dtype_name, size_of, tensor_bytes
 
 #: Current format version. Formats 1 and 2 stored index and values as pickles.
@@ -218,7 +218,7 @@ def read_index(path: Path, folder: Path) -> Index:
     """
     damaged = f"the checkpoint {path} is damaged: {INDEX}"
     try:
-        head, _, body = regular_bytes(folder / INDEX, _MAX_INDEX_BYTES).partition(b"\n")
+        head, _, body = read_regular_file(folder / INDEX, _MAX_INDEX_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
     # Verify the digest before parsing.

@@ -200,7 +200,7 @@ class DataParallel(WatchedDataParallel):
         self._topology.job.refuse_pickle()
         return self.__dict__
 
-    def around_agreement(self) -> AbstractContextManager[None]:
+    def pre_forward_context(self) -> AbstractContextManager[None]:
         # Inside, DDP agrees on buckets and broadcasts buffers; the model's forward runs later, without this timeout.
         return bound_collectives(self._topology.world, "agreeing on gradient buckets")
 

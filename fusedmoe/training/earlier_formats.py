@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.python import PythonUnpickler
 from fusedmoe.errors import ConfigError, warn
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import read_regular_file
 from fusedmoe.training.checkpoint import ABOUT, metadata_problem
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, find_checkpoint, write_folder
 from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered
@@ -370,7 +370,7 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         return None
     damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
     try:
-        head, _, body = regular_bytes(folder / CHECKSUMS, _MAX_INDEX_BYTES).partition(b"\n")
+        head, _, body = read_regular_file(folder / CHECKSUMS, _MAX_INDEX_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
     # Verify the digest before parsing: malicious JSON can exhaust memory.
@@ -387,7 +387,7 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
 
 
 def read_index(folder: Path) -> tuple[bytes, str]:
-    data = regular_bytes(folder / EARLIER_INDEX, _MAX_INDEX_BYTES)
+    data = read_regular_file(folder / EARLIER_INDEX, _MAX_INDEX_BYTES)
     return data, hashlib.sha256(data).hexdigest()
 
 

@@ -143,7 +143,7 @@ class GradientBuckets:
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
             self._worker = self._worker or WorkerThread("fusedmoe gradients")
-            self._future = self._worker.begin(partial(self._reduce_tasks, tasks, wait_for_link))
+            self._future = self._worker.submit(partial(self._reduce_tasks, tasks, wait_for_link))
             return
         # NCCL requires one order of collectives on all ranks across communicators, which a second thread would not
         # guarantee (`fusedmoe/runtime/nccl.md`).

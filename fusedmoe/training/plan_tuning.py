@@ -31,7 +31,7 @@ from torch import nn
 from fusedmoe.comm.collectives import max_over_ranks_s
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
-from fusedmoe.runtime.cache import choice_text, write
+from fusedmoe.runtime.cache import choice_text, write_or_warn
 from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, with_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
@@ -151,11 +151,11 @@ class StepSource(PlanSource):
 
     def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
         self._path = self.step.choice_path(self._policy)
-        kept = None if self._resumed_path is None else self.step.kept(self._policy, self._resumed_path)
-        if kept is not None:
+        resumed = None if self._resumed_path is None else self.step.cached_choice(self._policy, self._resumed_path)
+        if resumed is not None:
             # This job's own choice is not compared again: the job continues with its plan.
-            return kept[0], kept[1][:1]
-        return self.step.kept(self._policy, self._path)
+            return resumed[0], resumed[1][:1]
+        return self.step.cached_choice(self._policy, self._path)
 
     def candidates(self) -> list[PlanCandidate]:
         self._num_searches, self._searched_plans, self._has_degrees = 0, set(), False
@@ -203,7 +203,7 @@ class StepSource(PlanSource):
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
-            write(self._path, choice_text(chooser), "what was measured")
+            write_or_warn(self._path, choice_text(chooser), "what was measured")
             self._tell(chooser.line())
 
     def guard(self) -> AbstractContextManager[None]:
@@ -223,10 +223,12 @@ class StepSource(PlanSource):
             return []
         self._searched_plans.add(best.name)
         entries = chooser.trials.entries
-        tried = {(entry.candidate.plan.fingerprint, entry.candidate.whole) for entry in entries}
+        tried = {(entry.candidate.plan.fingerprint, entry.candidate.uses_micro_batches) for entry in entries}
         neighbours = neighbour_candidates if self._policy == AUTO else neighbour_degrees
-        near = neighbours(best, step.costs_of(best.whole), step.limit, step.samples)
-        return [new for new in near if (new.plan.fingerprint, new.whole) not in tried and step.runs(new)]
+        near = neighbours(best, step.costs_of(best.uses_micro_batches), step.limit, step.samples)
+        return [
+            new for new in near if (new.plan.fingerprint, new.uses_micro_batches) not in tried and step.is_runnable(new)
+        ]
 
     def _next_size(self, search: BucketSearch, chooser: PlanChooser) -> list[PlanCandidate]:
         best, entries = chooser.best, chooser.trials.entries
@@ -243,7 +245,9 @@ class StepSource(PlanSource):
         if size is None:
             return []
         new = with_bucket_bytes(best.candidate, self.step.costs, size)
-        return [new] if self.step.runs(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
+        return (
+            [new] if self.step.is_runnable(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
+        )
 
 
 @dataclass

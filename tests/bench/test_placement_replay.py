@@ -81,7 +81,7 @@ def test_replay_equals_definition():
             one = placement_load(trace.tokens_ILWE[iteration, layer], even, NODES)
             at = iteration - 5, layer
             assert found.work_ILW[at].tolist() == one.work_W.tolist()
-            assert found.ingress_IL[at] == one.ingress_W.max() * CLUSTER_A.token_bytes
+            assert found.ingress_IL[at] == one.inter_node_received_W.max() * CLUSTER_A.token_bytes
             assert found.exchange_IL[at] + found.compute_IL[at] == pytest.approx(layer_s(one, CLUSTER_A))
             assert found.straggler_IL[at] == pytest.approx(one.work_W.max() / one.work_W.mean())
     assert found.straggler == pytest.approx(found.straggler_IL.mean())

@@ -21,8 +21,8 @@ from fusedmoe.placement.hecate import exposed_gather_s
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather_transfers, layer_s, transfers_s
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.plan import Plan, task_name
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from tests.placement.placements import situations
 
@@ -178,7 +178,7 @@ def test_rank_loads_and_link_rows_equal_definition(case, m):
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
-    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.ingress_W == inter_WV.sum(axis=0)).all()
+    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.inter_node_received_W == inter_WV.sum(axis=0)).all()
     for most, part_WV in ((tokens.max_inter, inter_WV), (tokens.max_intra, intra_WV)):
         assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
 
@@ -302,11 +302,11 @@ def simulated_exposed_s(before: Placement, found: Balance, costs: PlacementCosts
         for old, new in ((before.sharding, before), (before, after))
     )
     rows_s, forward_W = exchange_s(found.load, costs) / EXCHANGES, found.computed_EV.sum(axis=0) * costs.token_s / 3
-    replicated, exposed = add_sparse(plan, [1]), [0.0]
+    replicated, exposed = add_sparse_collectives(plan, [1]), [0.0]
     for rank in np.flatnonzero(new_EV.any(axis=0)).tolist():
         rows = {"f1.D0": rows_s, "f1.E0": forward_W[rank], "f1.C0": rows_s, "b1.A": hidden_s}
         without, with_them = (
-            makespan(replicated, Durations({task: (rows | sparse).get(name(task), 0.0) for task in replicated}))
+            makespan(replicated, Durations({task: (rows | sparse).get(task_name(task), 0.0) for task in replicated}))
             for sparse in ({"b1.SRS": had_s}, {"f1.SAG": there_s, "b1.SRS": had_s + there_s})
         )
         exposed.append(with_them - without)

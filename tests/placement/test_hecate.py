@@ -414,7 +414,7 @@ def test_reshard_balances_work_and_ingress_of_other_experts():
             )
             for of in (even, reshard(even, load_LE, nodes, 8))
         ]
-        for name in ("work_W", "ingress_W")
+        for name in ("work_W", "inter_node_received_W")
     )
     assert work[1] < 0.8 * work[0] and ingress[1] < 0.8 * ingress[0]
 

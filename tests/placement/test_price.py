@@ -108,7 +108,7 @@ def test_load_by_definition(case):
                 kind[0, source] += sent_WEV[source, :, target].sum()
                 kind[1, target] += sent_WEV[source, :, target].sum()
     assert found.work_W.tolist() == sent_WEV.sum(axis=(0, 1)).tolist()
-    assert found.ingress_W.tolist() == inter[1].tolist()
+    assert found.inter_node_received_W.tolist() == inter[1].tolist()
     assert (found.max_inter, found.max_intra) == (inter.max(), intra.max())
     seconds = 4 * max(inter.max() * 10 / 10.0, intra.max() * 10 / 100.0) + found.work_W.max()
     assert layer_s(found, COSTS) == pytest.approx(seconds)

@@ -35,12 +35,12 @@ from fusedmoe.comm import collectives, init_process_group, make_all_to_all
 from fusedmoe.comm.all_to_all import TwoLevel
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import group_of
-from fusedmoe.environment import integer, seconds
+from fusedmoe.environment import read_integer, read_seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import LinearMap, linear
 
 #: Timeout of every wait for other ranks, in seconds: PyTorch's default for collectives; Tutel's is one day.
-TUTEL_GLOBAL_TIMEOUT_SEC = seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
+TUTEL_GLOBAL_TIMEOUT_SEC = read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
 #: The backend under key "", and results of `create_groups_from_world` by argument.
 TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
@@ -85,7 +85,7 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     if W == 1:
         return Topology()
     handle = handle or dist.group.WORLD
-    per_node = integer("LOCAL_SIZE", None, 1)
+    per_node = read_integer("LOCAL_SIZE", None, 1)
     world: Any = dist.group.WORLD
     # Topologies of a destroyed world hold dead process groups.
     for old in [known for known in _TOPOLOGIES if known is not world]:
@@ -167,10 +167,10 @@ def _initialise(backend: str) -> None:
         return
     # Open MPI's launcher sets neither RANK nor MASTER_PORT.
     if "LOCAL_RANK" not in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        size = integer("OMPI_COMM_WORLD_SIZE", 1, 1)
-        places = {"rank": integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
+        size = read_integer("OMPI_COMM_WORLD_SIZE", 1, 1)
+        places = {"rank": read_integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
         where = os.environ.get("MASTER_ADDR", "localhost")
-        port = integer("MASTER_PORT", 23456, 1, 65535)
+        port = read_integer("MASTER_PORT", 23456, 1, 65535)
         init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
@@ -207,7 +207,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         model_rank=model_rank,
         local_device=device,
         local_rank=local_rank,
-        local_size=_local("SIZE", integer("LOCAL_WORLD_SIZE", 1, 1), 1),
+        local_size=_local("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
         data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
         model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
         global_group=world,
@@ -231,7 +231,7 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
 
 
 def _local(what: str, default: int, least: int) -> int:
-    return integer(f"LOCAL_{what}", integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
+    return read_integer(f"LOCAL_{what}", read_integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
 def _part_length(length: int, group: Group) -> int:
@@ -288,7 +288,7 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 
 def skips_all_to_all() -> bool:
     """Return whether SKIP_A2A is set: for timing, rows are not sent, and results are wrong."""
-    return integer("SKIP_A2A", 0) > 0
+    return read_integer("SKIP_A2A", 0) > 0
 
 
 def barrier(group: ProcessGroup | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedmoe.environment import number
+from fusedmoe.environment import read_number
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import PerRankTensor, wrong_experts_error
 from fusedmoe.sizes import require_within
@@ -61,7 +61,7 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
-        gate.capacity_factor = options.get("capacity_factor", number("CAP_FACTOR", 1.0))
+        gate.capacity_factor = options.get("capacity_factor", read_number("CAP_FACTOR", 1.0))
     require_within("moe_layer", capacity_factor=gate.capacity_factor)
     if not hasattr(gate, "top_k"):
         raise ConfigError(f"{type(gate).__name__} has no top_k, the number of experts per token: set self.top_k")

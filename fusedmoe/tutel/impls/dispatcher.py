@@ -145,7 +145,7 @@ class LayerDispatcher:
             # No rows are exchanged: an empty exchange carries the error to all ranks.
             nothing_E = torch.zeros(self._peers.topology.ep.size, dtype=torch.long, device="cpu")
             form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
-            self._peers.exchange(nothing_E, form, refusal)
+            self._peers.exchange_counts(nothing_E, form, refusal)
         return refusal
 
     def through_experts(
@@ -206,7 +206,7 @@ class LayerDispatcher:
         overlaps = overlaps and not needs_module_call(experts)
         if is_remote and (overlaps or experts.fused is not None):
             plans = partial(self._plans_for, degree, experts.workload)
-            self._collectives.plans = plans if overlaps else find_no_plans
+            self._collectives.find_plans = plans if overlaps else find_no_plans
             return self._collectives.through_experts(routed, experts)
         # Experts called as a module, once for all rows: autograd records all operations.
         dispatcher = self._collectives if is_remote else Local()

@@ -17,8 +17,8 @@ from fusedmoe import Topology
 from fusedmoe.autograd.aux_loss import guard_aux_loss
 from fusedmoe.construction import Constructed, describe_part
 from fusedmoe.engine.recomputation import without_selective_checkpoint
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
-from fusedmoe.environment import integer
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED
 from fusedmoe.experts.sharding import UNKNOWN, parameter_shardings, require_equal
@@ -74,7 +74,7 @@ class MOELayer(Constructed, nn.Module):
     _num_global_experts: Tensor
     _require_wrapper: WrapperCheck | None = None  # absent in layers pickled by earlier versions
 
-    __jit_ignored_attributes__ = NotScripted()
+    __jit_ignored_attributes__ = RefusesScripting()
 
     rank_specific: ClassVar[Collection[str]] = described.RANK_SPECIFIC
 
@@ -114,7 +114,7 @@ class MOELayer(Constructed, nn.Module):
         # Process groups cannot be copied; the holder makes the layer deep-copyable.
         self._group = _GroupHolder(group)
         self.result_func = result_func
-        self.skip_moe = integer("SKIP_MOE", 0) != 0
+        self.skip_moe = read_integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.experts_per_rank(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E, device=None))
@@ -126,7 +126,7 @@ class MOELayer(Constructed, nn.Module):
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore
-        self.batch_prioritized_routing = batch_prioritized_routing or integer("BATCH_PRIO", 0) != 0
+        self.batch_prioritized_routing = batch_prioritized_routing or read_integer("BATCH_PRIO", 0) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = described.parse_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
