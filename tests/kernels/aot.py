@@ -230,7 +230,8 @@ def main(words: list[str]) -> int:
         parser.error(nothing)
     if writes and not bad and not without:
         write(beside_others(found) if only else found)
-    print(*bad, *(f"left out: {why}" for why in without), sep="\n")
+    for line in [*bad, *(f"left out: {why}" for why in without)]:
+        print(line)
     most = max((result.get("registers", 0) for result in found.values()), default=0)
     print(f"{len(found)} compiled, {len(bad)} failed, {most} registers at most, {time.monotonic() - start:.0f} s")
     return 1 if bad or (writes and without) else 0
