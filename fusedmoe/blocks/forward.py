@@ -107,7 +107,7 @@ class BlocksForward(BlockPass, ForwardPass):
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:
             state.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
-        # Residual stream; `finish` adds the experts' results.
+        # Residual stream; `store_results` adds the experts' results.
         state.z[at].copy_(y.detach())
         return DenseState(
             x,

@@ -1,7 +1,7 @@
 """Tasks of a plan from dispatch to combine, forward and backward, for single layers and for blocks.
 
 Single layers (`engine/planned.py`) and blocks (`fusedmoe/blocks`) subclass `PassRun` and define the rows that a chunk
-sends (`start`) and the use of the combined rows (`finish`).
+sends (`prepare_rows`) and the use of the combined rows (`store_results`).
 
     forward     start → dispatch → all-gather → expert → reduce-scatter → combine → finish       rows
     backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       gradients
