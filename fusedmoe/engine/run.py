@@ -3,8 +3,8 @@
 Single layers (`engine/planned.py`) and blocks (`fusedmoe/blocks`) subclass `PassRun` and define the rows that a chunk
 sends (`prepare_rows`) and the use of the combined rows (`store_results`).
 
-    forward     start → dispatch → all-gather → expert → reduce-scatter → combine → finish       rows
-    backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       gradients
+    forward     prepare_rows → dispatch → all-gather → expert → reduce-scatter → combine → store_results    rows
+    backward    prepare_rows → dispatch → all-gather → expert → reduce-scatter → combine → store_results    gradients
 
 The backward of combine is a dispatch, and the backward of dispatch is a combine: both passes share
 `PassRun.dispatch` and `PassRun.combine`.
