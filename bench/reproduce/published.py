@@ -80,8 +80,8 @@ _CHOICES = {"experts": Range(64, 128, 128), "k": Range(6, 8, 8)}
 _SONIC, _TO_FOUR = {"nvlink": _LINKS["nvlink"]}, uniform_share(128, 8, 4)
 _SONIC_WHY = (
     "The shape is the example of SonicMoE's request, its number of tokens is from its benchmark on Hopper; bytes and "
-    "the rate of NVLink give the time of pairs, and tokens take longer because their kernel also finds the ranks of each "
-    "token."
+    "the rate of NVLink give the time of pairs, and tokens take longer because their kernel also finds the ranks of "
+    "each token."
 )
 # The middle imbalance is the geometric mean of the published extremes.
 _ULTRAEP = {
