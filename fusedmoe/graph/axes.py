@@ -164,13 +164,13 @@ def reshape_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows
     return Rows(tuple(dims), rows.hops)
 
 
-def all_to_all_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis | Rows]:
-    """Return the axes along which an all-to-all can be split; with `rows`, also its rows."""
+def all_to_all_axes(node: fx.Node, chunks: int, by_rows: bool = False) -> list[Axis | Rows]:
+    """Return the axes along which an all-to-all can be split; with `by_rows`, also its rows."""
     shape = shape_of(node)
     if shape is None:
         return []
     found: list[Axis | Rows] = []
-    if rows and 0 not in shape:
+    if by_rows and 0 not in shape:
         counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
         found += [Rows(dims, hops) for dims in dict.fromkeys(counting) if dims for hops in (1, 2)]
     # Excludes axes that start inside a joined dimension.

@@ -128,7 +128,7 @@ def select_ranges(
             return float("inf")
         key = (split_key(nodes, descriptions), chunks)
         if key not in split_cache:
-            order = ordered_pairs(instructions, start, stop)
+            order = order_constraints(instructions, start, stop)
             split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, finder), nodes
         split, example = split_cache[key]
         if split is None:
@@ -181,7 +181,7 @@ def group_instructions(
     return groups, layers
 
 
-def ordered_pairs(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+def order_constraints(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
     """Return index pairs of instructions that must keep their order: random, mutating, and unsplit collective ones."""
     nodes = instructions.nodes[start:stop]
     odd = [index for index, node in enumerate(nodes) if is_random(node) or is_mutating(node)]
@@ -235,14 +235,14 @@ class SplitFinder:
         self.split_operator, self.splits_from_input = cache(split_operator), cache(splits_from_input)
 
 
-def find_splits(nodes: Sequence[fx.Node], chunks: int, rows: bool, finder: SplitFinder) -> OperatorSplits:
-    """Return all ways to split instructions connected to a split all-to-all; with `rows`, also by rows."""
+def find_splits(nodes: Sequence[fx.Node], chunks: int, by_rows: bool, finder: SplitFinder) -> OperatorSplits:
+    """Return all ways to split instructions connected to a split all-to-all; with `by_rows`, also by rows."""
     inside = set(nodes)
     splits: OperatorSplits = {}
     # A GEMM that produces rows may contain the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
     token_outers = (
-        tuple(sorted({1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
+        tuple(sorted({1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))})) if by_rows else ()
     )
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
@@ -260,7 +260,7 @@ def find_splits(nodes: Sequence[fx.Node], chunks: int, rows: bool, finder: Split
 
     for node in nodes:
         if is_all_to_all(node):
-            for axis in all_to_all_axes(node, chunks, rows):
+            for axis in all_to_all_axes(node, chunks, by_rows):
                 add_split(node, finder.split_operator(node, axis, 0, chunks=chunks))
     # Search outwards from the all-to-alls: ways connected to none of them are useless.
     while ends:
@@ -283,19 +283,19 @@ def infer_split(
     chunks: int,
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
-    rows: bool = False,
+    by_rows: bool = False,
     finder: SplitFinder | None = None,
 ) -> RangeSplit | None:
     """Return the split of a range into chunks; None if an all-to-all in it cannot be split.
 
     Args:
         ordered: index pairs in `nodes` that must stay in order without a data dependency.
-        rows: chunks may be rows.
+        by_rows: chunks may also be rows of a tensor.
         finder: caches splits found for other ranges of the graph; extended here.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    splits = find_splits(nodes, chunks, rows, finder or SplitFinder())
+    splits = find_splits(nodes, chunks, by_rows, finder or SplitFinder())
     if not all(node in splits for node in nodes if is_all_to_all(node)):
         return None
     try:
@@ -311,7 +311,7 @@ def infer_split(
     late = {node: model.new_bool_var("") for node in nodes}
     chosen = {(node, key): model.new_bool_var("") for node in nodes for key in splits.get(node, ())}
 
-    def split(node: fx.Node) -> list[cp_model.IntVar]:
+    def split_options(node: fx.Node) -> list[cp_model.IntVar]:
         return [chosen[node, key] for key in splits.get(node, ())]
 
     def options_along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
@@ -325,9 +325,9 @@ def infer_split(
         model.add_bool_or([chosen[node, key].negated(), *some])
 
     for node in nodes:
-        model.add_exactly_one(early[node], late[node], *split(node))
+        model.add_exactly_one(early[node], late[node], *split_options(node))
         if is_all_to_all(node):  # an unsplit all-to-all cannot be hidden by this range
-            model.add_bool_or(split(node))
+            model.add_bool_or(split_options(node))
         for source in node.all_input_nodes:
             if source not in inside:
                 continue

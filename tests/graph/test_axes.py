@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, reshape_axis, shape_of, split_operator
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
-from fusedmoe.graph.micro_batches import PlanSettings, group_instructions, infer_split, ordered_pairs, select_ranges
+from fusedmoe.graph.micro_batches import PlanSettings, group_instructions, infer_split, order_constraints, select_ranges
 from fusedmoe.graph.rewriting import (
     InstructionRange,
     RangeSplit,
@@ -261,7 +261,7 @@ def test_chunking_preserves_reads_before_in_place_updates() -> None:
     module = make_fx(with_a_state, tracing_mode="fake")(*inputs)
     right = with_a_state(inputs[0].clone(), *inputs[1:])
     of = Instructions(module.graph)
-    split = infer_split(of.nodes, 2, lambda node: 1.0, ordered_pairs(of, 0, len(of.nodes)))
+    split = infer_split(of.nodes, 2, lambda node: 1.0, order_constraints(of, 0, len(of.nodes)))
     assert split is not None and {"linalg_inv_ex", "mul_"} <= {node.name for node in split.before}
     rewrite(module.graph, of, as_range(of, split, 2))
     module.graph.lint()

@@ -80,7 +80,7 @@ def capture_layer(middle: Middle, weight_SEC: Tensor) -> tuple[fx.GraphModule, l
 
 def split_by_rows(module: fx.GraphModule, chunks: int) -> tuple[Instructions, RangeSplit]:
     of = Instructions(module.graph)
-    split = infer_split(of.nodes, chunks, lambda node: 1.0, rows=True)
+    split = infer_split(of.nodes, chunks, lambda node: 1.0, by_rows=True)
     assert split is not None
     return of, split
 
@@ -119,7 +119,7 @@ def test_token_row_chunks_with_empty_sparse_and_full_slots(world: None, filled: 
 
 def test_operator_across_rows_is_not_split_by_rows(world: None) -> None:
     module, _, _ = capture_layer(lambda h, b: h.softmax(1), routed(S, E * C).reshape(S, E, C))
-    assert infer_split(Instructions(module.graph).nodes, 2, lambda node: 1.0, rows=True) is None
+    assert infer_split(Instructions(module.graph).nodes, 2, lambda node: 1.0, by_rows=True) is None
     module, _, _ = capture_layer(lambda h, b: h.softmax(-1), routed(S, E * C).reshape(S, E, C))
     _, split = split_by_rows(module, 2)
     assert not any(way.has_rows for way in split.split.values()), "along the capacity, as without"
@@ -131,7 +131,7 @@ def test_range_without_combine_is_not_split_by_rows(world: None) -> None:
     of = Instructions(module.graph)
     home = next(of.position[node] for node in of.nodes if node.name == "wait_tensor_1")
     for nodes, rows in ((of.nodes, False), (of.nodes[: home + 1], True), (of.nodes[20:], True)):
-        split = infer_split(nodes, 2, lambda node: 1.0, rows=rows)
+        split = infer_split(nodes, 2, lambda node: 1.0, by_rows=rows)
         assert split is None or not any(way.has_rows for way in split.split.values())
 
 
