@@ -73,7 +73,8 @@ class ExpertMap:
 
     A *logical* expert is an expert of the model; a *physical* expert is one copy of it, on a slot of a rank: number
     `rank * slots + slot`. On each rank the slots hold its own experts in ascending order, then its replicas.
-    Axes: W ranks, E logical experts, P = W · slots physical experts, C copies of an expert, S tokens, K choices.
+    Axes: W ranks (V where they compute rows), E logical experts, P = W · slots physical experts, C copies of an expert,
+    S tokens, K choices.
 
     Attributes:
         balance: the placement (`balance.placement`) and rows per expert and rank (`balance.computed_EV`).

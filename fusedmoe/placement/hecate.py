@@ -275,9 +275,9 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
 
 
 def is_uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
-    """Return whether the busiest owners' load, summed over layers without replicas, exceeds the mean by over 5%.
+    """Return whether the load of each layer's busiest owner, summed over layers, exceeds the mean by over 5%.
 
-    Algorithm 2 can only worsen balanced loads. Arguments: see `reshard`.
+    Replicas do not count. `reshard` (Hecate's Algorithm 2) can only worsen balanced loads. Arguments: see `reshard`.
     """
     work_LW = [load_E @ one.holds_EW for one, load_E in zip(shardings, np.asarray(load_LE, dtype=float), strict=True)]
     return bool(np.max(work_LW, axis=1).sum() > (1 + _MAX_IMBALANCE) * np.mean(work_LW, axis=1).sum())

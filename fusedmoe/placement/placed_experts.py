@@ -44,7 +44,7 @@ from fusedmoe.placement.replica_gradients import (
     send_accumulated,
 )
 from fusedmoe.placement.replica_state import ReplicaTiming
-from fusedmoe.placement.replicas import Recording, Replicas
+from fusedmoe.placement.replicas import RecordContext, Replicas
 from fusedmoe.placement.traffic import Transfer, split_tokens
 from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
@@ -115,7 +115,7 @@ class PlacedExperts:
         self.settings = PlacementSettings()
         self.clock, self._load_E = IdleClock(), np.zeros(table.placement.experts, dtype=np.int64)
         self.deep_copies: WeakValueDictionary[int, PlacedExperts] = WeakValueDictionary()
-        self._copy_numbers = count()
+        self._deep_copy_numbers = count()
         self._recorder: Recorder | None = None
         self._gradient_route: GradientRoute | None = None
         self._parameter_aliases: tuple[Tensor, ...] = ()
@@ -126,7 +126,7 @@ class PlacedExperts:
         # Topology, groups and streams are shared. The copy has no replicas.
         made = copy(self)
         memo[id(self)] = made
-        self.deep_copies[next(self._copy_numbers)] = made
+        self.deep_copies[next(self._deep_copy_numbers)] = made
         made._reset(self.table.copy_for(deepcopy(self.table.experts, memo)), self.timing)
         return made
 
@@ -157,12 +157,12 @@ class PlacedExperts:
         """
         if placement.sharding != self.table.sharding:
             raise ConfigError("a layer's owners change with reshard(), not with set_placement()")
-        self.replicas.drop()
+        self.replicas.invalidate()
         self._set_placement(placement)
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
         """Change owners. `tensors`: parameters of this rank's new experts. Drops gradients."""
-        self.replicas.drop()  # first: no transfer may write to the old memory
+        self.replicas.invalidate()  # first: no transfer may write to the old memory
         self.table.replace_parameters(tensors)
         self._set_placement(sharding)
         self._gradient_route, self._parameter_aliases = None, ()  # they describe rows of the old owners
@@ -212,7 +212,7 @@ class PlacedExperts:
         self.clock.note(self.clock.model_start, self.table.device)
         # Replicas of an earlier forward serve its backward only: changes of parameters through `.data` are
         # undetectable.
-        self.replicas.drop()
+        self.replicas.invalidate()
         self._has_begun, self._recorder = True, recorder
         is_first = self.settings.previous_layer is None
         one_by_one = self._needs_fetch_ahead or self.timing is ReplicaTiming.IN_TURNS
@@ -400,10 +400,10 @@ class PlacedExperts:
             previous.fetch()
         return work
 
-    def _record_gather(self) -> Recording:
+    def _record_gather(self) -> RecordContext:
         return self._record("sparse all-gather", GATHER, "backward" if is_recomputing() else "forward")
 
-    def _record(self, name: str, kind: str, phase: str) -> Recording:
+    def _record(self, name: str, kind: str, phase: str) -> RecordContext:
         if self.timing is ReplicaTiming.BY_TASKS:
             return None  # the executor records the task
         return span(self._recorder, name, kind=kind, resource="inter", phase=phase)

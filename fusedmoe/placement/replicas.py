@@ -14,7 +14,7 @@ from fusedmoe.placement.replica_state import ReplicaEvent, ReplicaState, after
 from fusedmoe.placement.traffic import Transfer, reduce_transfers
 
 # Context that records a transfer, entered by the thread that runs it.
-Recording = AbstractContextManager[None] | None
+RecordContext = AbstractContextManager[None] | None
 
 
 class Replicas:
@@ -41,14 +41,14 @@ class Replicas:
         """True if replicas are present or in flight: no fetch is needed."""
         return self.state not in (ReplicaState.ABSENT, ReplicaState.RELEASED)
 
-    def fetch(self, recording: Recording = None) -> None:
+    def fetch(self, recording: RecordContext = None) -> None:
         """Start the transfers of all replicas. Collective."""
         tensors = self.table.tensors()
         # Compared later: replicas of older parameters must not be used.
         self._versions = self.table.versions()
         self._start(ReplicaEvent.FETCH, self.table.transfers, tensors, recording)
 
-    def add(self, transfers: Sequence[Transfer], recording: Recording = None) -> None:
+    def add(self, transfers: Sequence[Transfer], recording: RecordContext = None) -> None:
         """Start the transfers of on-demand replicas. Collective."""
         if transfers:
             self._start(ReplicaEvent.ADD, transfers, self.table.tensors(), recording)
@@ -65,7 +65,7 @@ class Replicas:
         if self.state is not ReplicaState.PRESENT:
             self._transition(ReplicaEvent.ARRIVE)
 
-    def drop(self) -> None:
+    def invalidate(self) -> None:
         """Wait for started transfers, and mark the replicas as outdated."""
         self._wait_if_in_flight()
         self._transition(ReplicaEvent.DROP)
@@ -99,7 +99,7 @@ class Replicas:
         row_of_expert: Mapping[int, int],
         grads: Sequence[Tensor],
         num_owned: int,
-        recording: Recording,
+        recording: RecordContext,
     ) -> SparseWork:
         """Start sending gradients of replicas to the owners, along `transfers` reversed. Collective."""
         if not transfers:
@@ -110,7 +110,7 @@ class Replicas:
         return work
 
     def _start(
-        self, event: ReplicaEvent, transfers: Sequence[Transfer], tensors: Sequence[Tensor], recording: Recording
+        self, event: ReplicaEvent, transfers: Sequence[Transfer], tensors: Sequence[Tensor], recording: RecordContext
     ) -> None:
         state = after(self.state, event)
         if transfers:

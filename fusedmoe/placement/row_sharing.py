@@ -40,6 +40,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
 class RowSharing:
     """State of the search: how the rows of each expert are shared among the ranks that hold it.
 
+    Axes: V, the ranks that compute rows; W, the ranks whose tokens they are; E, all experts.
+
     Args:
         tokens_WE: rows of each expert, by the rank whose tokens they are.
         before: the placement at the start.

@@ -107,8 +107,8 @@ def test_replica_lifecycle_follows_transition_table() -> None:
     sizes = [parameter.data.untyped_storage().nbytes() for parameter in replicas.table.parameters]
     assert replicas.state is RELEASED and transport.arrived == 2 and sizes == owned_bytes
     replicas.fetch()
-    replicas.drop()
-    assert replicas.state is ABSENT and transport.arrived == 3, "waits before it drops"
+    replicas.invalidate()
+    assert replicas.state is ABSENT and transport.arrived == 3, "waits before it invalidates"
     with pytest.raises(RuntimeError, match="replicas are absent and cannot arrive"):
         replicas.wait_for_transfers()
     replicas.fetch()
@@ -126,7 +126,7 @@ def test_parameter_update_during_fetch_is_rejected() -> None:
         replicas.table.parameters[0].add_(1)
     refusal = replicas.why_unusable()
     assert refusal is not None and "experts have changed since their replicas started" in refusal
-    replicas.drop()
+    replicas.invalidate()
     assert replicas.why_unusable() is None
 
 
