@@ -224,7 +224,7 @@ def test_dispatcher_rejects_inconsistent_choices() -> None:
     for rows in (T - 1, T + 1):
         with pytest.raises(ConfigError, match=rf"encode got {rows} rows.*one for each of {T} tokens"):
             dispatcher.encode(draw((rows, D), 4))
-    with pytest.raises(ConfigError, match=rf"decode got {T} rows.*one for each of {E * C} places"):
+    with pytest.raises(ConfigError, match=rf"decode got {T} rows.*one for each of {E * C} slots"):
         dispatcher.decode(draw((T, D), 4))
 
 

@@ -36,7 +36,7 @@ def encode_reference(critical: tuple, data: Tensor, weighted: bool) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])  # tokens without a place, places without a token
+@pytest.mark.parametrize("factor", [0.5, 2.0])  # tokens without a slot, slots without a token
 def test_routing_accessors_equal_definition(factor: float) -> None:
     critical = routed(factor)
     chosen, counts = moe.get_topk_selection(critical)

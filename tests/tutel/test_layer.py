@@ -562,7 +562,7 @@ def test_overlap_degree_does_not_change_results(cluster: Cluster) -> None:
 
 
 def check_unequal_tokens(rank: int, world: int) -> None:
-    """Custom experts receive W·C places, as many as the largest rank needs; a rank without tokens takes part."""
+    """Custom experts receive W·C slots, as many as the largest rank needs; a rank without tokens takes part."""
     module = lambda **more: Expert(start=2.0, **more)  # noqa: E731
     layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
     x = random_tokens(0 if rank else 24, 4, 4)

@@ -43,7 +43,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(ctx: MOELayer) -> Shards:
-    """Return the shards to join for adaptive degree r: 0 joins everything on all ranks, r ≥ 1 leaves r parts."""
+    """Return the shards that this rank joins for `ctx.adaptive_degree`, r.
+
+    With r = 0 each rank joins all experts of all ranks. With r ≥ 1 each expert remains split into r parts.
+    """
     s, r = ctx.sharded_count, ctx.adaptive_degree
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
@@ -267,7 +270,10 @@ def is_trained(module: nn.Module, name: str) -> bool:
 
 
 def can_use_kernels(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
-    """Return whether fusedmoe's kernels may replace a call and are faster; `hidden`: elements of the activations."""
+    """Return whether fusedmoe's kernels may replace `module(x_SM)` and are faster.
+
+    `hidden`: number of elements of the hidden activations, rows x H.
+    """
     if has_hooks(module):  # a call runs more than `forward`
         return False
     # On a CPU, only `forward` rounds half precision as Tutel does.

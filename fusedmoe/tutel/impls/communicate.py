@@ -247,9 +247,9 @@ def _swap_parts(group: Group, rows: Tensor) -> Tensor:
     return collectives.all_to_all_rows(group, rows, counts, counts)
 
 
-def _swap_parts_2dh(handle: ProcessGroup | None, rows: Tensor) -> Tensor:
+def _swap_parts_2dh(process_group: ProcessGroup | None, rows: Tensor) -> Tensor:
     """`_swap_parts` with the two-level algorithm, for nodes of LOCAL_SIZE ranks."""
-    algorithm = make_all_to_all("2dh", topology_of(handle))
+    algorithm = make_all_to_all("2dh", topology_of(process_group))
     assert isinstance(algorithm, TwoLevel)
     traffic = algorithm.uniform_traffic(_part_length(len(rows), algorithm.group))
     collectives.compare_calls(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")

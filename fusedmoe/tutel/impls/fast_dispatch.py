@@ -193,11 +193,11 @@ def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "
     """Return [E, C] int32: the token ("sample_id") or its choice ("top_id") in each slot; -1 if empty."""
     if return_id_type not in ("sample_id", "top_id"):
         raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
-    places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
+    slots = _PairSlots.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
     k = len(critial_data[1])
-    ids_N = places.layout.pair_N // k if return_id_type == "sample_id" else places.layout.pair_N % k
-    empty = ids_N.new_full((places.experts * places.capacity,), -1)
-    return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity).int()
+    ids_N = slots.layout.pair_N // k if return_id_type == "sample_id" else slots.layout.pair_N % k
+    empty = ids_N.new_full((slots.experts * slots.capacity,), -1)
+    return empty.index_copy(0, slots.slot_N, ids_N).view(slots.experts, slots.capacity).int()
 
 
 class _Scaled(Function):
@@ -221,21 +221,21 @@ def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
     return _Scaled.apply(rows_NM, weight_N)
 
 
-class _Places(NamedTuple):
+class _PairSlots(NamedTuple):
     """The (token, k) pairs that have a slot in [E, C], sorted by slot."""
 
     experts: int
     capacity: int
     layout: Layout
-    place_N: Tensor
+    slot_N: Tensor
 
     @classmethod
-    def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _Places:
-        expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
+    def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _PairSlots:
+        expert_SK, slot_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
         # Clients mark dropped pairs by a negative expert or a location beyond the capacity.
-        kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
+        kept_SK = (expert_SK >= 0) & (slot_SK >= 0) & (slot_SK < capacity)
         pair_N = kept_SK.reshape(-1).nonzero()[:, 0]
-        flat_N = (expert_SK * capacity + place_SK).reshape(-1)[pair_N]
+        flat_N = (expert_SK * capacity + slot_SK).reshape(-1)[pair_N]
         # Rows of an expert become contiguous; stable, because masked tokens may share a slot.
         flat_N, by = flat_N.sort(stable=True)
         pair_N = pair_N[by]
@@ -283,7 +283,7 @@ class TutelMoeFastDispatcher:
             text = f"a dispatcher's update got indices, locations and gates of {sizes} elements"
             raise ConfigError(f"{text}; give one tensor of each for every choice, all with an element a token")
         capacity = int(capacity or 0) or self.capacity
-        self._places = _Places.of(self.num_global_experts, capacity, indices, locations)
+        self._slots = _PairSlots.of(self.num_global_experts, capacity, indices, locations)
         self.indices_, self.locations_, self.gates_ = indices, locations, gates
         self.sample_size, self.capacity, self.is_postscore = len(indices[0]), capacity, is_postscore
 
@@ -296,26 +296,26 @@ class TutelMoeFastDispatcher:
         return self._decode(data, self.gates_ if self.is_postscore else (), self.original_dtype)
 
     def _encode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._places.layout)
+        rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._slots.layout)
         if gates:
             rows_NM = self._weighted(rows_NM, gates)
         # Added, not copied: clients assign masked tokens, with weight zero, the slot of another token.
         rows_NM = rows_NM.to(torch.promote_types(rows_NM.dtype, self.dtype))
         blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
-        return blank.index_add(0, self._places.place_N, rows_NM).to(dtype)
+        return blank.index_add(0, self._slots.slot_N, rows_NM).to(dtype)
 
     def _decode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        rows = _rows(data, self.num_global_experts * self.capacity, "decode", "places")
-        rows_NM = rows.index_select(0, self._places.place_N)
+        rows = _rows(data, self.num_global_experts * self.capacity, "decode", "slots")
+        rows_NM = rows.index_select(0, self._slots.slot_N)
         if gates:
             rows_NM = self._weighted(rows_NM, gates)
-        return unpermute(rows_NM, self._places.layout).to(dtype)
+        return unpermute(rows_NM, self._slots.layout).to(dtype)
 
     def _weights(self, gates: Sequence[Tensor]) -> list[Tensor]:
         return [gate.to(self.dtype).reshape(-1) for gate in gates]
 
     def _weighted(self, rows_NM: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        return scaled(rows_NM, take_pairs(torch.stack(self._weights(gates), 1), self._places.layout))
+        return scaled(rows_NM, take_pairs(torch.stack(self._weights(gates), 1), self._slots.layout))
 
 
 def _rows(data: Tensor, count: int, what: str, of: str) -> Tensor:
@@ -329,7 +329,7 @@ fast_dispatcher = TutelMoeFastDispatcher
 
 
 class GatingEncoder:
-    """Tutel's class: `apply(dispatcher, data, *gates)` returns data's rows in the experts' places, in data's dtype.
+    """Tutel's class: `apply(dispatcher, data, *gates)` returns data's rows in their slots [E·C, D], in data's dtype.
 
     With gates, the rows are multiplied by them.
     """

@@ -167,7 +167,10 @@ class MOELayer(Constructed, nn.Module):
 
     @property
     def expert_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks over which experts are split: other experts along ep, shards along esp."""
+        """Return the ranks over which experts are split, by axis.
+
+        Ranks along ep hold different experts, and ranks along esp hold shards of the same experts.
+        """
         s, at = self.sharded_count, get_world_rank(self.group)
         ranks = dist.get_process_group_ranks(self.group) if self.world_size > 1 else [get_world_rank()]
         return {"ep": tuple(ranks[at % s :: s]), "esp": tuple(ranks[at - at % s :][:s])}
@@ -333,7 +336,7 @@ class MOELayer(Constructed, nn.Module):
         return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
 
     def _dispatcher(self) -> LayerDispatcher:
-        """Return the dispatcher of the adaptive degree; collective on a degree's first use."""
+        """Return the dispatcher for `adaptive_degree` (Tutel's `adaptive_r`). Collective when a value is first used."""
         r, s = self._parts(), self.sharded_count
         # The comparison is collective: only in the first call.
         if not self._dispatchers and self.world_size > 1:

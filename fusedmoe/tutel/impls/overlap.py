@@ -21,7 +21,7 @@ def a2a_ffn_overlap_forward(
 ) -> Tensor:
     """Dispatch [E, C, D] in chunks of C, apply `expert_fn`, and return the combined [E, C, D_out]."""
     if input.shape[1] % a2a_ffn_overlap_degree:
-        raise ConfigError(f"{input.shape[1]} places cannot be split into {a2a_ffn_overlap_degree} equal chunks")
+        raise ConfigError(f"{input.shape[1]} slots cannot be split into {a2a_ffn_overlap_degree} equal chunks")
     chunks = input.chunk(a2a_ffn_overlap_degree, dim=1)
     if use_2dh:
         received = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)

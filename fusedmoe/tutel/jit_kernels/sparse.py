@@ -33,28 +33,28 @@ def create_backward_gate(param_dtype: torch.dtype, is_cuda: bool = True) -> Move
 def _forward(
     gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
 ) -> None:
-    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
+    D, (kept, slot) = tokens.shape[-1], _kept_slots(indices, locations, extra)
     weighted = tokens.view(-1, D)[kept] * _column(gates)[kept]
-    rows.view(-1, D).index_add_(0, place, weighted.to(rows.dtype))
+    rows.view(-1, D).index_add_(0, slot, weighted.to(rows.dtype))
 
 
 def _backward_data(
     gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
 ) -> None:
-    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
-    weighted = rows.view(-1, D)[place] * _column(gates)[kept]
+    D, (kept, slot) = tokens.shape[-1], _kept_slots(indices, locations, extra)
+    weighted = rows.view(-1, D)[slot] * _column(gates)[kept]
     tokens.zero_().view(-1, D)[kept] = weighted.to(tokens.dtype)
 
 
 def _backward_gate(
     dgates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
 ) -> None:
-    D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
-    dots = (tokens.view(-1, D)[kept] * rows.view(-1, D)[place]).sum(1)
+    D, (kept, slot) = tokens.shape[-1], _kept_slots(indices, locations, extra)
+    dots = (tokens.view(-1, D)[kept] * rows.view(-1, D)[slot]).sum(1)
     _column(dgates.zero_())[kept, 0] = dots.to(dgates.dtype)
 
 
-def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _kept_slots(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[Tensor, Tensor]:
     indices, locations, capacity = indices.reshape(-1), locations.reshape(-1), extra[2]
     kept = ((indices >= 0) & (locations < capacity)).nonzero()[:, 0]
     return kept, indices[kept].long() * capacity + locations[kept].long()
