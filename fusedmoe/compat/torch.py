@@ -214,8 +214,8 @@ def hide_from_ddp(module: nn.Module, names: list[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-def shard_over(mesh: DeviceMesh) -> Callable[[Any], Any] | None:
-    """Return a function from a placement to FSDP2's argument for sharding a parameter over its own mesh.
+def shard_placement_maker(mesh: DeviceMesh) -> Callable[[Any], Any] | None:
+    """Return a function that converts a placement to FSDP2's argument for sharding a parameter over `mesh`.
 
     None before PyTorch 2.12, where FSDP2 has one mesh for all parameters.
     """
@@ -277,11 +277,13 @@ class Recomputation(NamedTuple):
 
 
 class Checkpoints(NamedTuple):
-    """Activation checkpoints around a call, as objects that live as long as their graphs.
+    """Activation checkpoints around a call.
+
+    A checkpoint is represented by an object that lives as long as the checkpoint's graph.
 
     Attributes:
-        forward: checkpoints in whose first forward this call runs.
-        recomputation: the innermost checkpoint that recomputes this call, if any.
+        forward: checkpoints that contain this call and are in their first forward.
+        recomputation: the innermost checkpoint that is recomputing this call, if any.
     """
 
     forward: list[Any]
@@ -289,7 +291,7 @@ class Checkpoints(NamedTuple):
 
 
 def checkpoints() -> Checkpoints:
-    """Return the checkpoints whose first forward contains the caller, and the one that recomputes it, if any."""
+    """Return the activation checkpoints that contain the caller's call."""
     # A non-reentrant PyTorch checkpoint pushes a saved-tensor hook that refers to its frame: one hook for the first
     # forward, another for a recomputation. Other checkpoints (PyTorch's reentrant one, Megatron's, DeepSpeed's) are
     # autograd functions whose `forward(ctx, …)` runs without a graph and whose `backward(ctx, …)` recomputes it.

@@ -38,7 +38,7 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
     setattr(owner, name, checked)
 
 
-def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
+def install_ddp_check(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
     """Call `check(wrapper, parameters)` after DistributedDataParallel's constructor, with the reduced parameters."""
     initialise, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
     require_parameters(*_VERSIONS, initialise, "self", "module", keywords=[delayed_name])
@@ -60,7 +60,7 @@ def check_ddp(check: Callable[[DistributedDataParallel, list[nn.Parameter]], Non
     DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
 
 
-def check_averages(check: Callable[..., None]) -> None:
+def install_average_check(check: Callable[..., None]) -> None:
     """Call `check(parameters, process_group)` before parameters are averaged over ranks.
 
     All of PyTorch's averagers (periodic, hierarchical, post-local SGD) use this one function.

@@ -74,6 +74,6 @@ def captures_outputs() -> bool:
 
 
 def recorders_of(module: nn.Module, output: str) -> list[Any]:
-    """Return the recorders of a model's output, each an `OutputRecorder` or a class."""
+    """Return what transformers records for the model output `output`: `OutputRecorder`s or classes of modules."""
     recorded = (getattr(module, "_can_record_outputs", None) or {}).get(output)
     return [*recorded] if isinstance(recorded, (list, tuple)) else [recorded]

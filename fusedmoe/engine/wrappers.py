@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.compat.torch import fsdp_parameters, module_states
-from fusedmoe.compat.torch_checks import check_averages, check_ddp
+from fusedmoe.compat.torch_checks import install_average_check, install_ddp_check
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import mark_constant_in_graphs
 
@@ -226,7 +226,7 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
 _reduced_ids: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
 
 
-def _after_ddp(wrapper: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+def _after_ddp_construction(wrapper: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
     reduced = frozenset(map(id, parameters))
     for check in list(_checks):
         check.check_ddp(wrapper, reduced)
@@ -234,8 +234,8 @@ def _after_ddp(wrapper: DistributedDataParallel, parameters: list[nn.Parameter])
 
 
 # At import, so that later imports of the functions get the checked ones.
-check_averages(_before_average)
-check_ddp(_after_ddp)
+install_average_check(_before_average)
+install_ddp_check(_after_ddp_construction)
 
 
 @cache

@@ -29,7 +29,13 @@ from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  the
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import bound_collectives
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import WatchedDataParallel, call_after_backward, graph_task_id, hide_from_ddp, shard_over
+from fusedmoe.compat.torch import (
+    WatchedDataParallel,
+    call_after_backward,
+    graph_task_id,
+    hide_from_ddp,
+    shard_placement_maker,
+)
 from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an operator
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED, experts_of
@@ -278,7 +284,7 @@ def _shard_placement(
     module: nn.Module, topology: Topology, sharded_parameters: set[nn.Parameter]
 ) -> Callable[[nn.Parameter], Any]:
     assert topology.expert_mesh is not None
-    ranks, over = topology.edp.size, shard_over(topology.expert_mesh["edp"])
+    ranks, over = topology.edp.size, shard_placement_maker(topology.expert_mesh["edp"])
     if over is None:
         raise ConfigError(
             f"fully_shard(experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; {torch.__version__} "

@@ -300,7 +300,7 @@ def _check_few_experts(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="move between ranks"):
         fully_shard(layer(placement="fssdp"), topology, experts=True)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="Update PyTorch"):
-        patch.setattr(data_parallel, "shard_over", lambda mesh: None)
+        patch.setattr(data_parallel, "shard_placement_maker", lambda mesh: None)
         fully_shard(layer(), topology, experts=True)
     other = layer()
     torch.distributed.fsdp.fully_shard(other.experts, mesh=topology.expert_mesh["edp"])
