@@ -80,7 +80,7 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
 
 
 class ReceivedPairs(NamedTuple):
-    """Pairs of received tokens, ordered by token, then k.
+    """P pairs of received tokens, ordered by token, then k.
 
     Attributes:
         expert_P: local expert of each pair.

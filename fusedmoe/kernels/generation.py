@@ -1,4 +1,4 @@
-"""Choice of a GPU generation's tile table, by tensor-core instruction and shared memory per block.
+"""Choice of a table of GEMM tile sizes by GPU generation: its tensor-core instruction and shared memory per block.
 
 Tables exist for sm_80, sm_90 and sm_100. Hopper (wgmma) and data-centre Blackwell (tcgen05) use their table if a block
 has enough shared memory for its tiles. All other devices use the sm_80 table, whose mma instruction every GPU supports:
@@ -23,7 +23,7 @@ _TABLE_OF_MAJOR = {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}
 
 
 def generation(capability: Capability, shared_bytes: int) -> Capability:
-    """Return the generation whose tile table fits a device; raises `ConfigError` if it cannot run the kernels.
+    """Return the generation whose GEMM tiles fit a device. Raises `ConfigError` if it cannot run the kernels.
 
     `shared_bytes`: maximum shared memory per block.
     """
@@ -38,7 +38,7 @@ def generation(capability: Capability, shared_bytes: int) -> Capability:
 
 
 def generation_of(device: torch.device) -> Capability | None:
-    """Return the generation whose tile table a CUDA device uses, or None under Triton's interpreter."""
+    """Return the generation whose GEMM tiles a CUDA device uses, or None under Triton's interpreter."""
     if INTERPRET:
         return None
     gpu: Any = torch.cuda.get_device_properties(device)  # PyTorch's type stubs lack shared_memory_per_block_optin

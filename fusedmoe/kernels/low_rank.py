@@ -118,7 +118,11 @@ def low_rank_forward(
     adapters: Adapters,
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous."""
+    """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous.
+
+    hidden_NL holds side by side, per row, the pre-activations and the low-rank products x·Aᵀ of the adapters of both
+    matrices; L is its width (`hidden_width`).
+    """
     if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2

@@ -215,7 +215,7 @@ class Wait(NamedTuple):
 
 
 class Sends(NamedTuple):
-    """Flat tables of the tokens and routing metadata that a rank puts to its peers' receive buffers.
+    """Indices of the tokens, and the routing metadata, that a rank puts to its peers' receive buffers.
 
     Attributes:
         token_WC, token_used_W: int32, the token that is written to each row of a peer's buffer, and the number of

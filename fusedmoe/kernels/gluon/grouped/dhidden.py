@@ -72,7 +72,7 @@ def _finish(
     GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
     OUT: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Run the epilogue on WIDTH columns, one box of H at a time: all at once would not fit the registers."""
+    """Run the epilogue on WIDTH columns, a bulk-copied box of BK at a time: all at once would not fit the registers."""
     _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
     _, H = sizes
     HALVES: gl.constexpr = 2 if GATED else 1

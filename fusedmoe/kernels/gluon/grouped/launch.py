@@ -149,7 +149,10 @@ def result_box_shape(config: HopperConfig) -> list[int]:
 
 
 def num_result_boxes(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
-    """Return the number of result boxes per group: all of a tile's, or the largest divisor that fits in shared memory.
+    """Return the number of result boxes that a warp group keeps in shared memory.
+
+    A box is a piece of a tile that one bulk copy stores. All boxes of a tile are kept, or the largest divisor of their
+    number that fits.
 
     Args:
         halves: 2 if the tile's columns are half g, half u; else 1.
@@ -157,7 +160,7 @@ def num_result_boxes(config: HopperConfig, halves: int = 1, results: int = 1, so
         sources: row indices stored with each row of a step.
 
     Raises:
-        ValueError: not one box fits.
+        ValueError: shared memory is too small for one box.
     """
     rows, columns = result_box_shape(config)
     left = _SHARED - config.stages * (2 * (config.bm + config.bn) + 8 * sources) * config.bk

@@ -349,7 +349,11 @@ def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 def dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute dlogits·W, [S, M]; dlogits is [S, E], or split (`empty_summands`) if W is bfloat16."""
+    """Compute dlogits·W, [S, M].
+
+    dlogits is [S, E]; with bfloat16 W also [summands, S, E or padded], bfloat16 tensors that add up to it
+    (`empty_summands`).
+    """
     weight_EM = weight_EM.contiguous()
     S, (E, M) = dlogits.shape[-2], weight_EM.shape
     dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits.device)

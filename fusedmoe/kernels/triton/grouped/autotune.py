@@ -110,7 +110,7 @@ class TuningRecord:
     Args:
         file: path; None keeps results only in this object.
     Attributes:
-        faults: errors of configurations that failed while being timed, by variant.
+        faults: errors of configurations that failed while being timed, by variant and configuration.
         choices: per key {"config": ..., "microseconds": {config: ...}}.
     """
 
@@ -196,11 +196,12 @@ class Tuner:
         return key.flops >= MIN_TUNED_FLOPS and self._is_allowed()
 
     def _usable(self, key: Key, configs: Sequence[Config]) -> list[Config]:
-        usable = [config for config in configs if _fault_name(key, config) not in self.record.faults]
+        usable = [config for config in configs if _failed_config_key(key, config) not in self.record.faults]
         if not usable:
             raise RuntimeError(
                 f"every configuration of {key.variant} fails on this GPU, e.g. {configs[0]}: "
-                f"{self.record.faults[_fault_name(key, configs[0])]}; report it, and set FUSEDMOE_AUTOTUNE=0 meanwhile"
+                f"{self.record.faults[_failed_config_key(key, configs[0])]}; report it, and set FUSEDMOE_AUTOTUNE=0 "
+                "meanwhile"
             )
         return usable
 
@@ -282,14 +283,17 @@ class Tuner:
             ) from error
 
     def _record_fault(self, key: Key, config: Config, fault: str) -> None:
-        self.record.faults[_fault_name(key, config)] = fault
+        self.record.faults[_failed_config_key(key, config)] = fault
         self.record.save()
         self._untuned.clear()
         warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
 
 
-def _fault_name(key: Key, config: Config) -> str:
-    """Return the name of a failed configuration, without the number of programs, which is not compiled in."""
+def _failed_config_key(key: Key, config: Config) -> str:
+    """Return the key of a failed configuration in `TuningRecord.faults`.
+
+    Excludes the number of programs, which is not compiled in.
+    """
     return f"{key.variant}, {with_programs(config, 0)}"
 
 

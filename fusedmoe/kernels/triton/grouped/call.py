@@ -1,4 +1,4 @@
-"""Common part of the grouped GEMM launches: row tables of a call, configuration choice, and kernel arguments.
+"""Common part of the grouped GEMM launches: row indices of a call, configuration choice, and kernel arguments.
 
 Launchers perform no host synchronization and no autograd. Shapes are upper bounds.
 """
@@ -29,7 +29,7 @@ class ChooseConfig(Protocol):
 
 
 class GroupedCall:
-    """Tables shared by the launches of one call: the layout on the device, and row tiles by height.
+    """Tensors shared by the grouped GEMM launches of one call: the layout, and lists of row tiles by tile height.
 
     Args:
         like: tensor of the call's dtype and device.

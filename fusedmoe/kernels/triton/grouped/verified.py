@@ -1,11 +1,11 @@
 """Configurations of the grouped GEMMs verified on GPUs: the only ones that the run-time tuner times.
 
 `python -m bench.gpu.verify`, a part of `make bench-gpu`, compares every candidate with its reference and records the
-verdicts in bench/results. Entries are added here by hand, with the file of their verdict and its Triton version.
+results in bench/results. Entries are added here by hand, with the file of the result and its Triton version.
 
-A verdict on the Gluon form holds only for the Triton versions of its evidence, because Gluon is experimental. A verdict
-on the Triton form holds for every tested version: `make aot` compiles each configuration with each version and checks
-the machine code (bench/launches.json). Untuned launches use the Triton form as well, so this table could not exclude a
+Results of the Gluon form hold only for the Triton versions of their evidence, because Gluon is experimental. Results of
+the Triton form hold for every tested version: `make aot` compiles each configuration with each version and checks the
+machine code (bench/launches.json). Untuned launches use the Triton form as well, so this table could not exclude a
 version that miscompiles it.
 """
 
@@ -42,7 +42,7 @@ class Verified(NamedTuple):
         configs: names of configurations by prefix of the verified variants (`str(Variant)`). A name that ends in " p"
             was verified with fewer programs than tiles, as in launches overlapped with communication.
         triton: Triton versions of the evidence. The Gluon form is verified for these only.
-        evidence: files in bench/results with the verdicts.
+        evidence: files in bench/results with the comparisons.
     """
 
     capability: Capability

@@ -3,7 +3,7 @@
 The network card reads rows asynchronously from symmetric memory, where kernels store them first (staging,
 `Addresses.store_N`). Every put is a request to NVSHMEM's proxy thread and covers all rows contiguous at both ends:
 tokens are put tile by tile with their signal (`put_signal_nbi`), results in runs of an expert's rows for one peer
-within a tile (`put_runs`). Staging must not be overwritten until the peer has given credit.
+within a tile (`put_runs`). Staging must not be overwritten until the peer has given credit, after it has read the rows.
 
 Source memory must be symmetric or registered with NVSHMEM. Device functions wait, without a timeout, if the proxy
 thread on the host falls behind.

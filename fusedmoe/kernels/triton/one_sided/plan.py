@@ -137,7 +137,7 @@ def place_tokens_kernel(
 
 
 def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
-    """Plan as `define_sends`; unused table entries stay uninitialized."""
+    """Compute `define_sends` by kernels. Unused entries of the results stay uninitialized."""
     offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // peers
     tiles = max(1, triton.cdiv(tokens, TOKENS))
     padded = triton.next_power_of_2(degree)

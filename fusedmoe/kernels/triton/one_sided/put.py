@@ -1,4 +1,4 @@
-"""Kernels that put rows to other ranks' receive buffers: a signal per tile, results, and credits.
+"""Kernels that put rows to other ranks' receive buffers, a signal per tile, and credits (permissions to overwrite).
 
 A receive buffer is a ring of slots in a symmetric heap. Each slot has C rows per source rank, signalled TILE at a time.
 Readers wait with the kernels of `remote.py`; grouped GEMMs wait for their rows and put their results
@@ -345,7 +345,10 @@ def launch_options(has_long_code: bool) -> dict[str, int]:
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:
-    """Return options of launches that give credit or send faults: one warp with NVSHMEM, which every thread calls."""
+    """Return launch options of the kernels that give credit or send faults.
+
+    With NVSHMEM one warp, because every thread makes the NVSHMEM call.
+    """
     return {"num_warps": 1} if nvshmem else {}
 
 
