@@ -317,19 +317,22 @@ def chunk_size(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
     return counts * (part + 1) // degree - counts * part // degree
 
 
-def transpose_blocks(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
-    """Reorder blocks of sizes[i, j, …] rows (last index fastest) as `transpose(axes)` reorders array entries.
+def transpose_blocks(rows: Tensor, sizes: np.ndarray, permutation: tuple[int, ...]) -> Tensor:
+    """Reorder blocks of sizes[i, j, …] rows (last index fastest) as `transpose(permutation)` reorders array entries.
 
-    With sizes [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
+    With sizes [[1, 2], [0, 1]] and permutation (1, 0), rows a|bb||c become a||bb|c.
     """
-    return rows.index_select(0, block_order(sizes, axes, rows.device))
+    return rows.index_select(0, block_order(sizes, permutation, rows.device))
 
 
-def block_order(sizes: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
+def block_order(sizes: np.ndarray, permutation: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the row indices of `transpose_blocks`, [rows] int64. Never synchronizes with the device."""
     # A row's source is its block's start before the transpose plus its offset in the block.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
-    start, size = start.reshape(sizes.shape).transpose(axes).reshape(-1), sizes.transpose(axes).reshape(-1)
+    start, size = (
+        start.reshape(sizes.shape).transpose(permutation).reshape(-1),
+        sizes.transpose(permutation).reshape(-1),
+    )
     offset, rows = np.cumsum(size) - size, int(size.sum())
     first, repeats = torch.from_numpy(np.stack([start - offset, size])).to(device)
     index = torch.arange(rows, device=device)

@@ -1,7 +1,8 @@
 """Collectives on rows with variable row counts, bounded waits, and sums in rank order.
 
 Every function takes the group first, accepts ranks without rows, and is a no-op for a group of one rank. A wait that
-exceeds the job's timeout raises a `RankError` that names the rank at fault if known. Nothing is sent after a verdict.
+exceeds the job's timeout raises a `RankError` that names the rank at fault if known. Nothing is sent after a
+verdict (`Board`), the record of why the job stops.
 
 On CPUs every operation starts with an all-gather of fixed-size envelopes that name the operation (`compare_calls`) and
 carry the sizes, or all data if small. Without them Gloo would accept the bytes of another operation: too many abort the
@@ -98,7 +99,7 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
     Returns:
         Each rank's data; [] on GPUs or for one rank, where nothing is compared.
     Raises:
-        RankError: ranks call different operations; a verdict stands; or as for `wait`.
+        RankError: ranks call different operations; the job has a verdict; or as for `wait`.
     """
     handle = group.handle
     if handle is None:
@@ -153,7 +154,7 @@ def all_to_all_rows(
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     Raises:
-        RankError: inconsistent row counts; ranks call different operations; a verdict stands; or as for `wait`.
+        RankError: inconsistent row counts; ranks call different operations; the job has a verdict; or as for `wait`.
     """
     handle = group.handle
     if handle is None:

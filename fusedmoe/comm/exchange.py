@@ -255,9 +255,10 @@ class Exchange(RowExchange):
         """Send expert assignments and router weights to the ranks of the experts. Collective.
 
         Args:
-            code_N, row_N: packed assignment and row of each sent pair (`SentTokens`), with padding; None: one row per
-                pair.
+            code_N: packed expert assignment of each sent pair (`SentTokens`); None: each row is one pair.
             weight_N: router weight of each row; None: all 1.
+            row_N: index in weight_N of each sent pair's row; None: each row is one pair. In code_N and row_N, entries
+                after the sent pairs are padding.
             k: maximum pairs per token.
         Returns:
             The pairs of this rank's experts, and the weight of each.

@@ -87,7 +87,7 @@ class Topology:
             RankError: the ranks pass different arguments, or a rank did not join.
         """
         size, per_node = _world_size(), _ranks_per_node(ranks_per_node)
-        joined = _join_job(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
+        joined_job = _join_job(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
         for name, axes in (("ep·esp", (ep, esp)), ("mp", (mp,))):
             need = math.prod(axes)
             if min(axes) < 1 or size % need:
@@ -97,7 +97,7 @@ class Topology:
                     f"Start as many ranks as a multiple of both ep·esp and mp{alone}, or choose smaller sizes."
                 )
         ranks = torch.arange(size, device="cpu")
-        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, joined, duplex)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, joined_job, duplex)
 
     @classmethod
     def from_mesh(
@@ -125,7 +125,7 @@ class Topology:
         """
         world, per_node = _world_size(), _ranks_per_node(ranks_per_node)
         arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}"
-        joined = _join_job(timeout_s, f"{mesh}, {arguments}")
+        joined_job = _join_job(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
         named = {"ep": ep, "esp": esp, "mp": mp, "pp": pp}
         for axis, name in named.items():
@@ -139,7 +139,7 @@ class Topology:
         ranks = mesh.mesh.cpu()
         if pp is not None:
             stages = names.index(pp)
-            ranks = ranks.select(stages, int((ranks == joined[0].rank).nonzero()[0, stages]))
+            ranks = ranks.select(stages, int((ranks == joined_job[0].rank).nonzero()[0, stages]))
             names = (*names[:stages], *names[stages + 1 :])
 
         def grid(*last: str | None) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Topology:
             sizes = [1 if name is None else ranks.shape[names.index(name)] for name in last]
             return ranks.permute((*outer, *inner)).reshape(-1, *sizes)
 
-        return cls._from_grids(grid(ep, esp), grid(mp), per_node, joined, duplex=False)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, joined_job, duplex=False)
 
     @classmethod
     def from_group(
@@ -199,9 +199,9 @@ class Topology:
 
     @classmethod
     def _from_grids(
-        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, joined: _JoinedJob, duplex: bool
+        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, joined_job: _JoinedJob, duplex: bool
     ) -> Topology:
-        (job, numbers_of_ranks), topology, size = joined, cls.__new__(cls), experts.numel()
+        (job, numbers_of_ranks), topology, size = joined_job, cls.__new__(cls), experts.numel()
         if size == 1:
             topology._init_axes(Job(timeout_s=job.timeout_s), 1)
             return topology

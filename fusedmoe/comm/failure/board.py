@@ -406,8 +406,11 @@ class _UncaughtHook:
                 board.final_verdict() or board.post(board.rank, "the program", words)
                 board.wait_until_verdict_is_read(deadline)
 
-    def end(self) -> None:
-        """End the process in native code if its destructors take more than `_DESTRUCTORS_S` seconds."""
+    def limit_exit_time(self) -> None:
+        """After an uncaught exception, start a timer that ends the process `_DESTRUCTORS_S` seconds later.
+
+        The timer runs in native code: destructors that block Python do not stop it.
+        """
         # Gloo's destructors wait up to half an hour for a missing rank, while the launcher waits for this process.
         if not self._failed:
             return
@@ -424,7 +427,7 @@ def post_uncaught_exceptions(board: Board) -> None:
     if not isinstance(sys.excepthook, _UncaughtHook):
         sys.excepthook = _UncaughtHook(sys.excepthook)
         # Registered early, so it runs after most other handlers.
-        atexit.register(sys.excepthook.end)
+        atexit.register(sys.excepthook.limit_exit_time)
     sys.excepthook.boards.add(board)
 
 

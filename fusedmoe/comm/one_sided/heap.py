@@ -166,7 +166,7 @@ class Heap:
 # Reasons to stop waiting, in addition to `TIMED_OUT` and `FAULT`.
 _VERDICT_POSTED, _PEER_ENDED = 2, 3
 #: Maps a signal's index to the peer's index in the group and a description of the awaited rows.
-SignalName = Callable[[int], tuple[int, str]]
+DescribeSignal = Callable[[int], tuple[int, str]]
 
 
 class Watch:
@@ -188,14 +188,14 @@ class Watch:
         self._record = self.record.numpy()
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         # Keyed by signal address, which kernels record: the host may have issued more launches since.
-        self._names: dict[int, tuple[str, SignalName]] = {}
+        self._names: dict[int, tuple[str, DescribeSignal]] = {}
         self._faults: dict[str, int] = {}
         self._poller: WorkerThread | None = None
         heap.checks.append(partial(self.check, wait=True))
 
-    def name_signals(self, signals: Tensor, operation: str, name: SignalName) -> None:
-        """Name signals and the operation that waits for them, for errors."""
-        self._names[signals.data_ptr()] = operation, name
+    def name_signals(self, signals: Tensor, operation: str, describe: DescribeSignal) -> None:
+        """Register signals and the operation that waits for them, for errors."""
+        self._names[signals.data_ptr()] = operation, describe
 
     def fault_number(self, fault: str) -> int:
         """Return the number by which kernels report a fault (`Faults`). `fault`: error text after the count.

@@ -116,7 +116,7 @@ class ReceiveBuffers:
         }
 
     def _make_views(self) -> None:
-        """Create the views and small tables of every slot.
+        """Create the views and the index tensors of every slot.
 
         Tensors created later, during CUDA graph capture, would not exist before the first replay.
         """
