@@ -26,8 +26,9 @@ from fusedmoe.losses import Packing
 class NonFiniteMonitor:
     """Counts non-finite values over the forwards of one layer.
 
-    The count stays on the device, also in graphs. Each `poll()` starts an asynchronous copy to the host and returns the
-    result of the last completed copy. Copies of a layer start at zero.
+    The count stays on the device, also in graphs. `poll()` copies it to the host asynchronously: a later poll returns
+    it once the copy has completed. `wait_for_count()` returns it at once and resets it. Deep copies of a layer start
+    at zero.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,10 @@ class NonFiniteMonitor:
         self._count.add_(bad)
 
     def poll(self) -> int:
-        """Return the count of the last completed copy; never waits."""
+        """Return the count if the copy started by an earlier poll has completed, else 0. Never waits.
+
+        Starts the next copy unless one is pending. Always 0 on CPU and during graph capture.
+        """
         if self._count is None or not self._count.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
         count = 0
@@ -61,7 +65,7 @@ class NonFiniteMonitor:
         return count
 
     def wait_for_count(self) -> int:
-        """Return and reset the count of all forwards so far; synchronizes with the device."""
+        """Return and reset the number of non-finite values in all forwards so far; synchronizes with the device."""
         count = 0 if self._count is None else int(self._count)
         self._count = self._pending_copy = None
         return count
@@ -293,7 +297,7 @@ def find_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
         refusal = mask_error("MoELayer", mask, x)
     if refusal is None:
         assert isinstance(mask, Tensor)
-        real_N, cut = mask.reshape(-1), _cuts_sequences(mask, gate.loss_sequence)
+        real_N, cut = mask.reshape(-1), _mask_cuts_sequences(mask, gate.loss_sequence)
         if cut is not None:
             # Whole sequences give a multiple of `sequence` indices; a cut leaves exactly one, which is not. The host
             # learns of it with the number of tokens, in one synchronization.
@@ -333,14 +337,14 @@ def mask_error(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
     """
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
         for sequence in (gate.loss_sequence for gate in gates):
-            if (cut := _cuts_sequences(mask, sequence)) is not None and cut:
+            if (cut := _mask_cuts_sequences(mask, sequence)) is not None and cut:
                 return _cut_sequences_error(who, sequence)
         return None
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     return f"{who} got a mask that is {got}; it takes booleans {list(x.shape[:-1])}, true for a token"
 
 
-def _cuts_sequences(mask: Tensor, sequence: int | None) -> Tensor | None:
+def _mask_cuts_sequences(mask: Tensor, sequence: int | None) -> Tensor | None:
     """Return whether a mask covers a sequence partly. A per-sequence loss would then mix tokens of two sequences.
 
     None: no per-sequence loss, or the gate itself raises (in a graph, or if `sequence` does not divide the tokens).

@@ -52,7 +52,7 @@ _OPERATION = "measuring a layer"
 
 
 def measure_layer(
-    plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None, *, again_s: float | None = None
+    plans: LayerPlans, like: Tensor, all_to_all: AllToAll | None = None, *, budget_s: float | None = None
 ) -> CostModel:
     """Measure this machine and the parts of a layer, on random tokens like `like`, [S, M].
 
@@ -61,13 +61,13 @@ def measure_layer(
 
     Args:
         all_to_all: algorithm of the layer; None: direct.
-        again_s: ignore the cache and measure for about this many seconds; the same on every rank. If the layer's
+        budget_s: ignore the cache and measure for about this many seconds; the same on every rank. If the layer's
             parameters are sharded now (FSDP2), only the machine is measured again.
     Raises:
         ConfigError: the experts do not describe their workload.
     """
     topology, gate, order, experts = plans.parts
-    half_budget_s = None if again_s is None else again_s / 2
+    half_budget_s = None if budget_s is None else budget_s / 2
     costs = measured_costs(topology, like.device, like.dtype, half_budget_s)
     if plans.is_placed:
         return costs
@@ -115,7 +115,7 @@ def measure_layer(
     facts["tokens"] = len(like)
     # FSDP gathers a layer's parameters only during its forward; otherwise earlier measurements of the parts are kept.
     is_unsharded = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
-    ignore_cache = is_unsharded and again_s is not None
+    ignore_cache = is_unsharded and budget_s is not None
     seen = measure_parts(topology, like.device, like.dtype, facts, observe, ignore_cache=ignore_cache)
     return replace(costs, observed={workload.shapes: seen})
 
@@ -132,14 +132,14 @@ class CostTrial:
     """Measures the costs of a layer inside a forward, where FSDP has gathered its parameters.
 
     Attributes:
-        again_s: ignore the cache and measure for about this many seconds; None: use cached measurements if any.
+        budget_s: ignore the cache and measure for about this many seconds; None: use cached measurements if any.
         can_regroup: the experts support another number of chunks backward than forward.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
         self._plans = plans
         self.state = Measurement.DUE
-        self.again_s: float | None = None
+        self.budget_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
         self.can_regroup = False
@@ -155,7 +155,7 @@ class CostTrial:
         topology, experts = self._plans.topology, self._plans.parts.experts
         self.can_regroup = in_chunks().can_regroup
         with measurement_context():
-            self.costs = measure_layer(self._plans, x_SM, again_s=self.again_s)
+            self.costs = measure_layer(self._plans, x_SM, budget_s=self.budget_s)
         itemsize, pairs = x_SM.dtype.itemsize, round_rows(exchange.max_pairs)
         self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
             exchange.tokens_per_pair

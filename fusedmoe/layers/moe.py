@@ -247,7 +247,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return apply_end_hooks(self.hooks, y) if self.hooks else y
 
     def _process_tokens(self, tokens: _Tokens) -> Tensor:
-        """Steps 2 to 8."""
+        """Steps 2 to 8: choose experts, dispatch tokens, compute, combine results, add the shared expert."""
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))
         ordered = self._sort_rows(x_SM, routing)
@@ -261,7 +261,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return y_SM
 
     def _select_tokens(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Tokens:
-        """Step 1."""
+        """Step 1: flatten and check the input, select the unmasked tokens, and slice them over MP ranks."""
         x_SM, refusal = self.checks.flatten_tokens(x, self.model_dim, self.experts)
         packing = real_S = mp_counts = None
         if cu_seqlens is not None:
@@ -277,7 +277,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
-        """Step 2; also returns an error message if this rank cannot take part."""
+        """Step 2: run the gate. Also returns an error message if this rank cannot take part in the exchange."""
         x_SM = tokens.x_SM
         with part_span("gate"):
             if tokens.packing is not None:
@@ -293,7 +293,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return routing, refusal
 
     def _sort_rows(self, x_SM: Tensor, routing: Routing | SoftRouting) -> Ordered:
-        """Step 3, and the count of the expert load."""
+        """Step 3: sort the rows by expert, and count the load of each expert."""
         with part_span("permute"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         # After the order, which on CUDA reports expert ids that do not exist.
@@ -323,7 +323,13 @@ class MoELayer(PlannedLayer, nn.Module):
         return y_SM, aux
 
     def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor, shared_SM: Tensor | None) -> Tensor:
-        """Step 8 without the MP ranks. `shared_SM`: the shared expert's results, if a plan has computed them."""
+        """Step 8: restore the order of this rank's tokens, and add the shared expert's results.
+
+        `_restore_tokens` gathers the tokens of the other MP ranks later.
+
+        Args:
+            shared_SM: the shared expert's results if a plan has computed them; None: compute them here.
+        """
         with part_span("unpermute"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
@@ -335,7 +341,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return y_SM + shared_SM
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
-        """The inverse of `_select_tokens`."""
+        """Gather the tokens of all MP ranks, and restore masked tokens (zeros) and the shape of x."""
         if tokens.mp_counts is not None:
             y_SM = self.mp_tokens.gather(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
@@ -356,7 +362,7 @@ class MoELayer(PlannedLayer, nn.Module):
 
         with self.topology.guard("MoELayer.measured_costs"):
             like = next(self.parameters()).new_empty(tokens, self.model_dim)
-            costs = measure_layer(self.plans, like, again_s=again_s)
+            costs = measure_layer(self.plans, like, budget_s=again_s)
             if again_s is not None:
                 self.plans.set_costs(like, costs)
             return costs

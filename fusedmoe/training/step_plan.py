@@ -69,7 +69,7 @@ def plan_step(
         costs: of this machine, or of this model's steps (`fusedmoe.schedule.refit`), the same on every rank. None:
             measured, or read from the cache (`fusedmoe profile`).
         workload: of one layer; all layers are assumed equal.
-        limit: largest number of chunks.
+        limit: maximum number of chunks per layer and pass.
         blocks: if they are not a module of the model.
     Returns:
         The plan and its gradient buckets; an empty plan for no chunks and no buckets. If experts migrate, the plan
@@ -93,7 +93,7 @@ class PlannedStep:
 
     Attributes:
         costs: of a step.   buckets: reduced by plans during backward.   blocks: micro-batched blocks or None.
-        limit, samples: as passed.   has_measured: costs are measured, not passed.
+        limit: maximum number of chunks.   samples: as passed.   has_measured: costs are measured, not passed.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PlannedStep:
             self._workload = self._workload or trial.workload
             return costs_of_tokens(trial.costs, trial.workload)
         elif trial.state is Measurement.TAKEN:
-            trial.state, trial.again_s = Measurement.DUE, again_s
+            trial.state, trial.budget_s = Measurement.DUE, again_s
         return None
 
     def cancel_measurement(self) -> None:
@@ -220,7 +220,7 @@ class PlannedStep:
         return PlanCandidate(policy, plan, self.blocks is not None, makespan(plan, self.costs))
 
     def candidates(self) -> list[PlanCandidate]:
-        """Return the best runnable plan of each family, fastest first by prediction."""
+        """Return the best runnable plan of each policy, and the empty plan, fastest first by prediction."""
         with ProgressBar("planning") as bar:
             show = bar.show if self.topology.is_first else lambda done, total: None
             found = family_candidates(self.costs, self.limit, self.samples, show)
