@@ -50,7 +50,8 @@ class Collector:
         topology: the ranks to reduce over.
         flops_per_token: FLOP per token of forward and backward (6 per active parameter), for "mfu".
         peak_flops: peak FLOP/s of a rank's device, for "mfu".
-        exposed_s: returns the seconds of exposed communication since the last collection; None if unknown.
+        exposed_s: returns the seconds since the last collection in which communication ran and computation waited; None
+            if unknown.
     Raises:
         ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
         RankError: layers differ between ranks.
@@ -228,8 +229,9 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Return the seconds of exposed communication since the last call; None without a recording.
+        """Return the seconds since the last call in which communication ran and computation waited.
 
+        None without a recording.
         Synchronizes with the device.
         """
         if self._recorder is None or not self._recorded_modules:

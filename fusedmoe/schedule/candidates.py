@@ -30,7 +30,7 @@ class PlanCandidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The family, its chunk counts forward and backward, W tasks and bucket size."""
+        """The policy's name, the chunk counts forward and backward, W tasks and bucket size."""
         if self.family == OFF:
             return OFF
         both = (sorted({n for (of, _), n in self.plan.degrees.items() if of == phase}) for phase in PHASES)
@@ -44,7 +44,7 @@ class PlanCandidate(NamedTuple):
 
     @property
     def policy(self) -> Policy | None:
-        """The family's policy; None for `OFF` and for unregistered user policies."""
+        """The policy that made the plan; None for `OFF` and for unregistered user policies."""
         return ANY_ORDER if self.family == ANY_ORDER.name else POLICIES.get(self.family)
 
     @property

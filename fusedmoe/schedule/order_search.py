@@ -117,7 +117,7 @@ class _OrderSearch:
         self._orders = best
 
     def _try(self, move: _Move) -> float:
-        """Apply a move and return the makespan. A move that makes a cycle is undone."""
+        """Apply a move and return the makespan. A move that makes a cycle is undone: the makespan does not change."""
         self._apply(move)
         after_s = self._evaluate()
         if after_s is None:

@@ -350,7 +350,10 @@ class PlanChooser:
                 return
 
     def _run_step(self, entry: Entry) -> Generator[Entry, float, bool]:
-        """Run one step of a candidate. Returns whether it stays in its round."""
+        """Run one step of a candidate: yields the entry and receives the step's seconds.
+
+        Returns whether the candidate stays in the current round of `_rounds`.
+        """
         trials = self.trials
         if not trials.is_affordable(entry):
             return False

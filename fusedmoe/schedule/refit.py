@@ -120,14 +120,14 @@ def _samples(
     in_one = any(task.kind == TaskKind.ATTENTION and task.chunk is None for task in plan)
     degrees, layers = plan.degrees, max(1, len(costs.layers))
 
-    def is_planned(span: Span) -> bool:
+    def is_of_plan(span: Span) -> bool:
         if span.kind == TaskKind.ATTENTION and span.chunk is None:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
     tasks: dict[Task, tuple[Sample, float]] = {}
-    shared = _times_outside_tasks(timeline, is_planned)
-    spans = [span for span in timeline.spans if is_planned(span)]
+    shared = _times_outside_tasks(timeline, is_of_plan)
+    spans = [span for span in timeline.spans if is_of_plan(span)]
     for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
@@ -175,7 +175,7 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _times_outside_tasks(timeline: Timeline, is_planned: Callable[[Span], bool]) -> dict[Sample, float]:
+def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
     """Return the seconds of a step outside its tasks: within, between and after the passes."""
     # Without a loss, the timeline has single layers, and where a pass ends is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
@@ -185,12 +185,12 @@ def _times_outside_tasks(timeline: Timeline, is_planned: Callable[[Span], bool])
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
     passed_s = min(
-        (span.start_s for span in reduced if not is_planned(span)), default=min(after, default=timeline.end_s)
+        (span.start_s for span in reduced if not is_of_plan(span)), default=min(after, default=timeline.end_s)
     )
-    reduced_s = max((span.end_s for span in reduced if is_planned(span)), default=0.0)
+    reduced_s = max((span.end_s for span in reduced if is_of_plan(span)), default=0.0)
     counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
     beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
-    work = counts + [span for span in timeline.spans if span.kind not in beside and is_planned(span)]
+    work = counts + [span for span in timeline.spans if span.kind not in beside and is_of_plan(span)]
     around = {
         Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
         Sample(TaskKind.LOSS, None): ends_s - begins_s,

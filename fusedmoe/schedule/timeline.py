@@ -117,7 +117,7 @@ class Timeline:
         return sum(end - start for start, end in _union(self.on(resource)))
 
     def exposed_s(self) -> float:
-        """Return the seconds of exposed communication: a link is in use while `compute` is idle.
+        """Return the seconds of exposed communication, during which a link is in use and `compute` is idle.
 
         Fused operations count as computation: waits inside them are not observable.
         """

@@ -308,8 +308,10 @@ def register_policy(
         function: returns the `Plan` of a step, equal on all ranks, from a `Workload` (one layer, per rank) and the
             `StepCosts` of a step of such layers. `fusedmoe.schedule.step.step_plan` makes plans.
         whole: its plans run micro-batches through whole layers: for `plan_step` of blocks, not for single layers.
-        gradients: when its plans reduce gradients; variations of its plans do the same.
-        varies: its plans use an order of `fusedmoe.schedule.passes`; "auto" also measures other numbers of chunks.
+        gradients: when its plans reduce gradients. "exposed": after the backward pass. "partitioned": during and after
+            each layer's pipeline. "idle slots": whenever the inter-node link would be idle.
+        varies: "auto" may also measure its plans with other numbers of chunks. The plans must use an order of
+            `fusedmoe.schedule.passes`.
     Raises:
         ConfigError: the name is taken or not an identifier, or `function` is not callable.
     """

@@ -65,14 +65,14 @@ class StepSplit(NamedTuple):
         return cls(degrees("forward"), degrees("backward"), plan.largest_bucket, weights)
 
     def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
-        """Return the degrees of each layer, by phase."""
+        """Return the numbers of chunks of each layer, by phase."""
         return {
             phase: (Degrees(degree, degree),) * layers if isinstance(degree, int) else degree
             for phase, degree in zip(PHASES, (self.forward, self.backward), strict=True)
         }
 
     def with_degrees(self, degrees: Mapping[str, tuple[Degrees, ...]]) -> StepSplit:
-        """Return the split with these degrees of each layer, by phase."""
+        """Return the split with other numbers of chunks: one `Degrees` per layer, by phase."""
         return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
@@ -182,7 +182,10 @@ def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Cal
 
 
 def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
-    """Return FlowMoE's plans with attention in micro-batches: with exposed gradients, and with untuned buckets."""
+    """Return two plans of FlowMoE with attention in micro-batches.
+
+    The first reduces gradients after the backward pass, the second in buckets of an untuned size.
+    """
     search = SplitSearch(costs, _evaluate_exposed, on_split)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()

@@ -2,8 +2,8 @@
 
 FSMoE §5 hides gradient all-reduces in backward passes. Each layer's pass has two slots for a bucket with gradients of
 layers that precede it in backward order: the middle of its pipeline, between the last dispatch and the first combine,
-and its dense part. Remaining gradients are reduced at the end, exposed. `search` determines the bytes of each slot; a
-`PassOption` describes how much a pass can hide.
+and its dense part. Remaining gradients are reduced at the end, where no computation hides them. `search` determines the
+bytes of each slot; a `PassOption` describes how much a pass can hide.
 """
 
 from __future__ import annotations
