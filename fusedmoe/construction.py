@@ -126,7 +126,9 @@ def _describe_nested(value: Any, around: tuple[int, ...]) -> str:
         return mapping(describe_part(value, "part", only_arguments=True))
     if isinstance(value, nn.Module):
         own = {
-            key: part for key, part in vars(value).items() if key not in _MODULE_ATTRIBUTES and _is_config(key, part)
+            key: attribute
+            for key, attribute in vars(value).items()
+            if key not in _MODULE_ATTRIBUTES and _is_config(key, attribute)
         }
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         shapes = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors}
@@ -134,16 +136,16 @@ def _describe_nested(value: Any, around: tuple[int, ...]) -> str:
     return _describe_object(value, mapping)
 
 
-def _is_config(key: str, part: object) -> bool:
+def _is_config(key: str, value: object) -> bool:
     """Return whether a module's attribute is configuration, equal on all ranks: a public plain value or function.
 
     Objects and names with an underscore are excluded: wrappers such as FSDP keep per-rank state in them.
     """
-    if key.startswith("_") or isinstance(part, (Tensor, np.ndarray)):
+    if key.startswith("_") or isinstance(value, (Tensor, np.ndarray)):
         return False
-    if isinstance(part, (list, tuple)):
-        return all(_describe_plain(each) is not None for each in part)
-    return isinstance(part, _FUNCTION_TYPES) or _describe_plain(part) is not None
+    if isinstance(value, (list, tuple)):
+        return all(_describe_plain(each) is not None for each in value)
+    return isinstance(value, _FUNCTION_TYPES) or _describe_plain(value) is not None
 
 
 def _describe_plain(value: Any) -> str | None:

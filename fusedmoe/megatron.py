@@ -276,7 +276,7 @@ class StackedExperts(SequentialMLP):
         return [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
 
     def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return contiguous [e, (2,) H, D] and [e, D, H]."""
+        """Stack the experts' weights, all up then all down projections, to contiguous [e, (2,) H, D] and [e, D, H]."""
         # One copy per pass: the kernels read all experts as one tensor.
         up, down = (torch.stack(list(half)) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
         return up.unflatten(1, (2, -1)) if self._gated else up, down

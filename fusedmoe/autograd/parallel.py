@@ -32,7 +32,9 @@ from fusedmoe.runtime.recorder import Recorder, active_recorder, span
 
 
 def split_counts(rows: int, group: Group) -> list[int]:
-    """Split `rows` rows over a group as evenly as possible, like `torch.chunk`.
+    """Return the number of rows of each rank if `rows` rows are split as by `torch.chunk`.
+
+    Each rank gets ⌈rows / ranks⌉ rows; the last ranks may get fewer or none.
 
     Raises:
         ConfigError: `rows` is not an integer >= 0.

@@ -79,9 +79,9 @@ class MoEBlock:
         return self.layer.order.order(u_SM, routing, self.num_experts)
 
     def end(self, y: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Compute the block's output from the experts' results [b, …, M], which are zero for tokens of other MP ranks.
+        """Compute the block's output: gather over `mp` the results y [b, …, M] of each rank's own tokens.
 
-        Differentiable. Collective over `mp` in forward only.
+        Then calls the layer's end hooks. Differentiable. Communicates in forward only.
         """
         z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
         z = apply_end_hooks(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)

@@ -112,11 +112,11 @@ class RowState:
 
 @dataclass(eq=False, kw_only=True)
 class BlockChunk(Chunk):
-    """A chunk of one or more row micro-batches.
+    """One or more consecutive row micro-batches (`fusedmoe.blocks.cuts`) whose rows are sent together.
 
     Attributes:
-        dtypes: dtypes of the expert ids sent with the pairs (None: none are sent, as each row is one pair), and of the
-            router weights.
+        dtypes: dtypes of the expert assignments sent with the pairs, and of the router weights. If each row is one
+            pair, no assignments are sent and their dtype is None.
     """
 
     token_order: SendOrder

@@ -155,8 +155,8 @@ def grad_flags(parameters: Sequence[Tensor | None]) -> list[bool]:
 class _SplitTotals(list["Tensor | None"]):
     """Gradients of the weight parts: views of the joined weights' gradients, into which chunks accumulate."""
 
-    def __init__(self, joined: Totals, parts: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
-        super().__init__(part if needs else None for part, needs in zip(parts, needs_grad, strict=True))
+    def __init__(self, joined: Totals, part_grads: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
+        super().__init__(grad if needs else None for grad, needs in zip(part_grads, needs_grad, strict=True))
         self.joined = joined
 
 
@@ -311,7 +311,10 @@ class AutogradExperts:
 
 
 class LowRankExperts:
-    """Frozen experts with trainable LoRA adapters. Each chunk saves its hidden activations, hidden_NL."""
+    """Frozen experts with trainable LoRA adapters.
+
+    Each chunk saves hidden_NL: per row, side by side, the pre-activation and the products x·Aᵀ of both adapters.
+    """
 
     can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
 

@@ -68,7 +68,7 @@ class CheckpointedValues(Generic[Value]):
         recomputed = None if current is None else self._values_by_checkpoint.get(current.checkpoint)
         for key in enclosing.forward:
             # A checkpoint that runs backward inside another's forward recomputes for itself, not for the outer one.
-            if recomputed is None or key not in recomputed.outer:
+            if recomputed is None or key not in recomputed.checkpoints:
                 self._values_by_checkpoint.setdefault(key, _ForwardValues(enclosing.forward)).values.append(value)
 
     def stored_value(self, enclosing: Checkpoints) -> Value | None:
@@ -94,12 +94,12 @@ class _ForwardValues(Generic[Value]):
     """Values of one activation checkpoint, and the index of the value that the recomputation reads next.
 
     Attributes:
-        outer: this checkpoint, and all checkpoints that contained its first forward.
+        checkpoints: this checkpoint, and all checkpoints that contained its first forward.
     """
 
-    def __init__(self, outer: list[Any]) -> None:
+    def __init__(self, checkpoints: list[Any]) -> None:
         self.values: list[Value] = []
-        self.outer: WeakSet[Any] = WeakSet(outer)
+        self.checkpoints: WeakSet[Any] = WeakSet(checkpoints)
         self._run: Any = None
         self._num_returned = 0
 

@@ -141,7 +141,7 @@ def from_modules(
     source = _unwrap(source)
     if isinstance(source, nn.Module):
         count, read_any = _read_stacked(dict(source.named_parameters()))
-        run = _first_expert_call(source)
+        run = _call_of_expert_0(source)
     elif isinstance(source, Mapping):
         (count, read_any), run = _read_state_dict(source), None
     else:
@@ -354,21 +354,21 @@ def _relative_error(expert: ExpertTensors, activation: str, rows: Tensor, expect
     return float((y - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30))
 
 
-def _first_expert_call(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _call_of_expert_0(stacked: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return a call of expert 0 of transformers' stacked experts; None for other modules."""
-    if not hasattr(module, "gate_up_proj"):
+    if not hasattr(stacked, "gate_up_proj"):
         return None
 
-    class First(nn.Module):
+    class Expert0(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.module = module
+            self.stacked = stacked
 
         def forward(self, rows: Tensor) -> Any:
-            first = rows.new_zeros(len(rows), 1, dtype=torch.long)
-            return self.module(rows, first, rows.new_ones(len(rows), 1))
+            expert_SK = rows.new_zeros(len(rows), 1, dtype=torch.long)
+            return self.stacked(rows, expert_SK, rows.new_ones(len(rows), 1))
 
-    return First()
+    return Expert0()
 
 
 def _modules(run: Any) -> Iterator[nn.Module]:

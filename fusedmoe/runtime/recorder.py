@@ -273,11 +273,11 @@ class DeviceTime:
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
-        self._clock_s = 0.0
+        self._host_s = 0.0
 
     def record(self, device: torch.device) -> None:
         """Record the current time; with CUDA, when the current stream reaches this point."""
-        self._clock_s = time.perf_counter()
+        self._host_s = time.perf_counter()
         if device.type == "cuda":
             self._event = self._event or torch.cuda.Event(enable_timing=True)
             self._event.record()
@@ -285,7 +285,7 @@ class DeviceTime:
     def seconds_since(self, other: DeviceTime) -> float:
         """Return the seconds since another moment. With CUDA, waits for both."""
         if self._event is None or other._event is None:
-            return self._clock_s - other._clock_s
+            return self._host_s - other._host_s
         other._event.synchronize()
         self._event.synchronize()
         return other._event.elapsed_time(self._event) / 1000
