@@ -228,6 +228,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.model_dim", "model dimension M"),
         Flag("model.heads", "number of attention heads"),
         Flag("model.kv_heads", "number of key/value heads", chosen="--heads"),
+        Flag("model.head_dim", "channels of a head", chosen="model dim / heads"),
+        Flag("model.vocab_size", "number of symbols of embedding and head", chosen="256, of bytes"),
+        Flag("model.dense_layers", "number of leading blocks without experts"),
+        Flag("model.dense_hidden", "hidden dimension of blocks without experts", chosen="--hidden"),
         Flag("model.norm", "normalization: LayerNorm or RMSNorm", str, NORMS),
         Flag("model.positions", "position embedding: learned or rotary", str, POSITIONS),
         Flag("model.bias", "add biases to attention and experts", bool),
@@ -325,8 +329,9 @@ def add_parser(
 #: Flags that affect a training step and its plan.
 STEP_FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
-    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
-    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
+    *("--kv-heads", "--head-dim", "--vocab-size", "--norm", "--positions", "--bias", "--expert", "--activation"),
+    *("--hidden", "--experts", "--dense-layers", "--dense-hidden", "--experts-per-rank"),
+    *("--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device", "--timeout"),
 )
 

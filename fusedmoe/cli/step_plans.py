@@ -19,6 +19,7 @@ from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts.networks import Place
+from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts, make_gate
 from fusedmoe.runtime.cache import cached_plans, machine_facts, read_cached_tasks
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
@@ -28,7 +29,7 @@ from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
+from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, DenseWork
 from fusedmoe.training.gradient_buckets import reduced_bytes
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -153,13 +154,27 @@ def step_costs(
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
-    if model.layers < model.moe_every:
-        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: the model has no MoE layer")
+    if not model.num_moe_layers:
+        raise ConfigError(
+            f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
+            "model has no MoE layer"
+        )
     made = made or meta_model(settings)
     bucketed, _ = reduced_bytes(made, launch.ranks, sizes.mp, made.dense_parameters())
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and made.in_micro_batches(split_axis(settings, sizes.mp)).routes_first[0]
-    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits)
+    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+
+
+def _dense_blocks(model: ModelConfig) -> list[list[DenseWork]]:
+    """Return the blocks without experts before each MoE layer; empty for presets without `head_dim`."""
+    groups: list[list[DenseWork]] = [[]]
+    for layer in range(model.layers):
+        if model.has_experts(layer):
+            groups.append([])
+        else:
+            groups[-1].append(model.dense_work(layer))
+    return [] if model.head_dim is None else groups[:-1]
 
 
 class UnplannedGradients(NamedTuple):

@@ -16,6 +16,7 @@ mean is found layer by layer; a linear program finds the weights with the larges
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
@@ -37,6 +38,9 @@ from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
 # Ranges of blocks start in the first `_ENDS` layers and stop in the last `_ENDS` layers.
 _ENDS = 2
+# Maximum number of layers of a deep stack at which the gradients that are left bound the backward pass. Layers between
+# two of them have equal sums, for which the linear program has one variable.
+_CUTS = 8
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
@@ -172,7 +176,7 @@ def _split_s(costs: StepCosts, limit: int) -> float:
         head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
         all_s = [layer.work(compute) + layer.later for layer in back]
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
-        for done in range(len(back) + 1):
+        for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
@@ -201,14 +205,19 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     fixed = np.array([beside_s for _, beside_s in found])
     # [sums, choices] of each pass.
     by_pass = zip(*(sums for sums, _ in found), strict=True)
-    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass]
+    stacked = [np.stack(layer_sums, 0) for layer_sums in by_pass]
+    numbers = Counter(layer_sums.tobytes() for layer_sums in stacked)  # equal passes, in order of the first
+    shape = stacked[0].shape
+    passes = [_undominated(np.frombuffer(data).reshape(shape)) for data in numbers]
+    times = np.array([*numbers.values()], dtype=float)
     count = len(fixed)
-    scale = float((fixed + sum(layer_sums.min(1) for layer_sums in passes)).max()) or 1.0
-    # Variables: the weights, and the minimum of each pass's weighted mean over all choices.
+    sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
+    scale = float((fixed + sums_s).max()) or 1.0
+    # Variables: the weights, and for each kind of pass the minimum of its weighted mean over all choices.
     which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in passes], axis=0)
     matrix = np.concatenate([-np.concatenate(passes, 1).T, which], 1)
     solved = linprog(
-        -np.concatenate([fixed, np.ones(len(passes))]) / scale,
+        -np.concatenate([fixed, times]) / scale,
         matrix / scale,
         np.zeros(len(matrix)),
         np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
@@ -219,7 +228,8 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     weights = [*np.eye(count)]  # each sum alone is a bound
     if solved.x is not None:
         weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
-    return max(float(mean @ fixed + sum((mean @ sums).min() for sums in passes)) for mean in weights)
+    least = ((mean @ fixed, [(mean @ layer_sums).min() for layer_sums in passes]) for mean in weights)
+    return max(float(own + times @ each) for own, each in least)
 
 
 def _undominated(sums: Any) -> Any:
