@@ -262,6 +262,12 @@ def _add_plan(commands: Commands) -> None:
     head = "policies (--schedule; auto: joint here, the fastest in measured steps in train)"
     epilog = f"{_PLAN_EXAMPLES}\n{head}:\n{policies}\n\nmachines:\n{machines}"
     parser = add_parser(commands, "plan", _PLAN, epilog, "fusedmoe.cli.plan_command")
+    parser.add_argument_group("job").add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="model of another framework's job: config.json of Hugging Face transformers. Other flags override it",
+    )
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--costs", type=Path, metavar="FILE", help="costs file of fusedmoe profile (--json or cached)")

@@ -11,7 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
+from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
+from fusedmoe.cli.layouts import chosen_settings, layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
 from fusedmoe.cli.settings import (
     Settings,
@@ -24,6 +26,7 @@ from fusedmoe.cli.step_plans import (
     describe_costs,
     expert_bytes,
     follows_plan,
+    head_s,
     make_console,
     make_table,
     meta_model,
@@ -34,6 +37,7 @@ from fusedmoe.cli.step_plans import (
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError
+from fusedmoe.models.job_files import Job, read_job
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
@@ -74,13 +78,16 @@ class Report:
         machine: Machine | None = None,
         *,
         again: bool = False,
+        job: Job | None = None,
+        compared: int = 0,
     ) -> None:
         self.policy = policy_followed(settings, sizes)
         made = meta_model(settings)
         plans = plans_by_policy(settings, launch, sizes, costs, made, again=again)
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, made)
-        self.step_s = {name: makespan(*planned) + after.seconds for name, planned in plans.items()}
+        fixed_s = after.seconds + head_s(settings, sizes, costs)
+        self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._model, self._costs, self._passes = settings.model, costs, layer_passes(self.plan, self.timeline)
@@ -88,10 +95,10 @@ class Report:
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
             copies, self.drawn = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] += after.seconds
+            copies["step_s"] += fixed_s
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
         bound = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
-        bound += after.seconds
+        bound += fixed_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Several tasks of the path may run at once; `busy_intervals` counts each moment once.
@@ -122,6 +129,14 @@ class Report:
             "fingerprint": self.plan.fingerprint,
             "copies": copies,
         }
+        if job is not None:
+            replicas = None
+            if sizes.ep > 1 and COMPARED in plans:
+                of_layers = plans[COMPARED]
+                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, simulate(*of_layers))
+                replicas["step_s"] += fixed_s
+            planning = Planning(settings, launch, sizes, costs, machine, made)
+            self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
         """Return the number of micro-batches of each layer; 1 if the layer is not split."""
@@ -147,6 +162,10 @@ class Report:
         console.print(describe(self._model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
+        if (answer := facts.get("answer")) is not None:
+            print_answer(console, answer)
+            console.print(self._policies_table())
+            return
         console.print(self._passes_table())
         console.print(self._splitting(), markup=False, soft_wrap=True)
         if not facts["followed"]:
@@ -249,7 +268,13 @@ def _describe_replicas(copies: dict[str, Any], step_s: float) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     running, changes = Launch.from_environment(), given_settings(arguments)
-    settings = Settings(schedule="auto").changed(changes)
+    settings, job = Settings(schedule="auto"), None
+    if arguments.config is not None:
+        if "model" in changes:
+            raise ConfigError("--config and --model both describe the model; leave one out")
+        job = read_job(arguments.config.expanduser())
+        settings = settings.changed({"model": job.model, **job.settings})
+    settings = settings.changed(changes)
     if settings.schedule == "off":
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     if arguments.machine is None and (arguments.scale or arguments.spread is not None):
@@ -261,11 +286,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.scale:
             return _scale(arguments, running, settings, machine)
     launch, settings = _planned_for(arguments, running, settings)
+    number = 0
+    if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
+        found = layouts(settings, launch, machine, job.state)
+        number, settings = len(found), chosen_settings(settings, found[0])
     sizes, settings = resolve_sizes(settings, launch)
     costs = _costs(arguments, running, settings, sizes, machine)
     if running.rank > 0:
         return 0
-    report = Report(settings, launch, sizes, costs, machine, again=arguments.again)
+    report = Report(settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number)
     if arguments.png is not None:
         draw(report.drawn, arguments.png, title=report.title)
     if arguments.json:
@@ -273,7 +302,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.facts | figures, indent=2))
         return 0
     report.print()
-    if machine is not None:
+    if machine is not None and job is None:
         make_console().print(figures_table(machine))
     return 0
 

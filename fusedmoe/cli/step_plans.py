@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,23 @@ from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts, make_gate
 from fusedmoe.runtime.cache import cached_plans, machine_facts, read_cached_tasks
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule import POLICIES, ChunkedPass, CostModel, Plan, StepCosts, Workload, step_plan, three_queues
+from fusedmoe.schedule import (
+    POLICIES,
+    ChunkedPass,
+    CostModel,
+    Plan,
+    StepCosts,
+    Workload,
+    makespan,
+    step_plan,
+    three_queues,
+)
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
+from fusedmoe.schedule.simulate import ROUNDING
 from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, DenseWork
 from fusedmoe.training.gradient_buckets import reduced_bytes
 
@@ -160,7 +172,7 @@ def step_costs(
             "model has no MoE layer"
         )
     made = made or meta_model(settings)
-    bucketed, _ = reduced_bytes(made, launch.ranks, sizes.mp, made.dense_parameters())
+    bucketed, _ = _reduced_bytes(made, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and made.in_micro_batches(split_axis(settings, sizes.mp)).routes_first[0]
     return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
@@ -175,6 +187,33 @@ def _dense_blocks(model: ModelConfig) -> list[list[DenseWork]]:
         else:
             groups[-1].append(model.dense_work(layer))
     return [] if model.head_dim is None else groups[:-1]
+
+
+@lru_cache(maxsize=8)
+def _reduced_bytes(made: Transformer, ranks: int, mp: int) -> tuple[list[int], int]:
+    return reduced_bytes(made, ranks, mp, made.dense_parameters())
+
+
+def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
+    """Predict the seconds of the head's products, which no plan contains. The head of a model over bytes is ignored."""
+    model = settings.model
+    if model.vocab_size is None:
+        return 0.0
+    tokens = model.batch * model.seq_len / sizes.mp
+    # Forward, and gradients of input and weights.
+    return 3 * costs.line("gemm").seconds(2 * tokens * model.model_dim * model.vocab_size)
+
+
+def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> CostModel:
+    """Return the costs of a machine for the layout and the dispatch algorithm of a job ("2dh": in two levels)."""
+    share, ranks_per_node = None, max(1, sizes.ranks_per_node // sizes.esp)
+    if settings.dispatch == "2dh" and sizes.ep > ranks_per_node:
+        model = settings.model.with_experts(ranks, sizes.ep)
+        by_node, by_rank = (
+            block_workload(model, ep, sizes.esp, sizes.mp, 1) for ep in (sizes.ep // ranks_per_node, sizes.ep)
+        )
+        share = by_node.share / by_rank.share
+    return machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp, crossing_share=share)
 
 
 class UnplannedGradients(NamedTuple):
@@ -210,7 +249,7 @@ def unplanned_gradients(
         made: as for `step_costs`.
     """
     made = made or meta_model(settings)
-    _, rest = reduced_bytes(made, launch.ranks, sizes.mp, made.dense_parameters())
+    _, rest = _reduced_bytes(made, launch.ranks, sizes.mp)
     dense_s = costs.line("all-reduce/dp").seconds(rest) if rest else 0.0
     holders = launch.ranks // (sizes.ep * sizes.esp)
     if holders == 1:
@@ -263,8 +302,12 @@ def plans_by_policy(
         limit = micro_batch_limit(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
+    # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.
+    if "joint" in plans:
+        fastest, joint = min(plans.values(), key=lambda planned: makespan(*planned)), plans["joint"]
+        plans["joint"] = fastest if makespan(*fastest) < makespan(*joint) * (1 - ROUNDING) else joint
     for name, planned in plans.items():
-        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
         require_runnable(planned.plan, kinds, f"the plan by {name}")
     return plans
 

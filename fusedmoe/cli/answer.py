@@ -1,0 +1,202 @@
+"""The answer of `fusedmoe plan --config`: sizes, memory, chunks, and whether overlap, two-level dispatch and replicas pay.
+
+Predictions have an error: that of the model of collectives and computation (`PREDICTION_ERROR`), and the range that the
+sources of a machine's figures give. A gain within the error is no reason to change a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.layouts import memory_facts, rank_memory
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.step_plans import (
+    Planned,
+    head_s,
+    machine_costs,
+    make_table,
+    step_costs,
+    unplanned_gradients,
+)
+from fusedmoe.errors import printable
+from fusedmoe.models.job_files import Job
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule import POLICIES, CostModel, makespan, simulate
+from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.machines import PREDICTION_ERROR, Datum, Machine
+from fusedmoe.schedule.task import PHASES
+
+# Largest error of steps that were predicted from costs measured on the same ranks (docs/results.md).
+_MEASURED_ERROR = Datum(0.10, "steps of 2 and 4 ranks, from costs measured on the same ranks")
+#: Policy that compares the dispatch algorithms: fast to plan, with overlap.
+COMPARED = "fsmoe"
+
+
+class Planning(NamedTuple):
+    """What was planned, and from which costs. `machine`: None with costs from a file."""
+
+    settings: Settings
+    launch: Launch
+    sizes: Sizes
+    costs: CostModel
+    machine: Machine | None
+    made: Transformer
+
+
+def answer_facts(
+    of: Planning, plans: Mapping[str, Planned], policy: str, job: Job, copies: Mapping[str, Any] | None, layouts: int
+) -> dict[str, Any]:
+    """Return the answer as plain types, times in seconds.
+
+    Args:
+        plans: of every policy (`plans_by_policy`); `policy` is the reported one.
+        copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
+        layouts: number of layouts that were compared; 0 if the sizes were given.
+    """
+    after_s, planned = _after_s(of, of.costs, of.machine), plans[policy]
+    timeline = simulate(*planned)
+    step_s, sequential_s = timeline.end_s + after_s, makespan(*plans["sequential"]) + after_s
+    error = _MEASURED_ERROR if of.machine is None else PREDICTION_ERROR
+    ends = [_at_end(of, planned, plans["sequential"], end) for end in (0, 1)] if of.machine else []
+    steps_s = [step_s, *(end_s for end_s, _ in ends)]
+    gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
+    facts: dict[str, Any] = {
+        "assumptions": list(job.assumptions),
+        "layout": {**vars(of.sizes), "dp": of.launch.ranks // of.sizes.mp},
+        "layouts_compared": layouts,
+        "memory_bytes": memory_facts(rank_memory(of.settings, of.launch, of.sizes, of.made, job.state), of.machine),
+        "chunks": {
+            phase: sorted({degree for (where, _), degree in planned.plan.degrees.items() if where == phase} or {1})
+            for phase in PHASES
+        },
+        "policy": policy,
+        "step_s": step_s,
+        "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
+        "exposed_s": timeline.exposed_s() + after_s - head_s(of.settings, of.sizes, of.costs),
+        "error": error.value,
+        "error_source": error.source,
+        "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
+        "two_level": _two_level(of, after_s),
+        "replicas": _replicas(copies, makespan(*plans[COMPARED]) + after_s if COMPARED in plans else None),
+    }
+    facts["overlap"]["pays"] = min(gains) > error.value
+    if facts["two_level"] is not None:
+        facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
+    return facts
+
+
+def _after_s(of: Planning, costs: CostModel, machine: Machine | None) -> float:
+    after_s = unplanned_gradients(of.settings, of.launch, of.sizes, costs, machine, of.made).seconds
+    return after_s + head_s(of.settings, of.sizes, costs)
+
+
+def _at_end(of: Planning, planned: Planned, sequential: Planned, end: int) -> tuple[float, float]:
+    """Return the step's seconds with and without overlap on the machine at one end of its figures."""
+    assert of.machine is not None
+    machine = of.machine.at_end(end)
+    costs = machine_costs(machine, of.settings, of.sizes, of.launch.ranks)
+    after_s = _after_s(of, costs, machine)
+    both = {whole: step_costs(*of[:3], costs, of.made, whole=whole) for whole in (False, True)}
+    plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
+    return plan_s + after_s, alone_s + after_s
+
+
+def _two_level(of: Planning, after_s: float) -> dict[str, Any] | None:
+    """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
+    node = max(1, of.sizes.ranks_per_node // of.sizes.esp)
+    if of.machine is None or not 1 < node < of.sizes.ep:
+        return None
+    times_s = {}
+    for dispatch in ("direct", "2dh"):
+        settings = replace(of.settings, dispatch=dispatch)
+        costs = machine_costs(of.machine, settings, of.sizes, of.launch.ranks)
+        step = step_costs(settings, of.launch, of.sizes, costs, of.made)
+        times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + after_s
+    return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
+
+
+def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict[str, Any] | None:
+    if copies is None or without_s is None:
+        return None
+    found = {name: copies[name] for name in ("overlap", "expert_bytes", "step_s")}
+    return found | {"lengthens": copies["step_s"] / without_s - 1}
+
+
+def print_answer(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the answer as a table, and the assumptions below it."""
+    table = make_table("answer", ("question", "answer", "why"))
+    for row in _rows(facts):
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(table)
+    for assumption in facts["assumptions"]:
+        console.print(f"assumed: {assumption}", markup=False, soft_wrap=True)
+
+
+def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
+    layout, error = facts["layout"], facts["error"]
+    sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
+    compared = facts["layouts_compared"]
+    why = f"least time per token of {compared} layouts that fit" if compared else "given"
+    memory = facts["memory_bytes"]
+    if memory["fits"] is False:
+        why = "least memory: no layout fits this number of ranks" if compared else why
+    low_s, high_s = facts["step_range_s"]
+    chunks = "; ".join(f"{phase} {'–'.join(map(str, _both_ends(of)))}" for phase, of in facts["chunks"].items())
+    return [
+        ("parallel sizes", sizes, why),
+        ("memory per rank", *_memory_words(memory)),
+        ("chunks", chunks, f"policy {facts['policy']}"),
+        ("step", f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})", f"±{error:.0%}: {facts['error_source']}"),
+        ("exposed communication", ms(facts["exposed_s"]), f"{facts['exposed_s'] / facts['step_s']:.0%} of the step"),
+        ("overlap", *_overlap_words(facts["overlap"], error)),
+        ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
+        ("expert replicas", *_replica_words(facts["replicas"])),
+    ]
+
+
+def _both_ends(numbers: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys((numbers[0], numbers[-1])))
+
+
+def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
+    parts = ("parameters", "gradients", "optimizer", "activations", "workspace")
+    named = ", ".join(f"{part} {memory[part] / 1e9:.3g}" for part in parts)
+    total = f"{memory['total'] / 1e9:.3g} GB"
+    if memory["device"] is None:
+        return total, f"GB: {named}"
+    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
+
+
+def _overlap_words(overlap: Mapping[str, Any], error: float) -> tuple[str, str]:
+    low, high = overlap["gain_range"]
+    gain = f"saves {overlap['gain']:.1%} of {ms(overlap['sequential_s'])}"
+    gain += f" ({low:.1%} to {high:.1%} by the sources' ranges)" if high - low > 5e-4 else ""
+    if overlap["pays"]:
+        return "use it: schedule=auto", gain
+    return "leave it off, or measure", f"{gain}; not more than the error of {error:.0%}"
+
+
+def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:
+    if two_level is None:
+        return "no comparison", "EP has no peers both inside and between nodes, or costs are measured for one algorithm"
+    times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
+    if two_level["pays"]:
+        return "use it: --dispatch 2dh", f"{times}: saves {two_level['gain']:.1%}"
+    return "leave it off", f"{times}: not better by more than the error of {error:.0%}"
+
+
+def _replica_words(replicas: Mapping[str, Any] | None) -> tuple[str, str]:
+    if replicas is None:
+        return "no", "experts are not spread over ranks"
+    size = f"{replicas['overlap']} per layer ({replicas['expert_bytes'] / 2**20:.3g} MiB each)"
+    cost = f"{size} lengthen the step by {max(0.0, replicas['lengthens']):.1%}"
+    if not replicas["overlap"]:
+        return "leave them off", "computation hides no expert's transfer"
+    return "only for uneven loads", f"{cost}; predictions have uniform loads, so measure yours"
