@@ -1,4 +1,4 @@
-"""The answer of `fusedmoe plan --config`: sizes, memory, chunks, and whether overlap, two-level dispatch and replicas pay.
+"""Answers of `fusedmoe plan --config`: sizes, memory, chunks, and what overlap, two-level dispatch and replicas gain.
 
 Predictions have an error: that of the model of collectives and computation (`PREDICTION_ERROR`), and the range that the
 sources of a machine's figures give. A gain within the error is no reason to change a job.
@@ -142,7 +142,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     layout, error = facts["layout"], facts["error"]
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
     compared = facts["layouts_compared"]
-    why = f"least time per token of {compared} layouts that fit" if compared else "given"
+    why = f"least time per token of the {compared} layouts that fit" if compared else "given"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
         why = "least memory: no layout fits this number of ranks" if compared else why
@@ -185,7 +185,10 @@ def _overlap_words(overlap: Mapping[str, Any], error: float) -> tuple[str, str]:
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:
     if two_level is None:
-        return "no comparison", "EP has no peers both inside and between nodes, or costs are measured for one algorithm"
+        return (
+            "leave it off",
+            "EP ranks are all in one node or all in different nodes, or costs are measured for direct",
+        )
     times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
     if two_level["pays"]:
         return "use it: --dispatch 2dh", f"{times}: saves {two_level['gain']:.1%}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from fusedmoe.cli.step_plans import (
     expert_bytes,
     head_s,
     machine_costs,
-    meta_model,
     step_costs,
     step_workload,
     unplanned_gradients,
@@ -36,8 +36,8 @@ class RankMemory:
     Attributes:
         parameters, gradients, optimizer: training state.
         activations: tensors saved for the backward pass, with uniform expert loads.
-        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast. Not included: buffers of
-            collectives, fragmentation.
+        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast. Not included:
+            buffers of collectives, fragmentation.
     """
 
     parameters: float
@@ -59,16 +59,23 @@ class _Elements(NamedTuple):
     experts: float
 
 
-def _elements(settings: Settings, sizes: Sizes, made: Transformer) -> _Elements:
+@lru_cache(maxsize=2)
+def _dense_elements(made: Transformer) -> tuple[int, int]:
+    """Return the elements outside experts that are split over MP, and those that are replicated."""
     shardings, numbers = parameter_shardings(made), [0, 0]
     of_experts = {id(parameter) for layer in made.moe_layers() for parameter in layer.experts.parameters()}
     for name, parameter in made.named_parameters():
         if id(parameter) not in of_experts:
             numbers["mp" not in shardings.get(name, {})] += parameter.numel()
+    return numbers[0], numbers[1]
+
+
+def _elements(settings: Settings, sizes: Sizes, made: Transformer) -> _Elements:
+    split, replicated = _dense_elements(made)
     assert settings.model.experts is not None
     nbytes = expert_bytes(settings, sizes) / _parameter_bytes(settings)
     experts = nbytes * settings.model.experts / sizes.ep * settings.model.num_moe_layers
-    return _Elements(numbers[0] // sizes.mp, numbers[1], experts)
+    return _Elements(split // sizes.mp, replicated, experts)
 
 
 def _parameter_bytes(settings: Settings) -> int:
@@ -103,7 +110,7 @@ def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
 
     The residual stream and the norms are float32 under autocast. Per token, blocks of this library save
 
-        every block     x, norm(x) and their casts for attention and experts; queries, keys, values and output of attention
+        every block     x, norm(x) and their casts for attention and experts; queries, keys, values and attention's sum
         experts         received rows and pre-activations (`Workload.kept`), the rows' sums
         dense           pre-activations, activations and their product
 
@@ -144,14 +151,14 @@ class Layout(NamedTuple):
 
 
 def layouts(
-    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, made: Transformer | None = None
+    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, made: Transformer
 ) -> list[Layout]:
-    """Return all layouts of a job on a machine, those that fit its memory first, then by time per token.
+    """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
 
     EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
     Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
     """
-    made, found = made or meta_model(settings), list[Layout]()
+    found = list[Layout]()
     room = None if machine.memory_bytes is None else machine.memory_bytes.value
     for sizes in _candidate_sizes(settings, launch, machine):
         try:
@@ -174,8 +181,9 @@ def layouts(
     if not found:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
     fits = [layout for layout in found if room is None or layout.memory.total <= room]
-    by_memory = sorted((layout for layout in found if layout not in fits), key=lambda layout: layout.memory.total)
-    return [*sorted(fits, key=lambda layout: layout.token_s), *by_memory]
+    if not fits:
+        return sorted(found, key=lambda layout: layout.memory.total)
+    return sorted(fits, key=lambda layout: layout.token_s)
 
 
 def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> Iterator[Sizes]:

@@ -38,6 +38,7 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.job_files import Job, read_job
+from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
@@ -80,9 +81,10 @@ class Report:
         again: bool = False,
         job: Job | None = None,
         compared: int = 0,
+        made: Transformer | None = None,
     ) -> None:
         self.policy = policy_followed(settings, sizes)
-        made = meta_model(settings)
+        made = made or meta_model(settings)
         plans = plans_by_policy(settings, launch, sizes, costs, made, again=again)
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, made)
@@ -286,15 +288,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.scale:
             return _scale(arguments, running, settings, machine)
     launch, settings = _planned_for(arguments, running, settings)
-    number = 0
+    number, made = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
-        found = layouts(settings, launch, machine, job.state)
+        made = meta_model(settings)
+        found = layouts(settings, launch, machine, job.state, made)
         number, settings = len(found), chosen_settings(settings, found[0])
     sizes, settings = resolve_sizes(settings, launch)
     costs = _costs(arguments, running, settings, sizes, machine)
     if running.rank > 0:
         return 0
-    report = Report(settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number)
+    report = Report(settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number, made=made)
     if arguments.png is not None:
         draw(report.drawn, arguments.png, title=report.title)
     if arguments.json:

@@ -149,7 +149,7 @@ class ModelConfig:
         return self.hidden if self.dense_hidden is None else self.dense_hidden
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a block has experts: with `moe_every` = n, the last of every n after the leading dense ones."""
+        """Return whether a block has experts: after the dense layers, the last of every `moe_every` blocks."""
         return layer >= self.dense_layers and (layer + 1 - self.dense_layers) % self.moe_every == 0
 
     @property

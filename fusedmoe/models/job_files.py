@@ -1,7 +1,7 @@
 """Models and parallel sizes of jobs in other frameworks, read from their configuration files.
 
-`read_job` selects the format by the file's suffix. It downloads nothing and executes nothing from the file. Fields that do
-not change sizes (dropout, RoPE scaling, norms of queries and keys) are ignored.
+`read_job` selects the format by the file's suffix. It downloads nothing and executes nothing from the file. Fields that
+do not change sizes (dropout, RoPE scaling, norms of queries and keys) are ignored.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_job(path: Path) -> Job:
 
 
 def hf_job(path: Path, data: Mapping[str, Any]) -> Job:
-    """Return the job of a config.json. Unknown model types with the standard fields are assumed to be Mixtral's kind."""
+    """Return the job of a config.json. Unknown model types with the standard fields are planned like Mixtral."""
     kind, assumptions = str(data.get("model_type", "unnamed")), []
     if "num_hidden_layers" not in data and isinstance(data.get("text_config"), dict):
         data = data["text_config"]

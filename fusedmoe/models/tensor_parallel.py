@@ -218,7 +218,7 @@ class Attention(nn.Module):
         return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight), own
 
     def _project(self, x_BLM: Tensor, before: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads, [B, heads, L, D]; `before`: number of earlier positions."""
+        """Return queries, keys and values of this rank's heads, [B, heads, L, D], after `before` earlier positions."""
         config = self.config
         keys, sharing = config.key_heads // self.topology.mp.size, config.heads // config.key_heads
         qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
@@ -129,20 +129,24 @@ def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place,
     # chunk.
     forward = passes[0].dense == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense
-    sums = []
-    for number, layer in enumerate(passes):
-        if number < p:
-            seconds = layer.together if before_all else layer.way()
-        elif number > q:
-            seconds = layer.together if after_all else layer.way()
-        else:
-            seconds = layer.work(weights, b if number == p else 0, e + 1 if number == q else None)
-            if number == p:
-                seconds = seconds + (layer.beside if before_all else layer.way(0, b))
-            if number == q:
-                seconds = seconds + (layer.beside if after_all else layer.way(e + 1))
-        sums.append(seconds)
+    before = _of_each(passes[:p], lambda layer: layer.together if before_all else layer.way())
+    after = _of_each(passes[q + 1 :], lambda layer: layer.together if after_all else layer.way())
+    sums = [*before, *_of_each(passes[p : q + 1], lambda layer: layer.work(weights)), *after]
+    for number in {p, q}:
+        layer = passes[number]
+        seconds = layer.work(weights, b if number == p else 0, e + 1 if number == q else None)
+        if number == p:
+            seconds = seconds + (layer.beside if before_all else layer.way(0, b))
+        if number == q:
+            seconds = seconds + (layer.beside if after_all else layer.way(e + 1))
+        sums[number] = seconds
     return sums
+
+
+def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any]:
+    """Return a value of each pass, one object for all passes that are one object."""
+    found = {key: value(one) for key, one in {id(one): one for one in passes}.items()}
+    return [found[id(one)] for one in passes]
 
 
 def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], beside_s: float) -> Iterator[_Sum]:
@@ -174,7 +178,7 @@ def _split_s(costs: StepCosts, limit: int) -> float:
         back = passes("backward", weights)[::-1]
         sums = list(_ranges(back, machines, _own_gradient_s(costs)))
         head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
-        all_s = [layer.work(compute) + layer.later for layer in back]
+        all_s = _of_each(back, lambda layer: layer.work(compute) + layer.later)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
         for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
@@ -182,9 +186,10 @@ def _split_s(costs: StepCosts, limit: int) -> float:
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
                 rest_s, before = costs.all_reduce.seconds(left), [layer.together for layer in back[:done]]
                 for of in machines[1:]:
-                    sums.append(([*before, *(layer.work(of) for layer in back[done:])], of["inter"] * rest_s))
+                    work = _of_each(back[done:], lambda layer, of=of: layer.work(of))  # type: ignore[misc]
+                    sums.append(([*before, *work], of["inter"] * rest_s))
                 if done:
-                    urgent = [layer.work(compute) for layer in back[:done]]
+                    urgent = _of_each(back[:done], lambda layer: layer.work(compute))
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_later
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
         backward_s = min(backward_s, _least_of_largest(sums))
@@ -203,13 +208,11 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
 
     found = list(sums)
     fixed = np.array([beside_s for _, beside_s in found])
-    # [sums, choices] of each pass.
-    by_pass = zip(*(sums for sums, _ in found), strict=True)
-    stacked = [np.stack(layer_sums, 0) for layer_sums in by_pass]
-    numbers = Counter(layer_sums.tobytes() for layer_sums in stacked)  # equal passes, in order of the first
-    shape = stacked[0].shape
-    passes = [_undominated(np.frombuffer(data).reshape(shape)) for data in numbers]
-    times = np.array([*numbers.values()], dtype=float)
+    # [sums, choices] of each kind of pass. Passes of equal layers in equal places share their arrays.
+    by_pass = {tuple(map(id, layer_sums)): layer_sums for layer_sums in zip(*(sums for sums, _ in found), strict=True)}
+    numbers = Counter(tuple(map(id, layer_sums)) for layer_sums in zip(*(sums for sums, _ in found), strict=True))
+    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass.values()]
+    times = np.array([numbers[key] for key in by_pass], dtype=float)
     count = len(fixed)
     sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
     scale = float((fixed + sums_s).max()) or 1.0

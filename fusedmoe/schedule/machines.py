@@ -14,11 +14,11 @@ n is the unit of `cost.LINES`: for an all-to-all the bytes of a rank's rows, oth
     product, copy   start + n/rate, both as on the slowest of all ranks
 
 An all-to-all sends one message per peer, on both levels at once. With two levels, ranks of equal local index exchange
-between nodes first, c rows for each row of the direct exchange, and forward inside the node. The ring is that of Thakur, Rabenseifner and Gropp
-("Optimization of Collective Communication Operations in MPICH", 2005). An all-reduce consists of a ring reduce-scatter
-inside each node, which leaves 1/q of the sum on each rank; a full-bandwidth tree across nodes (Sanders, Speck and
-Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009); and a ring all-gather. As in NCCL
-they are pipelined, so the slowest one determines the time.
+between nodes first, c rows for each row of the direct exchange, and forward inside the node. The ring is that of
+Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005). An all-reduce
+consists of a ring reduce-scatter inside each node, which leaves 1/q of the sum on each rank; a full-bandwidth tree
+across nodes (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009);
+and a ring all-gather. As in NCCL they are pipelined, so the slowest one determines the time.
 
 Compute times differ between ranks by a relative spread σ. A collective waits for the slowest rank, so compute tasks
 take 1 + σ·E(N) of the mean, with E(N) the expected maximum of N standard normal numbers.
