@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedmoe.schedule.cost import Contention
+from fusedmoe.schedule.simulate import ROUNDING
 from fusedmoe.schedule.step_costs import (
     MAX_DEGREE,
     LayerCosts,
@@ -41,6 +42,8 @@ _ENDS = 2
 # Maximum number of layers of a deep stack at which the gradients that are left bound the backward pass. Layers between
 # two of them have equal sums, for which the linear program has one variable.
 _CUTS = 8
+# Maximum number of linear programs for a bound.
+_LP_ROUNDS = 20
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
@@ -216,23 +219,33 @@ def _least_of_largest(sums: Iterable[_Sum]) -> float:
     count = len(fixed)
     sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
     scale = float((fixed + sums_s).max()) or 1.0
-    # Variables: the weights, and for each kind of pass the minimum of its weighted mean over all choices.
-    which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in passes], axis=0)
-    matrix = np.concatenate([-np.concatenate(passes, 1).T, which], 1)
-    solved = linprog(
-        -np.concatenate([fixed, times]) / scale,
-        matrix / scale,
-        np.zeros(len(matrix)),
-        np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
-        [1.0],
-        [(0, None)] * (count + len(passes)),
-    )
-    # The solver may fail or round, but any weights give a valid bound.
-    weights = [*np.eye(count)]  # each sum alone is a bound
-    if solved.x is not None:
-        weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
-    least = ((mean @ fixed, [(mean @ layer_sums).min() for layer_sums in passes]) for mean in weights)
-    return max(float(own + times @ each) for own, each in least)
+    # The solver gets the choices that minimise a single sum, then those that minimise the weighted mean, until it has
+    # all that matter. Any weights give a valid bound, also after failures and rounding of the solver.
+    chosen = [{*map(int, layer_sums.argmin(1))} for layer_sums in passes]
+    best = float((fixed + sums_s).max())
+    for _ in range(_LP_ROUNDS):
+        some = [layer_sums[:, sorted(of)] for layer_sums, of in zip(passes, chosen, strict=True)]
+        # Variables: the weights, and for each kind of pass the minimum of its weighted mean over its choices.
+        which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in some], axis=0)
+        matrix = np.concatenate([-np.concatenate(some, 1).T, which], 1)
+        solved = linprog(
+            -np.concatenate([fixed, times]) / scale,
+            matrix / scale,
+            np.zeros(len(matrix)),
+            np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
+            [1.0],
+            [(0, None)] * (count + len(passes)),
+        )
+        if solved.x is None:
+            break
+        mean = np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum()
+        means = [mean @ layer_sums for layer_sums in passes]
+        best = max(best, float(mean @ fixed + times @ [of_choices.min() for of_choices in means]))
+        if best >= -solved.fun * scale * (1 - ROUNDING):
+            break
+        for of, of_choices in zip(chosen, means, strict=True):
+            of.add(int(of_choices.argmin()))
+    return best
 
 
 def _undominated(sums: Any) -> Any:
