@@ -200,7 +200,8 @@ class Scale:
 
 
 def figures_dict(machine: Machine) -> dict[str, Any]:
-    return {name: known._asdict() for name, known in machine.figures()}
+    given = {name: known._asdict() for name, known in machine.figures()}
+    return {name: {part: value for part, value in of.items() if value is not None} for name, of in given.items()}
 
 
 def figures_table(machine: Machine) -> Table:
