@@ -37,7 +37,8 @@ from fusedmoe.cli.step_plans import (
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.job_files import Job, read_job
+from fusedmoe.models.job_files import Job
+from fusedmoe.models.read_job import read_job
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile

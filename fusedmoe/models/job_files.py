@@ -1,7 +1,7 @@
-"""Models and parallel sizes of jobs in other frameworks, read from their configuration files.
+"""Jobs of other frameworks, and those of Hugging Face transformers from their config.json.
 
-`read_job` selects the format by the file's suffix. It downloads nothing and executes nothing from the file. Fields that
-do not change sizes (dropout, RoPE scaling, norms of queries and keys) are ignored.
+Nothing is downloaded, and nothing from a file is executed. Fields that do not change sizes (dropout, RoPE scaling,
+norms of queries and keys) are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import parse_json, read_text
 from fusedmoe.models.config import ModelConfig
 
 #: Model types of Hugging Face transformers whose parameters were compared with this module's.
@@ -76,23 +75,6 @@ class Fields:
     def optional(self, *names: str) -> int | None:
         """Return the first of these fields that is set, or None."""
         return self.count(*names) if any(self.data.get(name) is not None for name in names) else None
-
-
-def read_job(path: Path) -> Job:
-    """Read a job's model and sizes.
-
-    The format: `.json` for a config.json of Hugging Face transformers.
-
-    Raises:
-        ConfigError: the file cannot be read, or a field is missing or unsupported; names both.
-    """
-    text = read_text(path)
-    if path.suffix != ".json":
-        raise ConfigError(f"--config {path}: expected a config.json of Hugging Face transformers")
-    data = parse_json(text, f"--config {path}")
-    if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: expected an object with the fields of a model")
-    return hf_job(path, data)
 
 
 def hf_job(path: Path, data: Mapping[str, Any]) -> Job:
