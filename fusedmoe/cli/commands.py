@@ -131,6 +131,12 @@ a published testbed (--testbed) or a machine model (--machine); with the last th
 plans for any number of ranks. Task times measured in the model's own steps are included if fusedmoe
 train or trace has cached them, and in the costs.json of a run.
 
+--config FILE reads the model of a job that trains with another framework, and its batch and parallel
+sizes if the file states them. With --machine, sizes that are not given are chosen: the fastest that
+fit the memory of a GPU. The output answers what to change: parallel sizes, memory per rank, chunks,
+and whether overlap, two-level dispatch (--dispatch 2dh) and expert replicas gain more than the error
+of the prediction; if not, leave them off. What the file leaves open is printed as an assumption.
+
 --machine NAME models a machine from data sheets and published measurements; their sources are
 printed. fusedmoe/schedule/machines.py models collectives on many ranks, including the wait for the
 slowest rank. --scale prints step time, tokens per second, speed-up, exposed communication and chunks
@@ -155,6 +161,9 @@ examples:
     fusedmoe plan --model DeepSeek-V3 --machine gb200-nvl72 --scale --png scale.png
   your own layer, by its sizes (flags override those of --model):
     fusedmoe plan --machine dgx-h100 --ranks 16 --model-dim 2048 --hidden 1408 --experts 64 --k 6 --ep 16 --esp 1 --mp 1
+  a job of another framework, with parallel sizes that fit the memory:
+    fusedmoe plan --config config.json --machine dgx-h100 --ranks 64
+    fusedmoe plan --config pretrain.sh --machine dgx-h100 --ranks 64 --batch 2
   this machine, from cached or new measurements:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
@@ -266,7 +275,8 @@ def _add_plan(commands: Commands) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="model of another framework's job: config.json of Hugging Face transformers. Other flags override it",
+        help="model and sizes of another framework's job: config.json of Hugging Face transformers, TOML of torchtitan, "
+        "or arguments of Megatron-core as YAML or a command line. Other flags override them",
     )
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
