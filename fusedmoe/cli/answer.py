@@ -59,9 +59,10 @@ def answer_facts(
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of layouts that were compared; 0 if the sizes were given.
     """
-    after_s, planned = _after_s(of, of.costs, of.machine), plans[policy]
+    fixed_s, planned = _unplanned_s(of, of.costs, of.machine), plans[policy]
+    gradients_s = fixed_s - head_s(of.settings, of.sizes, of.costs)
     timeline = simulate(*planned)
-    step_s, sequential_s = timeline.end_s + after_s, makespan(*plans["sequential"]) + after_s
+    step_s, sequential_s = timeline.end_s + fixed_s, makespan(*plans["sequential"]) + fixed_s
     error = _MEASURED_ERROR if of.machine is None else PREDICTION_ERROR
     ends = [_at_end(of, planned, plans["sequential"], end) for end in (0, 1)] if of.machine else []
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
@@ -78,12 +79,13 @@ def answer_facts(
         "policy": policy,
         "step_s": step_s,
         "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
-        "exposed_s": timeline.exposed_s() + after_s - head_s(of.settings, of.sizes, of.costs),
+        "exposed_s": timeline.exposed_s() + gradients_s,
+        "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
         "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
-        "two_level": _two_level(of, after_s),
-        "replicas": _replicas(copies, makespan(*plans[COMPARED]) + after_s if COMPARED in plans else None),
+        "two_level": _two_level(of, fixed_s),
+        "replicas": _replicas(copies, makespan(*plans[COMPARED]) + fixed_s if COMPARED in plans else None),
     }
     facts["overlap"]["pays"] = min(gains) > error.value
     if facts["two_level"] is not None:
@@ -91,7 +93,7 @@ def answer_facts(
     return facts
 
 
-def _after_s(of: Planning, costs: CostModel, machine: Machine | None) -> float:
+def _unplanned_s(of: Planning, costs: CostModel, machine: Machine | None) -> float:
     after_s = unplanned_gradients(of.settings, of.launch, of.sizes, costs, machine, of.made).seconds
     return after_s + head_s(of.settings, of.sizes, costs)
 
@@ -101,13 +103,13 @@ def _at_end(of: Planning, planned: Planned, sequential: Planned, end: int) -> tu
     assert of.machine is not None
     machine = of.machine.at_end(end)
     costs = machine_costs(machine, of.settings, of.sizes, of.launch.ranks)
-    after_s = _after_s(of, costs, machine)
+    fixed_s = _unplanned_s(of, costs, machine)
     both = {whole: step_costs(*of[:3], costs, of.made, whole=whole) for whole in (False, True)}
     plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
-    return plan_s + after_s, alone_s + after_s
+    return plan_s + fixed_s, alone_s + fixed_s
 
 
-def _two_level(of: Planning, after_s: float) -> dict[str, Any] | None:
+def _two_level(of: Planning, fixed_s: float) -> dict[str, Any] | None:
     """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
     node = max(1, of.sizes.ranks_per_node // of.sizes.esp)
     if of.machine is None or not 1 < node < of.sizes.ep:
@@ -117,7 +119,7 @@ def _two_level(of: Planning, after_s: float) -> dict[str, Any] | None:
         settings = replace(of.settings, dispatch=dispatch)
         costs = machine_costs(of.machine, settings, of.sizes, of.launch.ranks)
         step = step_costs(settings, of.launch, of.sizes, costs, of.made)
-        times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + after_s
+        times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + fixed_s
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
 
@@ -153,7 +155,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
         ("memory per rank", *_memory_words(memory)),
         ("chunks", chunks, f"policy {facts['policy']}"),
         ("step", f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})", f"±{error:.0%}: {facts['error_source']}"),
-        ("exposed communication", ms(facts["exposed_s"]), f"{facts['exposed_s'] / facts['step_s']:.0%} of the step"),
+        ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
         ("overlap", *_overlap_words(facts["overlap"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
         ("expert replicas", *_replica_words(facts["replicas"])),
@@ -172,6 +174,12 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
         return total, f"GB: {named}"
     fits = "fits" if memory["fits"] else "DOES NOT FIT"
     return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
+
+
+def _exposed_words(facts: Mapping[str, Any]) -> str:
+    share = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step"
+    after_s = facts["gradients_after_s"]
+    return f"{share}, {ms(after_s)} of it gradients reduced after the step" if after_s else share
 
 
 def _overlap_words(overlap: Mapping[str, Any], error: float) -> tuple[str, str]:

@@ -275,8 +275,8 @@ def _add_plan(commands: Commands) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="model and sizes of another framework's job: config.json of Hugging Face transformers, TOML of torchtitan, "
-        "or arguments of Megatron-core as YAML or a command line. Other flags override them",
+        help="model and sizes of another framework's job: config.json of Hugging Face transformers, TOML of "
+        "torchtitan, or arguments of Megatron-core as YAML or a command line. Other flags override them",
     )
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()

@@ -147,7 +147,7 @@ def _latent(of: Fields) -> dict[str, int | None]:
     rope = of.count("qk_pos_emb_head_dim", default=64)
     head_dim = of.count("qk_head_dim", default=128) + rope
     sizes: dict[str, int | None] = {
-        "kv_rank": of.count("kv_lora_rank", default=32),
+        "kv_rank": of.count("kv_lora_rank"),
         "q_rank": of.optional("q_lora_rank"),
     }
     return sizes | {"rope_dim": rope, "head_dim": head_dim, "value_dim": of.count("v_head_dim", default=128)}

@@ -12,6 +12,7 @@ have precedence over those of a config.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import tomllib
@@ -57,8 +58,7 @@ def titan_job(path: Path, text: str) -> Job:
             spec = _made(of, module, "model_registry", "model.name")(str(model.get("flavor", "")))
         except (KeyError, ValueError, AssertionError) as error:
             raise of.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
-    given = {name: vars(getattr(trainer, name, None) or object) if trainer else {} for name in _SECTIONS[:2]}
-    sections = {name: Fields(path, {**given.get(name, {}), **data.get(name, {})}) for name in _SECTIONS}
+    sections = {name: Fields(path, {**_defaults(trainer, name), **data.get(name, {})}) for name in _SECTIONS}
     training, parallel = sections["training"], sections["parallelism"]
     for name in _UNSUPPORTED_SIZES:
         if parallel.count(name, default=1) > 1:
@@ -86,6 +86,14 @@ def titan_job(path: Path, text: str) -> Job:
     shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
     state = TrainingState(sharded=shards)
     return Job(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)
+
+
+def _defaults(trainer: Any, section: str) -> dict[str, Any]:
+    """Return the fields of a section of a torchtitan config; none without a config, or for unknown kinds."""
+    found = getattr(trainer, section, None)
+    if section == "activation_checkpoint" or not dataclasses.is_dataclass(found):
+        return {}
+    return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
 
 
 def _module(of: Fields, name: Any, field: str, inner: str) -> Any:
