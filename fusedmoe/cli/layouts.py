@@ -90,7 +90,8 @@ def rank_memory(
 
     `state`: bytes per parameter; None: those of `fusedmoe train`, float32 parameters, gradients and AdamW moments.
     """
-    state = state or TrainingState(*(n * _parameter_bytes(settings) // 4 for n in (4, 4, 8)))
+    item = _parameter_bytes(settings)
+    state = state or TrainingState(item, item, 2 * item)
     split, replicated, experts = _elements(settings, sizes, made)
     total = split + replicated + experts
     # Data-parallel ranks that hold the same elements.

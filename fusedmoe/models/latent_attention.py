@@ -25,6 +25,9 @@ class LatentAttention(Attention):
     """
 
     q_down_weight: nn.Parameter | None
+    q_up_weight: nn.Parameter
+    kv_down_weight: nn.Parameter
+    kv_up_weight: nn.Parameter
     shardings = {"q_up_weight": {"mp": 0}, "kv_up_weight": {"mp": 0}, "out_weight": {"mp": 1}}
 
     def _make_projections(self, **make: Any) -> None:

@@ -16,7 +16,6 @@ import dataclasses
 import importlib
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def _sizes(of: Fields, model: Any) -> dict[str, Any]:
         raise of.error(f"the attention or experts of this torchtitan model are not supported: {error}") from error
 
 
-def _latent(attention: Any) -> Mapping[str, Any]:
+def _latent(attention: Any) -> dict[str, Any]:
     return {
         "kv_rank": attention.kv_lora_rank,
         "q_rank": attention.q_lora_rank or None,
