@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites same-numbers docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce peer-suites same-numbers docs dist dist-files clean
 
 ARGS ?=
 REPOSITORY ?=
@@ -187,7 +187,12 @@ docs: $(VENV)/.extra-docs
 	@exec env $(RUN_ENV) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/docs $(ARGS)
 
 # The repository's address: that of pyproject.toml, or REPOSITORY. While neither is set, nothing is built.
-dist: $(VENV)/.extra-dist
+# The address first: an environment takes minutes.
+dist:
+	@! python3 -c "import tomllib" 2>/dev/null || python3 .ci/release.py --check $(REPOSITORY)
+	@$(MAKE) --no-print-directory dist-files
+
+dist-files: $(VENV)/.extra-dist
 	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) REPOSITORY=$(REPOSITORY) .ci/dist
 
 clean:

@@ -10,7 +10,7 @@ from bench.gpu.case import make_case
 from bench.gpu.clock import Step
 from bench.gpu.device import has_gpu
 from bench.gpu.kernels import KERNELS, kernel_steps
-from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting
+from bench.gpu.session import Session, ShapeSkipped, free_memory, nothing_kept, waiting
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.suite import Row, measure_kernels
 
@@ -24,7 +24,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
     shape = request.param
     try:
         seconds = gpu.seconds_for("kernels", shape)
-    except NotNow as why:
+    except ShapeSkipped as why:
         pytest.skip(str(why))
     with nothing_kept(), gpu.piece("kernels", shape):
         found = measure(gpu, shape, seconds)

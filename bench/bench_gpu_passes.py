@@ -14,7 +14,7 @@ from bench.gpu.kernels import PASSES
 from bench.gpu.ours import NAME, OURS
 from bench.gpu.peers import PEERS
 from bench.gpu.reference import make_reference
-from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting
+from bench.gpu.session import Session, ShapeSkipped, free_memory, nothing_kept, waiting
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.suite import Row, measure_passes, pass_steps, ready_layers
 
@@ -28,7 +28,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
     shape = request.param
     try:
         seconds = gpu.seconds_for("passes", shape)
-    except NotNow as why:
+    except ShapeSkipped as why:
         pytest.skip(str(why))
     with nothing_kept(), gpu.piece("passes", shape):
         found = measure(gpu, shape, seconds)

@@ -88,7 +88,7 @@ def decode(experts: Any, x_TM: torch.Tensor, dy_TM: torch.Tensor, *routed: torch
     return experts(x_TM, *routed)
 
 
-def by_turns(
+def median_times(
     step: Callable[..., torch.Tensor], of: dict[str, Any], shape: Shape, rounds: int, repeat: int
 ) -> dict[str, float]:
     """Return the median time of a call in seconds; each round runs every implementation `repeat` times.
@@ -125,7 +125,7 @@ def run(
 ) -> None:
     torch.set_num_threads(1)
     of = implementations(make(shape, family), (OURS, *names))
-    seconds = by_turns(step, of, shape, *counts)
+    seconds = median_times(step, of, shape, *counts)
     ratios = {name: seconds[name] / seconds[OURS] for name in names}
     benchmark.extra_info.update(
         family=family,

@@ -13,7 +13,7 @@ from bench.meter import measure_use, page_faults
 from fusedmoe import MoELayer
 
 
-def forgotten_step(layer: MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
+def step_and_clear(layer: MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
     """Run a step and free its results, including gradients."""
     layer_step(layer, x_SM, dy_SM)
     layer.zero_grad(set_to_none=True)
@@ -27,7 +27,7 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     layer = make_layer(shape)
     x_SM = torch.randn(shape.S, shape.M).requires_grad_()
     dy_SM = torch.randn(shape.S, shape.M)
-    use = measure_use(partial(forgotten_step, layer, x_SM, dy_SM), x_SM.device)
+    use = measure_use(partial(step_and_clear, layer, x_SM, dy_SM), x_SM.device)
     faults = page_faults(partial(layer_step, layer, x_SM, dy_SM))
     benchmark.extra_info.update(shape=asdict(shape), **asdict(cost), **use._asdict(), page_faults=faults)
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)

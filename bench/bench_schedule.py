@@ -12,7 +12,7 @@ from fusedmoe.schedule.cost import Contention, CostModel, Durations, Line, fit
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
+from fusedmoe.schedule.policies import POLICIES, layer_policies, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
@@ -81,7 +81,7 @@ def test_plan_a_step(benchmark, policy: str, share: float) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
-@pytest.mark.parametrize("policy", whole_policies())
+@pytest.mark.parametrize("policy", micro_batch_policies())
 def test_plan_24_layers(benchmark, policy: str, share: float) -> None:  # type: ignore[no-untyped-def]
     """Two kinds of layers, up to 16 micro-batches: less than a minute."""
     model = TESTBEDS["B"].costs

@@ -46,7 +46,7 @@ _MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 Timed = Callable[[], float]
 
 
-def by_turns(calls: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
+def run_interleaved(calls: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
     """Return the time of each call in each round, in seconds, after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -83,7 +83,7 @@ def frozen_row(shape: Shape, rounds: int) -> dict[str, Any]:
     frozen = implementations(copy.deepcopy(whole).requires_grad_(False), (OURS, "grouped_mm"))
     of = {"frozen": frozen[OURS], "trained": implementations(whole, (OURS,))[OURS], "grouped_mm": frozen["grouped_mm"]}
     given = routed(shape)
-    times = by_turns({name: partial(backward_s, experts, *given) for name, experts in of.items()}, rounds)
+    times = run_interleaved({name: partial(backward_s, experts, *given) for name, experts in of.items()}, rounds)
     return {
         "shape": asdict(shape),
         "backward_s": {name: statistics.median(seconds) for name, seconds in times.items()},
@@ -110,7 +110,7 @@ def decoding_row(shape: Shape, family: str, mode: str, rounds: int) -> dict[str,
         for experts in of.values():
             torch.testing.assert_close(experts(*given), of[OURS](*given), rtol=1e-3, atol=1e-4)
     repeat = 10 if shape.T == 1 else 4
-    times = by_turns({name: partial(decoding_s, one, mode, repeat, given) for name, one in of.items()}, rounds)
+    times = run_interleaved({name: partial(decoding_s, one, mode, repeat, given) for name, one in of.items()}, rounds)
     return {
         "family": family,
         "mode": mode,
@@ -174,7 +174,7 @@ def adapted_row(shape: Shape, rounds: int) -> dict[str, Any]:
     }
     given = routed(shape)
     steps = {name: partial(step_s, model, ways, *given) for name, (model, ways) in of.items()}
-    times = by_turns(steps, rounds)
+    times = run_interleaved(steps, rounds)
     # Peak of one warm step, including gradients, above the memory in use before it.
     peaks = {name: peak_bytes(step, torch.device("cpu")) for name, step in steps.items()}
     return {

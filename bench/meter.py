@@ -59,7 +59,7 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    _give_back()
+    _trim_heap()
     try:
         _CLEAR_REFS.write_text(_CLEAR_PEAK)
         before = _status_bytes("VmRSS")
@@ -130,7 +130,7 @@ def _status_bytes(name: str) -> int:
     raise LookupError(name)
 
 
-def _give_back() -> None:
+def _trim_heap() -> None:
     """Return memory cached by the C library to the system, so that it does not hide a step's allocations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

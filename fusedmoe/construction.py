@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 # Maximum number of characters of a value in errors; longer values are cut and have a digest.
-_SHOWN = 160
-_DEEPEST = 12
-_OF_MODULES = frozenset(vars(nn.Module())) | {"_arguments"}
+_MAX_CHARACTERS = 160
+_MAX_DEPTH = 12
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_arguments"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_OPAQUE = sys.stdlib_module_names | {"torch", "fusedmoe", "numpy"}
-_BY_CODE = types.FunctionType, types.CodeType, types.MethodType, functools.partial
+_OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "fusedmoe", "numpy"}
+_FUNCTION_TYPES = types.FunctionType, types.CodeType, types.MethodType, functools.partial
 
 
 class Description(str):
@@ -76,7 +76,7 @@ def describe_part(part: Constructed, name: str, *, only_arguments: bool = False)
     """
     hidden = {own for base in type(part).__mro__ for own in vars(base).get("rank_specific", ())}
     arguments = {key: value for key, value in part._arguments.items() if key not in hidden}
-    attributes = {key: value for key, value in vars(part).items() if key not in hidden | _OF_MODULES}
+    attributes = {key: value for key, value in vars(part).items() if key not in hidden | _MODULE_ATTRIBUTES}
     if only_arguments:
         named = {own for base in type(part).__mro__ if "__init__" in vars(base) for own in _parameters(base)}
         attributes = {key: value for key, value in attributes.items() if key in named}
@@ -90,9 +90,9 @@ def describe_part(part: Constructed, name: str, *, only_arguments: bool = False)
 
 def describe(value: object) -> Description:
     """Describe a value as a text, see the module docstring."""
-    text = _text(value, ())
-    if len(text) > _SHOWN:
-        text = f"{text[:_SHOWN]}… (digest {_digest(text.encode())})"
+    text = _describe_nested(value, ())
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}… (digest {_digest(text.encode())})"
     return Description(text)
 
 
@@ -100,16 +100,16 @@ def _parameters(cls: type) -> Collection[str]:
     return inspect.signature(cls.__init__).parameters  # type: ignore[misc]
 
 
-def _text(value: Any, around: tuple[int, ...]) -> str:
+def _describe_nested(value: Any, around: tuple[int, ...]) -> str:
     plain = _describe_plain(value)
     if plain is not None:
         return plain
-    if id(value) in around or len(around) > _DEEPEST:
+    if id(value) in around or len(around) > _MAX_DEPTH:
         return f"{_name_of(type(value))} again"
     around = (*around, id(value))
 
     def inner(part: Any) -> str:
-        return _text(part, around)
+        return _describe_nested(part, around)
 
     def mapping(items: Mapping[Any, Any]) -> str:
         return f"{{{', '.join(sorted(f'{inner(key)}: {inner(item)}' for key, item in items.items()))}}}"
@@ -120,16 +120,18 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
         return f"{{{', '.join(sorted(map(inner, value)))}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(inner, value))}]"
-    if isinstance(value, _BY_CODE):
-        return _function(value, inner)
+    if isinstance(value, _FUNCTION_TYPES):
+        return _describe_function(value, inner)
     if isinstance(value, Constructed):
         return mapping(describe_part(value, "part", only_arguments=True))
     if isinstance(value, nn.Module):
-        own = {key: part for key, part in vars(value).items() if key not in _OF_MODULES and _is_config(key, part)}
+        own = {
+            key: part for key, part in vars(value).items() if key not in _MODULE_ATTRIBUTES and _is_config(key, part)
+        }
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         shapes = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors}
         return f"{_name_of(type(value))}({mapping(own | shapes | dict(value.named_children()))})"
-    return _object(value, mapping)
+    return _describe_object(value, mapping)
 
 
 def _is_config(key: str, part: object) -> bool:
@@ -141,7 +143,7 @@ def _is_config(key: str, part: object) -> bool:
         return False
     if isinstance(part, (list, tuple)):
         return all(_describe_plain(each) is not None for each in part)
-    return isinstance(part, _BY_CODE) or _describe_plain(part) is not None
+    return isinstance(part, _FUNCTION_TYPES) or _describe_plain(part) is not None
 
 
 def _describe_plain(value: Any) -> str | None:
@@ -161,13 +163,13 @@ def _describe_plain(value: Any) -> str | None:
     if isinstance(value, np.ndarray):
         return f"array of {value.dtype} {list(value.shape)} {_digest(value.tobytes())}"
     if isinstance(value, Tensor):
-        return f"tensor of {value.dtype} {list(value.shape)}{_bits(value)}"
+        return f"tensor of {value.dtype} {list(value.shape)}{_tensor_digest(value)}"
     if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
         return _name_of(value)
     return None
 
 
-def _function(value: Any, inner: Any) -> str:
+def _describe_function(value: Any, inner: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if isinstance(value, types.MethodType):
@@ -186,13 +188,13 @@ def _function(value: Any, inner: Any) -> str:
     return f"{_name_of(value)}({', '.join(given)}) {_digest(inner(value.__code__).encode())}"
 
 
-def _object(value: Any, mapping: Any) -> str:
+def _describe_object(value: Any, mapping: Any) -> str:
     cls = type(value)
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         return f"{_name_of(cls)}({mapping(fields)})"
     root = cls.__module__.partition(".")[0]
-    if root not in _OPAQUE:
+    if root not in _OPAQUE_PACKAGES:
         return f"{_name_of(cls)}({mapping(getattr(value, '__dict__', {}))})"
     # Values of the standard library, such as paths and dates, compare by value.
     if root in sys.stdlib_module_names and cls.__eq__ is not object.__eq__:
@@ -209,7 +211,7 @@ def _name_of(value: Any) -> str:
 
 
 @torch.no_grad()
-def _bits(tensor: Tensor) -> str:
+def _tensor_digest(tensor: Tensor) -> str:
     # A rank does not have all bits of a DTensor or a fake tensor.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
         return ""

@@ -11,14 +11,14 @@ from fusedmoe.errors import ConfigError
 
 
 @overload
-def integer(
+def read_integer(
     name: str, default: int, least: int | None = ..., most: int | None = ..., given: Mapping[str, str] | None = ...
 ) -> int: ...
 @overload
-def integer(
+def read_integer(
     name: str, default: None, least: int | None = ..., most: int | None = ..., given: Mapping[str, str] | None = ...
 ) -> int | None: ...
-def integer(
+def read_integer(
     name: str,
     default: int | None,
     least: int | None = None,
@@ -49,24 +49,24 @@ def launch_command(ranks: int, arguments: str) -> str:
     """Return the command line of `fusedmoe` with these arguments, for as many ranks per host as this job has."""
     if ranks == 1:
         return f"fusedmoe {arguments}"
-    local = integer("LOCAL_WORLD_SIZE", ranks, 1)
+    local = read_integer("LOCAL_WORLD_SIZE", ranks, 1)
     hosts = "--standalone" if local == ranks else f"--nnodes {ranks // local} --rdzv-endpoint HOST:PORT"
     return f"torchrun --nproc-per-node {local} {hosts} -m fusedmoe {arguments}"
 
 
-def seconds(name: str, default: float) -> float:
+def read_seconds(name: str, default: float) -> float:
     """Return the seconds in a variable, or `default` if it is unset or empty.
 
     Raises:
         ConfigError: the value is not a positive finite number.
     """
-    value = number(name, default)
+    value = read_number(name, default)
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={os.environ[name]!r} in the environment must be positive, finite seconds")
     return value
 
 
-def number(name: str, default: float) -> float:
+def read_number(name: str, default: float) -> float:
     """Return the number in a variable, or `default` if it is unset or empty. Raises `ConfigError` if it is invalid."""
     text = os.environ.get(name, "").strip()
     try:

@@ -26,7 +26,7 @@ _PART = ".part"
 _STALE_S = 3600.0
 
 
-def regular_bytes(path: Path, most: int) -> bytes:
+def read_regular_file(path: Path, most: int) -> bytes:
     """Return the contents of a regular file. Raise `OSError` for other kinds, and for more than `most` bytes."""
     # O_NONBLOCK: do not wait for a pipe or device.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -43,7 +43,7 @@ def regular_bytes(path: Path, most: int) -> bytes:
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a UTF-8 file. `errors` as in `bytes.decode`. Raise `ConfigError` with the path."""
     try:
-        return regular_bytes(path, MAX_TEXT_BYTES).decode(errors=errors)
+        return read_regular_file(path, MAX_TEXT_BYTES).decode(errors=errors)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -61,7 +61,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Parse JSON and verify the digest of `sealed`, if any. Raise `ConfigError` that starts with `what`."""
+    """Parse JSON and verify the digest of `dump_with_digest`, if any. Raise `ConfigError` that starts with `what`."""
     held, digest = _split(text, what)
     if digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: damaged or edited (digest mismatch). If you edited it, remove its "{_DIGEST}"')
@@ -95,13 +95,13 @@ def write_cache_file(path: Path, text: str) -> None:
         with suppress(OSError):
             if part.stat().st_mtime < time.time() - _STALE_S:
                 part.unlink()
-    write_text(path, sealed(held, indent=1) + "\n")
+    write_text(path, dump_with_digest(held, indent=1) + "\n")
 
 
 def read_cache_file(path: Path) -> str | None:
     """Return the JSON written by `write_cache_file`; None if missing, and with a warning if damaged."""
     try:
-        held = unsealed(read_text(path), str(path))
+        held = load_with_digest(read_text(path), str(path))
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             warn(f"{error}. The file is ignored and written again if possible", stacklevel=3)
@@ -109,14 +109,14 @@ def read_cache_file(path: Path) -> str | None:
     return json.dumps(held)
 
 
-def sealed(held: dict[str, Any], indent: int | None = None) -> str:
-    """Return a JSON object with its digest, for `parse_json` and `unsealed`."""
+def dump_with_digest(held: dict[str, Any], indent: int | None = None) -> str:
+    """Return a JSON object with its digest, for `parse_json` and `load_with_digest`."""
     held = {key: value for key, value in held.items() if key != _DIGEST}
     return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
 
 
-def unsealed(text: str, what: str) -> dict[str, Any]:
-    """Return the object passed to `sealed`. Raise `ConfigError` that starts with `what`."""
+def load_with_digest(text: str, what: str) -> dict[str, Any]:
+    """Return the object passed to `dump_with_digest`. Raise `ConfigError` that starts with `what`."""
     held, digest = _split(text, f"{what} is damaged")
     if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is damaged (digest mismatch)")

@@ -74,7 +74,7 @@ class Hooks(Constructed):
         return None
 
 
-def transfer_rows(
+def transfer_with_hooks(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
     """Dispatch or combine rows with the hooks before and after the transfer."""
@@ -82,12 +82,12 @@ def transfer_rows(
     return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
 
 
-def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
+def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookContext) -> Tensor:
     """Apply every hook at one point of the layer to the tensor."""
     # after_ hooks run in reverse order: the last hook to pack is the first to unpack.
-    for hook in reversed(hooks) if seam.startswith("after") else hooks:
+    for hook in reversed(hooks) if point.startswith("after") else hooks:
         # Written out: searching for a method's name finds its call.
-        seams = {
+        methods = {
             "before_moe_start": hook.before_moe_start,
             "before_dispatch": hook.before_dispatch,
             "after_dispatch": hook.after_dispatch,
@@ -95,9 +95,9 @@ def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookCo
             "after_combine": hook.after_combine,
             "before_moe_end": hook.before_moe_end,
         }
-        changed = seams[seam](tensor, context)
+        changed = methods[point](tensor, context)
         if changed is not None and not isinstance(changed, Tensor):
-            raise ConfigError(f"{type(hook).__name__}.{seam} returned {changed!r}; a hook returns a tensor, or None")
+            raise ConfigError(f"{type(hook).__name__}.{point} returned {changed!r}; a hook returns a tensor, or None")
         tensor = tensor if changed is None else changed
     return tensor
 
@@ -179,7 +179,7 @@ def apply_start_hooks(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks:
     if not hooks:
         return x
     # In backward the gradient of the input is the last tensor to leave the layer.
-    x = _tap(hooks, x, "before_moe_end", chunk, chunks)
+    x = _hook_gradient(hooks, x, "before_moe_end", chunk, chunks)
     return run_hooks(hooks, "before_moe_start", x, HookContext("forward", chunk, chunks))
 
 
@@ -188,26 +188,28 @@ def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: i
     if not hooks:
         return y
     y = run_hooks(hooks, "before_moe_end", y, HookContext("forward", chunk, chunks))
-    return _tap(hooks, y, "before_moe_start", chunk, chunks)
+    return _hook_gradient(hooks, y, "before_moe_start", chunk, chunks)
 
 
-def _tap(hooks: Sequence[Hooks], tensor: Tensor, seam: str, chunk: int, chunks: int) -> Tensor:
-    """Return the tensor; its backward applies the hooks at `seam` to the gradient."""
-    return _Tap.apply(tensor, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward", chunk, chunks)))
+def _hook_gradient(hooks: Sequence[Hooks], tensor: Tensor, point: str, chunk: int, chunks: int) -> Tensor:
+    """Return the tensor; its backward applies the hooks at `point` to the gradient."""
+    return _GradientHooks.apply(
+        tensor, lambda grad: run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
+    )
 
 
-class _Tap(Function):
+class _GradientHooks(Function):
     operation, double_backward = "hooks at a layer's start and end", True  # hooks on gradients are differentiable
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, passed: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.passed = passed
+    def forward(ctx: Any, tensor: Tensor, apply_hooks: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.apply_hooks = apply_hooks
         # A view: an input returned unchanged would not be an output of this function.
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.passed(gradients[0]), None
+        return ctx.apply_hooks(gradients[0]), None
 
 
 @operator("pack_bf16")

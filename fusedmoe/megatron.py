@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from fusedmoe import Schedule, Topology, autograd
 from fusedmoe.autograd.experts import WeightParts, experts_in_parts
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Handle, LocalExperts
 from fusedmoe.engine.module_hooks import has_hooks
@@ -50,7 +50,7 @@ __all__ = ["routed_experts", "token_dispatcher"]
 
 _TIMEOUT_S = 300.0
 # CUDA graph scopes without the MoE layer, which cannot be captured because the host reads the row counts.
-_CAPTURED = {"attn", "mlp", "mamba"}
+_CAPTURABLE_SCOPES = {"attn", "mlp", "mamba"}
 #: Unsupported settings that exist since Megatron 0.19.
 SINCE_0_19 = (
     "overlap_dispatch_backward_with_experts_wgrad",
@@ -90,7 +90,7 @@ class MegatronMoELayer(MoELayer):
         **options: Any,
     ) -> None:
         # Before Megatron constructs its own dispatcher, which would raise unrelated errors.
-        _check(config)
+        _require_supported(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups, **options)
         experts = _LayerExperts(self.experts, config)
@@ -125,7 +125,7 @@ class _LayerExperts(ExternalExperts):
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         if isinstance(self.module, StackedExperts):
             return super().__call__(x_SM, layout, weight_N)
-        return _by_rows(self.module, x_SM, layout, weight_N)
+        return _run_on_sorted_rows(self.module, x_SM, layout, weight_N)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if isinstance(self.module, StackedExperts):
@@ -133,7 +133,7 @@ class _LayerExperts(ExternalExperts):
         return AutogradExperts(self, list(self.module.parameters()), self.module)
 
 
-def _by_rows(experts: Callable[..., Any], x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+def _run_on_sorted_rows(experts: Callable[..., Any], x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
     """Call Megatron's experts on sorted rows; return the sum of each token's results."""
     layout = layout.exact()
     rows, bias = experts(autograd.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
@@ -196,7 +196,7 @@ class StagedDispatcher(MoETokenDispatcher):
         self._layout = autograd.order(expert_TK, routing_map.shape[1])
         if self.uses_plan:
             return x_TD, probs
-        self._bad = self.exchange.checks.nonfinite_flag(x_TD, probs)
+        self._nonfinite_flag = self.exchange.checks.nonfinite_flag(x_TD, probs)
         if self._collectives is None:
             # With one rank the experts gather rows themselves and need no padding.
             self._layout = self._layout.exact()
@@ -209,7 +209,9 @@ class StagedDispatcher(MoETokenDispatcher):
         if self._collectives is None:
             self._handle = Handle(self._layout, probs)
             return hidden_states, probs
-        x_RD, self._handle = self._collectives.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
+        x_RD, self._handle = self._collectives.dispatch_by_operators(
+            hidden_states, probs, self._layout, self._nonfinite_flag
+        )
         assert self._handle.weight_N is not None
         return x_RD, self._handle.weight_N
 
@@ -262,12 +264,12 @@ class StackedExperts(SequentialMLP):
         """Return [S, D]: per token the sum of its sorted rows' results, weighted."""
         if any(map(has_hooks, self.children())):
             # Call each expert's modules, as Megatron does: their hooks must run.
-            return _by_rows(super().forward, x_SD, layout, weight_N)
+            return _run_on_sorted_rows(super().forward, x_SD, layout, weight_N)
         how = WeightParts(self._join, _split)
         return experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
-        return PartExperts(self._parts(), WeightParts(self._join, _split), self._activation)
+        return JoinedExperts(self._parts(), WeightParts(self._join, _split), self._activation)
 
     def _parts(self) -> list[Tensor]:
         # Up projections of all experts, then down projections, as `_join` expects.
@@ -285,7 +287,7 @@ def _warn_once(text: str) -> None:
     warn(text, stacklevel=2)
 
 
-def _check(config: Any) -> None:
+def _require_supported(config: Any) -> None:
     if names := ", ".join(name for name, is_set in REFUSED.items() if is_set(config)):
         raise ConfigError(
             f"fusedmoe.megatron: the layer sends a variable number of rows and does not support {names}; disable that "
@@ -300,7 +302,7 @@ def _is_set(config: Any, name: str) -> bool:
 def _captures_layer(config: Any) -> bool:
     scopes = config.cuda_graph_modules if hasattr(config, "cuda_graph_modules") else config.cuda_graph_scope
     captured = {getattr(scope, "name", str(scope)) for scope in scopes or ()}
-    return config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURED)
+    return config.cuda_graph_impl != "none" and not (captured and captured <= _CAPTURABLE_SCOPES)
 
 
 def experts_from_map(routing_map: Tensor, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -389,7 +391,7 @@ def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str 
     Raises:
         ConfigError: the spec has no Megatron MoE layer; an unknown schedule.
     """
-    return _replaced(spec, None, timeout_s, schedule)
+    return _replace_layers(spec, None, timeout_s, schedule)
 
 
 def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:
@@ -401,13 +403,13 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | 
     Args, Returns, Raises: as for `token_dispatcher`.
     """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return _replaced(spec, linears, timeout_s, schedule)
+    return _replace_layers(spec, linears, timeout_s, schedule)
 
 
-def _replaced(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedule: str | Schedule) -> Any:
+def _replace_layers(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedule: str | Schedule) -> Any:
     if isinstance(schedule, str):
         Schedule.named(schedule)  # checked before the model is built
-    unlike: list[str] = []
+    other_modules: list[str] = []
 
     def of_experts(mlp: Any) -> Any:
         # A spec, a constructor with arguments (since Megatron 0.19), or the class itself.
@@ -415,7 +417,7 @@ def _replaced(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedu
         module = mlp.func if curried else getattr(mlp, "module", mlp)
         if module is not MoELayer:
             module = getattr(module, "__self__", module)  # the class of `as_mlp_submodule`
-            unlike.append(getattr(module, "__name__", repr(module)))
+            other_modules.append(getattr(module, "__name__", repr(module)))
             return mlp
         inside = mlp.keywords["submodules"] if curried else mlp.submodules
         if linears is not None:
@@ -434,9 +436,9 @@ def _replaced(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedu
 
     layers = getattr(spec, "layer_specs", None)
     made = of_layer(spec) if layers is None else replace(spec, layer_specs=[of_layer(layer) for layer in layers])
-    if len(unlike) == (1 if layers is None else len(layers)):
+    if len(other_modules) == (1 if layers is None else len(layers)):
         raise ConfigError(
-            f"fusedmoe.megatron: the spec has no Megatron MoELayer, but {', '.join(set(unlike))}; pass num_experts "
-            "when making the spec, and apply fusedmoe.megatron before other changes to it"
+            f"fusedmoe.megatron: the spec has no Megatron MoELayer, but {', '.join(set(other_modules))}; pass "
+            "num_experts when making the spec, and apply fusedmoe.megatron before other changes to it"
         )
     return made

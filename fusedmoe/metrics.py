@@ -35,7 +35,7 @@ __all__ = ["JsonLines", "Metrics", "TensorBoard"]
 Floats = NDArray[np.float64]
 
 
-class Watched(NamedTuple):
+class LayerCounters(NamedTuple):
     """A layer's counters, and the number of ranks its experts are evenly split over (1 if uneven or dynamic)."""
 
     counters: RoutingCounters
@@ -58,7 +58,7 @@ class Collector:
 
     def __init__(
         self,
-        layers: Mapping[str, Watched],
+        layers: Mapping[str, LayerCounters],
         topology: Topology,
         *,
         flops_per_token: float | None = None,
@@ -104,9 +104,9 @@ class Collector:
         # In place: CUDA graphs may refer to this memory.
         for layer in self._layers.values():
             layer.counters.sums.zero_()
-        return self._named(every_sum, per_layer, per_expert)
+        return self._values_by_name(every_sum, per_layer, per_expert)
 
-    def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
+    def _values_by_name(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
         loads: dict[str, float] = {}
         # A layer that did not run in every forward pass has fewer tokens than the model.
@@ -188,7 +188,7 @@ class Metrics(Collector):
             raise ConfigError("Metrics: a layer already has metrics: use them, or close() them first")
         # Timelines of the sampler identify layers by number.
         number_layers(layers)
-        watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
+        watched = {name: _make_layer_counters(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
         super().__init__(watched, topology, exposed_s=lambda: self._exposed_sampler.exposed_s(), **numbers)
         # Last, because it hooks the model: no error may follow.
@@ -207,8 +207,8 @@ class ExposedSampler:
     """Records the first training pass of each layer that communicates, to measure exposed communication."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
-        self._seen: set[nn.Module] = set()
-        self._on: list[Any] = []
+        self._recorded_modules: set[nn.Module] = set()
+        self._hook_handles: list[Any] = []
         self._recorder: Recorder | None = None
         if topology.ep.size * topology.esp.size == 1:
             return
@@ -216,24 +216,24 @@ class ExposedSampler:
         self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
         for module in model.modules():
             if isinstance(module, (MoELayer, PipelinedBlocks)):
-                self._on += [module.register_forward_pre_hook(self._begin)]
-                self._on += [module.register_forward_hook(self._end, always_call=True)]
+                self._hook_handles += [module.register_forward_pre_hook(self._begin)]
+                self._hook_handles += [module.register_forward_hook(self._end, always_call=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of the model are not measured.
-        return {"_seen": set(), "_on": [], "_recorder": None}
+        return {"_recorded_modules": set(), "_hook_handles": [], "_recorder": None}
 
     def close(self) -> None:
-        for handle in self._on:
+        for handle in self._hook_handles:
             handle.remove()
 
     def exposed_s(self) -> float | None:
         """Return the exposed seconds since the last call; None without a recording. Synchronizes with the device."""
-        if self._recorder is None or not self._seen:
+        if self._recorder is None or not self._recorded_modules:
             return None
         found = self._recorder.timeline()
         self._recorder.clear()
-        self._seen.clear()
+        self._recorded_modules.clear()
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
@@ -243,9 +243,9 @@ class ExposedSampler:
         if self._recorder is None or module.recorder is not None or not module.training:
             return
         # One pass per module: recording costs time.
-        if module not in self._seen and not is_recomputing():
+        if module not in self._recorded_modules and not is_recomputing():
             # `_end` removes the recorder: other forward passes run without it.
-            self._seen.add(module)
+            self._recorded_modules.add(module)
             module.recorder = self._recorder
 
     def _end(self, module: Any, *_: Any) -> None:
@@ -253,11 +253,11 @@ class ExposedSampler:
             module.recorder = None
 
 
-def _watch(layer: MoELayer) -> Watched:
+def _make_layer_counters(layer: MoELayer) -> LayerCounters:
     device = next(layer.parameters()).device
     # With a dynamic placement, rows per rank would mix several placements.
     ranks = layer.topology.ep.size if layer.placed is None else 1
-    return Watched(RoutingCounters(layer.gate.experts, device), ranks)
+    return LayerCounters(RoutingCounters(layer.gate.experts, device), ranks)
 
 
 def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:

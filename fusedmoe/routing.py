@@ -44,7 +44,7 @@ class _Router(NamedTuple):
         path, module: the module whose forward chooses experts.
         num_experts: E.
         dims: number of dimensions of the scores.
-        used: returns the used experts from the forward's output; None if the output does not contain them.
+        used_experts: returns the used experts from the forward's output; None if the output does not contain them.
         experts: a module called with global expert indices inside that forward, if there is one.
     """
 
@@ -52,7 +52,7 @@ class _Router(NamedTuple):
     module: nn.Module
     num_experts: int
     dims: int = 2
-    used: Callable[[Any], Tensor] | None = None
+    used_experts: Callable[[Any], Tensor] | None = None
     experts: Any = None
 
 
@@ -87,7 +87,7 @@ def record(model: nn.Module, device: torch.device | str | None = None) -> Iterat
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for tap in taps.values():
         tap.record(device)
-    with _eager_mode(), _ending(taps, RouterTap.drop_recording):
+    with _eager_mode(), _stop_on_error(taps, RouterTap.drop_recording):
         yield choices
         choices |= {name: tap.stop_recording() for name, tap in taps.items()}
 
@@ -109,15 +109,15 @@ def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -
             without a forward.
     """
     by_name = _find_routers(model)
-    given = _by_layer(list(by_name), choices)
+    given = _choices_by_layer(list(by_name), choices)
     num_experts = {name: r.gate.experts if isinstance(r, MoELayer) else r.num_experts for name, r in by_name.items()}
-    some_live = {name: _check(name, given[name], num_experts[name]) for name in by_name}
+    some_live = {name: _validate_choices(name, given[name], num_experts[name]) for name in by_name}
     if any(tap is not None and tap.replayed is not None for tap in map(_tap, by_name.values())):
         raise ConfigError("routing.replay: the model's choices are already being replayed")
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for name, tap in taps.items():
         tap.replay(given[name], some_live[name])
-    with _eager_mode(), _ending(taps, RouterTap.stop_replaying):
+    with _eager_mode(), _stop_on_error(taps, RouterTap.stop_replaying):
         yield
         for name, tap in taps.items():
             total, left = len(given[name]), tap.stop_replaying()
@@ -151,8 +151,8 @@ def read_vllm(
     Raises:
         ConfigError: shapes that do not match each other or `tokens`; a layer index that does not exist.
     """
-    joined = [_join(number, parts) for number, parts in enumerate(sequences)]
-    return _arrange(joined, tokens, moe_layers, padded_to, left, sequence_first)
+    joined = [_join_prompt(number, parts) for number, parts in enumerate(sequences)]
+    return _arrange_tokens(joined, tokens, moe_layers, padded_to, left, sequence_first)
 
 
 def read_sglang(
@@ -183,10 +183,10 @@ def read_sglang(
                 )
             sequence = sequence.view(-1, *layers_and_k)
         shaped.append(sequence)
-    return _arrange(shaped, tokens, moe_layers, padded_to, left, sequence_first)
+    return _arrange_tokens(shaped, tokens, moe_layers, padded_to, left, sequence_first)
 
 
-def _join(number: int, parts: Any) -> Tensor:
+def _join_prompt(number: int, parts: Any) -> Tensor:
     prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
     if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _join(number: int, parts: Any) -> Tensor:
     return torch.cat([prompt, generated])
 
 
-def _arrange(
+def _arrange_tokens(
     sequences: Sequence[Tensor],
     tokens: Sequence[int],
     moe_layers: Sequence[int] | None,
@@ -234,7 +234,7 @@ def _arrange(
     return [expert_TLK[:, layer].contiguous() for layer in numbers]
 
 
-def _by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+def _choices_by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
     if not isinstance(choices, Mapping):
         if len(choices) != len(names):
             lacks = f"; {names[len(choices)]} is the first without" if len(choices) < len(names) else ""
@@ -249,7 +249,7 @@ def _by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]
     return dict(choices)
 
 
-def _check(name: str, expert_TK: Tensor, experts: int) -> bool:
+def _validate_choices(name: str, expert_TK: Tensor, experts: int) -> bool:
     """Validate choices; return True if some rows choose live."""
     if not isinstance(expert_TK, Tensor) or expert_TK.dim() != 2 or expert_TK.is_floating_point():
         got = f"{expert_TK.dtype} {list(expert_TK.shape)}" if isinstance(expert_TK, Tensor) else type(expert_TK)
@@ -276,7 +276,7 @@ def _eager_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _ending(taps: Mapping[str, RouterTap], stop: Callable[[RouterTap], object]) -> Iterator[None]:
+def _stop_on_error(taps: Mapping[str, RouterTap], stop: Callable[[RouterTap], object]) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -312,7 +312,7 @@ class _TappedForward:
     tap: RouterTap | None = None  # None for a copy
 
     def __init__(self, router: _Router, forward: Callable[..., Any], own: bool) -> None:
-        self._router, self._forward, self._own = router, forward, own
+        self._router, self._forward, self._had_own_forward = router, forward, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         router, tap = self._router, self.tap
@@ -320,26 +320,26 @@ class _TappedForward:
             return self._forward(*args, **kwargs)
         seen: list[Tensor] = []
 
-        def see(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def save_indices(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             seen.append(named["top_k_index"] if "top_k_index" in named else given[1])
 
         hook = None
         if router.experts is not None:
-            hook = router.experts.register_forward_pre_hook(see, with_kwargs=True)
+            hook = router.experts.register_forward_pre_hook(save_indices, with_kwargs=True)
         try:
             with ChoiceOverride(router.num_experts, tap.next_experts, router.dims) as choice:
                 output = self._forward(*args, **kwargs)
         finally:
             if hook is not None:
                 hook.remove()
-        used_TK = router.used(output) if router.used is not None else seen[0] if seen else None
+        used_TK = router.used_experts(output) if router.used_experts is not None else seen[0] if seen else None
         tap.record_choice(choice.chosen_TK, used_TK)
         return output
 
     def remove(self) -> None:
         # If another library has wrapped this forward since, it stays as a no-op.
         if vars(self._router.module).get("forward") is self:
-            if self._own:
+            if self._had_own_forward:
                 self._router.module.forward = self._forward
             else:
                 del self._router.module.forward
@@ -382,7 +382,7 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         return _Router(around, modules[around], num_experts, experts=None if split else module)
     if torchtitan.is_router(module):
         return _Router(
-            path, module, int(module.num_experts), 3, lambda output: _flat(torchtitan.chosen_experts(output))
+            path, module, int(module.num_experts), 3, lambda output: _flatten_tokens(torchtitan.chosen_experts(output))
         )
     if megatron.is_router(module):
         return _Router(path, module, int(module.num_experts))
@@ -391,5 +391,5 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
     return None
 
 
-def _flat(ids: Tensor) -> Tensor:
+def _flatten_tokens(ids: Tensor) -> Tensor:
     return (ids.to_local() if hasattr(ids, "to_local") else ids).flatten(0, -2)

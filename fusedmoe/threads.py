@@ -21,9 +21,9 @@ T = TypeVar("T")
 _Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 # A thread usually starts in less than 1 ms, but with 40 processes on two cores it has taken more than 5 s.
-_BEGIN_S, POLL_S = 30.0, 0.25
+_START_TIMEOUT_S, POLL_S = 30.0, 0.25
 # Seconds that an exiting process waits for running calls.
-_END_S = 1.0
+_EXIT_WAIT_S = 1.0
 _CURE = "Raise the memory limit (ulimit -v or the container's), or reduce the batch size"
 
 
@@ -51,13 +51,13 @@ class WorkerThread:
             raise
         self.end.atexit = False
 
-    def begin(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """Start a call. The future receives its result or exception."""
         done: Future[T] = Future()
         self._calls.put((call, done))
         return done
 
-    def check(self, done: Future[Any]) -> bool:
+    def is_done(self, done: Future[Any]) -> bool:
         """Return whether a call is done. Raise its exception, or `MemoryError` if the thread died before."""
         # Read before `done`: the thread may exit in between.
         alive = self._thread.is_alive()
@@ -71,9 +71,9 @@ class WorkerThread:
             del done
 
     def result(self, done: Future[T]) -> T:
-        """Wait for a call and return its result. Raises like `check`."""
+        """Wait for a call and return its result. Raises like `is_done`."""
         try:
-            while not self.check(done):
+            while not self.is_done(done):
                 with suppress(NotDone):
                     done.exception(POLL_S)
             return done.result()
@@ -108,8 +108,8 @@ class _StartedEvent(threading.Event):
     """Event of `Thread.start` with a bounded wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(_BEGIN_S if timeout is None else timeout):
-            raise MemoryError(f"no memory for a thread: it did not start within {_BEGIN_S:g} s. {_CURE}")
+        if not super().wait(_START_TIMEOUT_S if timeout is None else timeout):
+            raise MemoryError(f"no memory for a thread: it did not start within {_START_TIMEOUT_S:g} s. {_CURE}")
         return True
 
 
@@ -117,7 +117,7 @@ class _StartedEvent(threading.Event):
 def _end_threads() -> None:
     # A rank that waited long may still have a request at the store. Native code that returns after the interpreter has
     # been finalized aborts the process.
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _EXIT_WAIT_S
     threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.is_alive()]
     for thread in threads:
         thread.calls.put(None)

@@ -48,7 +48,7 @@ from fusedmoe.autograd.experts import WeightParts, experts_in_parts
 from fusedmoe.autograd.grouped import clamped_swiglu
 from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.comm import make_all_to_all
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, PartExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
 from fusedmoe.engine.chunk_experts import GroupedExperts as GroupedChunks
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Handle
@@ -127,12 +127,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):
                 "fusedmoe.titan.token_dispatcher: torchtitan's type checks do not support rows sent by this library; "
                 "use fusedmoe.titan.routed_experts, or leave --debug.spmd_typechecking out"
             )
-        bad = self._checks.nonfinite_flag(x_TD, topk_scores_TK)
+        nonfinite_flag = self._checks.nonfinite_flag(x_TD, topk_scores_TK)
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
         scores_N = take_pairs(topk_scores_TK, layout)
         if self._collectives is None:
             return autograd.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
-        x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, bad)
+        x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, nonfinite_flag)
         assert handle.weight_N is not None
         # Tokens are received once; torchtitan's experts need one row per (token, expert), sorted by expert.
         rows_ND = autograd.permute(x_RD, handle.layout)
@@ -168,11 +168,11 @@ class FusedExperts(GroupedExperts):
 
     def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
         """Run the experts on their tokens. Returns [S, D], each token's score-weighted sum of expert outputs."""
-        return experts_in_parts(x_SD, layout, score_N, self._parts(), _PARTS, "swiglu")
+        return experts_in_parts(x_SD, layout, score_N, self._parts(), _WEIGHT_PARTS, "swiglu")
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         if not torch.compiler.is_compiling():
-            return PartExperts(self._parts(), _PARTS, "swiglu")
+            return JoinedExperts(self._parts(), _WEIGHT_PARTS, "swiglu")
         # A graph concatenates its parts, and splits their gradients.
         w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
         return GroupedChunks(Weights(w13, w2_EDF), "swiglu")
@@ -332,7 +332,7 @@ def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
     return w1_EFD, w2_EDF, w3_EFD
 
 
-_PARTS = WeightParts(_join, _split)
+_WEIGHT_PARTS = WeightParts(_join, _split)
 
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 

@@ -92,7 +92,7 @@ class CallCounter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         around = compat.checkpoints()
-        if around.again is None:
+        if around.recomputation is None:
             self.calls += 1
             number = self.calls
         else:
@@ -100,7 +100,7 @@ class CallCounter(nn.Module):
             found = self.kept.stored_value(around)
             assert found is not None
             number = found
-        self.kept.keep(number, around)
+        self.kept.store(number, around)
         return (x * (1 + number / 8)).sin()
 
 
@@ -355,10 +355,10 @@ def test_recording_enables_grad_below_autograd() -> None:
     x = torch.ones(2, requires_grad=True)
     with compat.below_autograd():
         assert not (x * 2).requires_grad
-        with torch.no_grad(), compat.recording():
+        with torch.no_grad(), compat.autograd_recording():
             assert (x * 2).requires_grad
         assert not (x * 2).requires_grad
-    with compat.recording():
+    with compat.autograd_recording():
         pass
     assert (x * 2).requires_grad
 

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.files import MAX_TEXT_BYTES, parse_json, read_cache_file, read_text, sealed, write_cache_file, write_text
+from fusedmoe.files import (
+    MAX_TEXT_BYTES,
+    dump_with_digest,
+    parse_json,
+    read_cache_file,
+    read_text,
+    write_cache_file,
+    write_text,
+)
 
 
 def fifo(path: Path) -> None:
@@ -142,7 +150,7 @@ def test_concurrent_writers_never_mix_content(tmp_path: Path) -> None:
 
 def test_json_digest_is_verified_if_present() -> None:
     held = {"seconds": 1e-05, "name": "ä", "list": [1, {"a": None}]}
-    text = sealed(held, indent=1)
+    text = dump_with_digest(held, indent=1)
     assert parse_json(text, "here") == held and parse_json(json.dumps(held), "here") == held
     with pytest.raises(
         ConfigError, match=r'here: damaged or edited \(digest mismatch\). If you edited it, remove its "sha256"'

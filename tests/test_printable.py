@@ -21,7 +21,7 @@ from fusedmoe.cli.settings import Settings, describe, read_settings
 from fusedmoe.cli.step_plans import format_rows
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, DerivativeError, RankError, printable, warn
-from fusedmoe.files import sealed
+from fusedmoe.files import dump_with_digest
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
@@ -111,14 +111,14 @@ def test_path_errors_have_no_control_characters(tmp_path: Path) -> None:
 
 def _setting(folder: Path) -> None:
     settings = Settings().to_json() | {EVIL: 1}
-    (folder / "config.json").write_text(sealed({"settings": settings}))
+    (folder / "config.json").write_text(dump_with_digest({"settings": settings}))
     read_settings(folder)
 
 
 def _gate(folder: Path) -> None:
     settings = Settings().to_json()
     settings["model"]["gate"] = EVIL
-    (folder / "config.json").write_text(sealed({"settings": settings}))
+    (folder / "config.json").write_text(dump_with_digest({"settings": settings}))
     raise ConfigError(describe(read_settings(folder).model))
 
 
@@ -147,7 +147,7 @@ def test_node_memory_errors_have_no_control_characters(tmp_path: Path) -> None:
     held["parts"] = [[EVIL if field == "model.weight" else field for field in part] for part in held["parts"]]
     held["keys"] = {EVIL if key == "model.weight" else key: shape for key, shape in held["keys"].items()}
     held["digests"] = ["0" * 64 for _ in held["digests"]]
-    header.write_text(sealed(held))
+    header.write_text(dump_with_digest(held))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Survival(ALONE, NodeMemory(os.getpid(), tmp_path))

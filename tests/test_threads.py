@@ -42,9 +42,9 @@ def test_worker_runs_calls_in_order_and_ends_with_owner() -> None:
         return threading.current_thread().name
 
     helper = WorkerThread("one")
-    names = [helper.begin(partial(note, number)) for number in range(3)]
+    names = [helper.submit(partial(note, number)) for number in range(3)]
     with pytest.raises(ZeroDivisionError):
-        helper.result(helper.begin(lambda: 1 // 0))
+        helper.result(helper.submit(lambda: 1 // 0))
     assert made == [0, 1, 2] and {helper.result(name) for name in names} == {"one"}
     assert count_running("one") == 1
     del helper
@@ -67,13 +67,13 @@ def test_interrupted_constructor_leaves_no_thread(monkeypatch: pytest.MonkeyPatc
 def test_worker_drops_references_after_call() -> None:
     held, helper = threading.Event(), WorkerThread("one")
     count = sys.getrefcount(held)
-    helper.result(helper.begin(held.set))
-    helper.result(helper.begin(int))  # the previous one has been released by then
+    helper.result(helper.submit(held.set))
+    helper.result(helper.submit(int))  # the previous one has been released by then
     assert sys.getrefcount(held) == count
 
 
 def test_thread_start_failure_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_BEGIN_S", 0.05)
+    monkeypatch.setattr(threads, "_START_TIMEOUT_S", 0.05)
     monkeypatch.setattr(threading.Thread, "_bootstrap", lambda self: None)
     with pytest.raises(MemoryError, match=r"no memory for a thread: it did not start .* Raise the memory limit"):
         WorkerThread("one")
@@ -83,15 +83,15 @@ def test_early_thread_death_raises_memory_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(threads._Thread, "run", lambda thread: None)
     helper = WorkerThread("one")
     with pytest.raises(MemoryError, match=r"the thread 'one' died: out of memory. Raise the memory limit"):
-        helper.result(helper.begin(int))
+        helper.result(helper.submit(int))
 
 
 @pytest.mark.parametrize("fails", ["to begin", "later"])
 def test_plan_ends_when_link_thread_has_no_memory(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """The other link, which waits for it, ends too."""
-    begin, real = threads._BEGIN_S, threading.Thread._bootstrap  # type: ignore[attr-defined]
+    begin, real = threads._START_TIMEOUT_S, threading.Thread._bootstrap  # type: ignore[attr-defined]
     monkeypatch.setattr(threads, "POLL_S", 0.05)
-    monkeypatch.setattr(threads, "_BEGIN_S", 0.05 if fails == "to begin" else begin)
+    monkeypatch.setattr(threads, "_START_TIMEOUT_S", 0.05 if fails == "to begin" else begin)
 
     def bootstrap(thread: threading.Thread) -> None:
         if thread.name != "fusedmoe inter":
@@ -116,7 +116,7 @@ spec = importlib.util.spec_from_file_location("threads", sys.argv[1])
 threads = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(threads)
 helper = threads.WorkerThread("before")
-threads._BEGIN_S = 0.2
+threads._START_TIMEOUT_S = 0.2
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 try:
@@ -137,7 +137,7 @@ def test_worker_in_process_without_memory_raises() -> None:
 
 def test_result_of_blocked_call_times_out() -> None:
     stuck = threading.Event()
-    waits = WorkerThread("one").begin(stuck.wait)
+    waits = WorkerThread("one").submit(stuck.wait)
     with pytest.raises(NotDone):
         waits.result(0.01)
     stuck.set()
@@ -157,7 +157,7 @@ def test_call_error_keeps_no_reference_to_waiter() -> None:
             count, at = count + 1, at.tb_next
         return count
 
-    done = helper.begin(fail)
+    done = helper.submit(fail)
     helper.wait_for(done)
     own = lines(done.exception())
     helper.wait_for(done)
@@ -165,10 +165,10 @@ def test_call_error_keeps_no_reference_to_waiter() -> None:
     with pytest.raises(ValueError, match="it failed") as caught:
         helper.result(done)
     frames = {frame.name: frame.frame.f_locals for frame in caught.traceback}
-    for name in ("result", "check"):
+    for name in ("result", "is_done"):
         assert not any(value is done for value in frames[name].values()), name
     stuck = threading.Event()
-    waits = helper.begin(lambda: stuck.wait(20))
+    waits = helper.submit(lambda: stuck.wait(20))
     helper.end()
     threading.Timer(0.05, stuck.set).start()
     helper.wait_for(waits)
@@ -187,7 +187,7 @@ class Slow:
 
 slow, helper = Slow(), WorkerThread("asks")
 store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-helper.begin(lambda: store.wait(["nothing"], timedelta(seconds=0.3)))
+helper.submit(lambda: store.wait(["nothing"], timedelta(seconds=0.3)))
 time.sleep(0.1)
 """
 

@@ -31,7 +31,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.generation import Capability, generation
 from fusedmoe.kernels.triton import experts
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, all_candidates
+from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord, all_candidates
 from fusedmoe.kernels.triton.grouped.verified import Gpu
 
 # Multiprocessors of the GPU that represents each generation: A100, H200, B200, RTX PRO 6000.
@@ -191,7 +191,7 @@ def _tuner(gpu: Gpu) -> Tuner:
         run()
         return lambda: 1.0
 
-    return Tuner(partial(all_candidates, gpu), measure, Record(None), lambda: True)
+    return Tuner(partial(all_candidates, gpu), measure, TuningRecord(None), lambda: True)
 
 
 # Composite operators have one implementation for all devices.

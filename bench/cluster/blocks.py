@@ -20,7 +20,7 @@ from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
+from fusedmoe.schedule.policies.lancet_plans import NUM_MICRO_BATCHES, lancet_plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
@@ -35,7 +35,7 @@ _SAMPLES, _STEPS = 8, 3
 
 def plans_by_policy(costs: StepCosts, limit: int) -> dict[str, Plan]:
     """Return every policy's plan by name: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
-    parts = [k for k in PARTS if k <= limit]
+    parts = [k for k in NUM_MICRO_BATCHES if k <= limit]
     experts = pipemoe(costs, limit)
     sizes = [max(costs.gradient_bytes) // buckets for buckets in (1, 2, 4, 8, 16)]
     tuned = (with_buckets(costs, experts, size) for size in sizes)

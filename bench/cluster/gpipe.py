@@ -117,7 +117,7 @@ def make_step(
     def step(number: int) -> float | None:
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate(number)
-        every = [batches.training(settings.seed, number, replica) for replica in range(ranks)]
+        every = [batches.training_batch(settings.seed, number, replica) for replica in range(ranks)]
         tokens_BL = torch.cat([batch.tokens_BL for batch in every])
         targets_BL = torch.cat([batch.targets_BL for batch in every])
         loss = run(schedule, tokens_BL, targets_BL, first=rank == 0, last=rank + 1 == ranks)

@@ -15,7 +15,7 @@ from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, 
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import splits_layers
+from fusedmoe.cli.step_plans import uses_micro_batches
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
@@ -71,7 +71,9 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
     for policy, trainer in made.items():
         if policy != "off":
             assert trainer.planned is not None
-            whole = tuning.now.whole if policy == "auto" else splits_layers(job_settings(setting, policy))
+            whole = (
+                tuning.now.uses_micro_batches if policy == "auto" else uses_micro_batches(job_settings(setting, policy))
+            )
             off = policy == "auto" and not len(tuning.plan)
             keys[policy] = "off" if off else (trainer.planned[0].fingerprint, whole)
     first = first_of(keys)

@@ -36,7 +36,7 @@ from fusedmoe.cli.step_plans import measurement_plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder, layer_recorder, recorded, span
+from fusedmoe.runtime.recorder import Recorder, layer_recorder, record_operation, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
@@ -88,7 +88,7 @@ class WaitingModel(nn.Module):
         if self.blocks is not None:
             self.blocks.recorder = recorder
         z = self(self.x.detach().requires_grad_())
-        loss = recorded(recorder, lambda z: z.square().mean(), z, kind="loss")
+        loss = record_operation(recorder, lambda z: z.square().mean(), z, kind="loss")
         buckets.open(recorder)
         loss.backward()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
@@ -112,7 +112,7 @@ class WaitingDense(nn.Module):
         self._row_s, self._number = setting.attention_flop / setting.emulated_flops / setting.S * 2, number
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = recorded(layer_recorder(self.recorder, self._number), self._wait, x, kind="attention")
+        y = record_operation(layer_recorder(self.recorder, self._number), self._wait, x, kind="attention")
         return y, y
 
     def _wait(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
     candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else layer_policies())}
     candidates["auto"] = tuning.now
-    first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
+    first = first_of({name: (one.plan.fingerprint, one.uses_micro_batches) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
 
     later = {}
@@ -153,7 +153,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             one = candidates[name]
             step.follow(one)
             followed = partial(recorded_step, topology, partial(model.step, step.buckets))
-            later[name] = refitted(topology, one.plan, step.costs_of(one.whole), followed)
+            later[name] = refitted(topology, one.plan, step.costs_of(one.uses_micro_batches), followed)
     seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
     rows = {name: row(of) for name, of in seconds.items()}
     for name, refit in later.items():

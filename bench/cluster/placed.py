@@ -29,7 +29,7 @@ from fusedmoe.experts.networks import Place, RowExperts
 from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, load
+from fusedmoe.placement.traffic import PlacementCosts, placement_load
 from fusedmoe.training import ShardedExperts
 
 #: Attention forward time per layer; backward takes twice as long.
@@ -162,8 +162,10 @@ class _Run:
                 if placed is not None and share_rows is not None:
                     found = share_rows(placed.table.current, tokens_WE, False).load
                 else:
-                    found = load(tokens_WE, self._even if placed is None else placed.table.current, self._nodes)
-                self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
+                    found = placement_load(
+                        tokens_WE, self._even if placed is None else placed.table.current, self._nodes
+                    )
+                self._ingress.append(4 * self._setting.M * int(found.inter_node_received_W.max()))
         self._optimizer.step()
         self._watch()
         self._step += 1

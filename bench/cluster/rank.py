@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fusedmoe
-from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, stacks, tokens
+from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, shared, stacks, tokens
 from bench.cluster import layer as layers
 from bench.cluster.network import set_rate
 from bench.cluster.profile import StackProfile, profile_stack
@@ -29,7 +29,7 @@ from bench.cluster.step import Step, computation
 from bench.cluster.turns import setting_json, tell
 from bench.own_policy import register_from_environment
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.cache import CACHE, cached_profile, write
+from fusedmoe.runtime.cache import CACHE, cached_profile, write_or_warn
 from fusedmoe.schedule.cost import Contention
 
 _WAIT_S = 60.0
@@ -76,6 +76,9 @@ class Parts:
 
     def tokens(self) -> dict[str, Any]:
         return tokens.measure(self._setting, self._topology, self._rounds)
+
+    def shared(self) -> dict[str, Any]:
+        return shared.measure(self._setting, self._topology, self._rounds)
 
     def doors(self) -> dict[str, Any]:
         setting, off = self._door
@@ -138,7 +141,7 @@ def leave_waits_alone(topology: Topology) -> None:
     measured = found.costs.contention
     links = Contention(intra_beside_inter=measured.intra_beside_inter, inter_beside_intra=measured.inter_beside_intra)
     if topology.is_first:
-        write(path, replace(found, costs=replace(found.costs, contention=links)).to_json(), "what was measured")
+        write_or_warn(path, replace(found, costs=replace(found.costs, contention=links)).to_json(), "what was measured")
 
 
 def setting_of(name: str, folder: Path) -> Setting:

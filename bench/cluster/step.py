@@ -262,7 +262,8 @@ class Step:
         if rows not in self._parts:
             of = self._exchange
             send_PE, recv_QPE = of.sizes.send_PE, of.sizes.recv_QPE
-            self._parts[rows] = of.part(np.full_like(send_PE, rows).sum(1), np.full_like(recv_QPE, rows).sum(2))
+            send_P, recv_QP = np.full_like(send_PE, rows).sum(1), np.full_like(recv_QPE, rows).sum(2)
+            self._parts[rows] = of.with_row_counts(send_P, recv_QP)
         return self._parts[rows]
 
 

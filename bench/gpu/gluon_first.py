@@ -39,7 +39,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
 
 if TYPE_CHECKING:  # requires Triton
     from fusedmoe.kernels.triton.grouped.autotune import Tuner
-    from fusedmoe.kernels.triton.grouped.holder import Holder
+    from fusedmoe.kernels.triton.grouped.holder import MultiprocessorHolder
 
 
 def variants() -> Iterator[Variant]:
@@ -60,7 +60,7 @@ def tuner_of_all(device: torch.device) -> Tuner:
     from fusedmoe.kernels.triton.grouped import autotune
 
     gpu = autotune.gpu_of(device)
-    return autotune.make_tuner(device, partial(autotune.all_candidates, gpu), autotune.Record(None))
+    return autotune.make_tuner(device, partial(autotune.all_candidates, gpu), autotune.TuningRecord(None))
 
 
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
@@ -83,15 +83,16 @@ def stress(shapes: Sequence[Shape], device: torch.device) -> None:
     Forms: Triton, Gluon with all programs, and Gluon with fewer. Times: alone, and while another stream occupies
     multiprocessors.
     """
-    from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
+    from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED, MultiprocessorHolder
 
-    holder, free = Holder(device), torch.cuda.get_device_properties(device).multi_processor_count - HELD
+    holder = MultiprocessorHolder(device)
+    free = torch.cuda.get_device_properties(device).multi_processor_count - NUM_OCCUPIED
     for shape, programs in product(shapes, (None, 0, free)):
         for step in grouped_steps(make_case(shape, device), partial(fastest, device, programs)):
             first = [tensor.clone() for tensor in _results(step)]
             differ = sum(not all(map(torch.equal, _results(step), first)) for _ in range(100))
             alone_ms, held_ms = _median_ms(step, None), _median_ms(step, holder)
-            told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {HELD} multiprocessors held"
+            told = f"{alone_ms:.3f} ms alone, {held_ms:.3f} ms with {NUM_OCCUPIED} multiprocessors held"
             print(f"{shape.name} {step.name:8} {differ} of 100 differ; {told}: {step.told()['config']}", flush=True)
         torch.cuda.empty_cache()
 
@@ -144,7 +145,7 @@ def _results(step: Step) -> list[Tensor]:
     return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Tensor)]
 
 
-def _median_ms(step: Step, holder: Holder | None) -> float:
+def _median_ms(step: Step, holder: MultiprocessorHolder | None) -> float:
     taken = []
     for _ in range(15):
         torch.cuda.synchronize()
@@ -156,7 +157,7 @@ def _median_ms(step: Step, holder: Holder | None) -> float:
         step.run(step.before())
         end.record()
         if holder is not None:
-            holder.let_go()
+            holder.release()
         end.synchronize()
         taken.append(begin.elapsed_time(end))
     return statistics.median(taken[1:])

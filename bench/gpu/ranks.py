@@ -24,7 +24,7 @@ from fusedmoe import autograd
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import Backward, Forward
+from fusedmoe.engine.one_sided_experts import FusedBackward, FusedForward
 from fusedmoe.engine.route import Route, RouteChunks
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
@@ -51,7 +51,7 @@ class _Ranks:
         ]
 
 
-def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
+def in_turn(runs: Sequence[FusedForward] | Sequence[FusedBackward]) -> None:
     """Run each step on all ranks before the next: on one GPU no rank may wait for a rank that has not started."""
     for run in runs:
         run.send()
@@ -66,7 +66,7 @@ class _Puts(torch.autograd.Function):
         learning = [part.detach().requires_grad_() for part in weights]
         tokens, routes = x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK)
         runs = [
-            Forward(x, route, GroupedExperts(Weights(*own), "swiglu"))
+            FusedForward(x, route, GroupedExperts(Weights(*own), "swiglu"))
             for x, route, *own in zip(tokens, routes, *_halves(learning), strict=True)
         ]
         in_turn(runs)
@@ -77,7 +77,7 @@ class _Puts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        runs = [Backward(run, dy) for run, dy in zip(ctx.runs, dy_SM.tensor_split(len(ctx.runs)), strict=True)]
+        runs = [FusedBackward(run, dy) for run, dy in zip(ctx.runs, dy_SM.tensor_split(len(ctx.runs)), strict=True)]
         in_turn(runs)
         dx, dweight = (torch.cat(parts) for parts in zip(*(run.finish() for run in runs), strict=True))
         dweights = [run.totals[which].to(ctx.dtypes[1]) for which in (0, 1) for run in runs]  # type: ignore[index]

@@ -25,7 +25,7 @@ from bench.gpu.suite import Row
 _LEAST_S = 4.0
 
 
-class NotNow(Exception):
+class ShapeSkipped(Exception):
     """Raised if a shape is left out, with the reason."""
 
 
@@ -49,17 +49,17 @@ class Session:
         """Return the time for measuring this shape; as much again is for compiling and checking.
 
         Raises:
-            NotNow: it is already measured, no time is left, or it has hung before and other shapes come first.
+            ShapeSkipped: it is already measured, no time is left, or it has hung before and other shapes come first.
         """
         if not self.spool.is_open(suite, shape.name):
-            raise NotNow("measured already, or given up")
+            raise ShapeSkipped("measured already, or given up")
         others = (other.name for other in SHAPES if other != shape)
         if self.spool.stops(suite, shape.name) and any(self.spool.is_fresh(suite, other) for other in others):
-            raise NotNow("the process ended here before: once more when the others are done")
+            raise ShapeSkipped("the process ended here before: once more when the others are done")
         left = self._deadline - time.monotonic()
         if left < _LEAST_S:
             self.spool.add("skipped", suite=suite, shape=shape.name, name="*", word="no time left")
-            raise NotNow("no time left")
+            raise ShapeSkipped("no time left")
         return 0.5 * left / (len(SHAPES) - SHAPES.index(shape))
 
     @contextmanager

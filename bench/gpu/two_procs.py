@@ -65,16 +65,16 @@ def main(device: torch.device) -> list[str]:
 @contextmanager
 def _counting() -> Iterator[list[object]]:
     """Count forward passes that use one-sided puts."""
-    from fusedmoe.engine.one_sided_experts import Forward
+    from fusedmoe.engine.one_sided_experts import FusedForward
 
     passes: list[object] = []
-    send = Forward.send
+    send = FusedForward.send
 
-    def counted(run: Forward) -> None:
+    def counted(run: FusedForward) -> None:
         passes.append(run)
         send(run)
 
-    with patch.object(Forward, "send", counted):
+    with patch.object(FusedForward, "send", counted):
         yield passes
 
 

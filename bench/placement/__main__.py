@@ -106,8 +106,8 @@ def balanced(ranks: int, experts: int) -> dict[str, Any]:
             "cheapest_s": _median_s(lambda before=before: cheapest_balance(before, tokens_WE, nodes, m, CLUSTER_A)),
             # A new balance, to include its one-time work.
             "split_s": _median_s(lambda exact=exact: replace(exact).sent_from(0)),
-            "over_mean": exact.busiest * ranks / int(tokens_WE.sum()),
-            "over_mean_before": balance(before, tokens_WE, nodes, 0).busiest * ranks / int(tokens_WE.sum()),
+            "over_mean": exact.max_rank_rows * ranks / int(tokens_WE.sum()),
+            "over_mean_before": balance(before, tokens_WE, nodes, 0).max_rank_rows * ranks / int(tokens_WE.sum()),
             "new_copies": int((exact.placement.extra_W() - before.extra_W()).sum()),
         }
     return found

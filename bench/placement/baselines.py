@@ -29,7 +29,7 @@ from fusedmoe.placement.hecate import (
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, load, transfers_s
+from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, placement_load, transfers_s
 
 
 def costs_of_layer(
@@ -88,7 +88,7 @@ class Decision(NamedTuple):
     waits_s: exposed time for sending parameters (and state).
     sent_bytes: over all ranks, for parameters, gradients of replicas and state, hidden or not.
     replica_state: replicas have their own optimizer state.
-    loads: [L], of ranks and links, if the policy assigns tokens to replicas; None: by `load`.
+    loads: [L], of ranks and links, if the policy assigns tokens to replicas; None: by `placement_load`.
     """
 
     placements: tuple[Placement, ...]
@@ -190,11 +190,11 @@ def shadowing(now: Situation, *, m: int) -> Decision:
 def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
     """Return shadowing's placement of one layer after its gate."""
     load_E = tokens_WE.sum(axis=0)
-    best, best_s = sharding, layer_s(load(tokens_WE, sharding, nodes), costs)
+    best, best_s = sharding, layer_s(placement_load(tokens_WE, sharding, nodes), costs)
     for shadows in range(1, min(m, sharding.experts) + 1):
         candidate = materialise(sharding, load_E, nodes, shadows, shadows)
         seconds = exposed_gather_s(sharding, candidate, nodes, costs) + layer_s(
-            load(tokens_WE, candidate, nodes), costs
+            placement_load(tokens_WE, candidate, nodes), costs
         )
         if seconds >= best_s:
             break
@@ -276,7 +276,7 @@ def _grown(
     holds_EW = placement.holds_EW.copy()
     share_E = load_E / holds_EW.sum(axis=1)
     expert = int(share_E.argmax())
-    work_W = load(tokens_WE, placement, nodes).work_W
+    work_W = placement_load(tokens_WE, placement, nodes).work_W
     room_W = (placement.extra_W() < m) & ~holds_EW[expert]
     if not room_W.any():
         # Load per remaining replica; must be below the expert's current load per replica.
@@ -319,7 +319,7 @@ def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
 
 
 def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: LayerLoads) -> float:
-    return layer_s(load(tokens_WE, placement, now.nodes), now.costs)
+    return layer_s(placement_load(tokens_WE, placement, now.nodes), now.costs)
 
 
 def _spread(load_E: NDArray[np.float64], nodes: Nodes) -> NDArray[np.int64]:

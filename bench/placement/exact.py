@@ -11,8 +11,8 @@ from scipy.optimize import linprog
 
 from fusedmoe.placement.balance import cheapest_balance, exposed_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, dispatch, gather, layer_s, transfers_s
-from fusedmoe.schedule.policies.lancet_plans import solved
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, gather_transfers, layer_s, split_tokens, transfers_s
+from fusedmoe.schedule.policies.lancet_plans import solve_integer_program
 
 
 def best_placement(
@@ -37,7 +37,7 @@ def best_placement(
         for ranks, variable in zip(sets, chosen, strict=True):
             patterns[expert, ranks] = variable
             alone = Placement(nodes.ranks, (owner,), (ranks,))
-            flow = dispatch(tokens_WE[:, [expert]], alone, nodes)[:, 0]
+            flow = split_tokens(tokens_WE[:, [expert]], alone, nodes)[:, 0]
             inter, intra = np.where(inside, 0, flow), np.where(inside, flow, 0)
             np.fill_diagonal(intra, 0)
             of = (flow.sum(0), inter.sum(0), inter.sum(1), intra.sum(0), intra.sum(1))
@@ -57,7 +57,7 @@ def best_placement(
         model.add(sum(extra[rank]) <= m)
     model.add(sum(travels) <= t)
     model.minimize(1000 * busiest + exchange)
-    solver = solved(model, limit=20.0)
+    solver = solve_integer_program(model, limit=20.0)
     assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
     found = {expert: ranks for (expert, ranks), variable in patterns.items() if solver.boolean_value(variable)}
     return Placement(nodes.ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
@@ -94,7 +94,7 @@ def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | 
         model.add(sum(held[rank] for held in copies) <= m)
         model.add(sum(of[rank] for of in computed) <= busiest)
     model.minimize(busiest if most is None else sum(map(sum, copies)))
-    solver = solved(model, limit=20.0)
+    solver = solve_integer_program(model, limit=20.0)
     assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
     return round(solver.objective_value)
 
@@ -107,7 +107,7 @@ def least_layer_s(
     Over all placements and all, even fractional, distributions of rows over replicas, by linear programming.
     """
     placements = [
-        (transfers_s(gather(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
+        (transfers_s(gather_transfers(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
         for one in _with_room(sharding, m)
     ]
     mean_s, least_s = float(tokens_WE.sum()) / nodes.ranks * costs.token_s, np.inf

@@ -18,7 +18,7 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import PlacementCosts, compute_s, exchange_s, load
+from fusedmoe.placement.traffic import PlacementCosts, compute_s, exchange_s, placement_load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,11 +124,13 @@ def replay(
         decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, nodes, costs))
         peak_bytes = _peak_bytes(placements, decision, costs)
         placements = decision.placements
-        found = decision.loads or [load(tokens, one, nodes) for tokens, one in zip(tokens_LWE, placements, strict=True)]
+        found = decision.loads or [
+            placement_load(tokens, one, nodes) for tokens, one in zip(tokens_LWE, placements, strict=True)
+        ]
         rows.append(
             (
                 [one.work_W for one in found],
-                [costs.token_bytes * one.ingress_W.max() for one in found],
+                [costs.token_bytes * one.inter_node_received_W.max() for one in found],
                 [exchange_s(one, costs) for one in found],
                 [compute_s(one, costs) for one in found],
                 decision.waits_s,

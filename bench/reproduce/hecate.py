@@ -14,7 +14,7 @@ from bench.placement.replay import Outcome, replay
 from bench.reproduce.table import Part, Progress, Row, Table
 from fusedmoe.placement.hecate import WINDOW, materialise, predict_load
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import gather, traffic
+from fusedmoe.placement.traffic import gather_transfers, link_bytes
 
 SIZES = Table(
     "hecate-table1",
@@ -224,8 +224,8 @@ def volumes(progress: Progress) -> list[Table]:
         placements = [materialise(even, load_E, _RANKS, _OVERLAP, m) for load_E in loads]
         moved = [one for one in placements if one != even]
         said = [predicted_volume(even, one, _RANKS, nbytes) for one in moved]
-        counted = [traffic(gather(even, one, _RANKS), _RANKS, nbytes) for one in moved]
-        busiest.append(max(one.busiest / of.limit for one, of in zip(counted, said, strict=True)))
+        counted = [link_bytes(gather_transfers(even, one, _RANKS), _RANKS, nbytes) for one in moved]
+        busiest.append(max(one.max_link_bytes / of.limit for one, of in zip(counted, said, strict=True)))
         sent.append(float(np.mean([one.total / of.total for one, of in zip(counted, said, strict=True)])))
         groups.append(float(np.mean([group_share(one) for one in moved])))
     rows = (

@@ -19,10 +19,10 @@ from fusedmoe.schedule.policies.lancet_plans import (
     Gap,
     forward_ranges,
     gaps_of,
+    hidden_communication_s,
     lancet_plan,
     place_exactly,
     place_greedily,
-    placement_hides_s,
 )
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Degrees, pass_tasks
@@ -64,8 +64,8 @@ def gaps_of_step(costs: StepCosts) -> tuple[list[Gap], list[float]]:
 
 def greedy_share(gaps: Sequence[Gap], seconds: Sequence[float]) -> float:
     """Return the hidden time of greedy placement relative to the optimum; 1 if there is nothing to hide."""
-    best_s = placement_hides_s(gaps, seconds, place_exactly(gaps, seconds, limit=0.5))
-    return placement_hides_s(gaps, seconds, place_greedily(gaps, seconds)) / best_s if best_s else 1.0
+    best_s = hidden_communication_s(gaps, seconds, place_exactly(gaps, seconds, limit=0.5))
+    return hidden_communication_s(gaps, seconds, place_greedily(gaps, seconds)) / best_s if best_s else 1.0
 
 
 def greedy(progress: Progress) -> list[Table]:

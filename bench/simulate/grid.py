@@ -14,7 +14,7 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention
 from fusedmoe.schedule.machines import TESTBEDS, Testbed
 from fusedmoe.schedule.passes import choose_degree
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -189,7 +189,7 @@ def _rows(costs: StepCosts, contentions: tuple[Contention, ...], own: str | None
     same = {name: makespan(POLICIES[name].plan(costs), costs) for name in (BASELINE, *COLUMNS) if name in _ONE_QUEUE}
     for contention in contentions:
         here = replace(costs, contention=contention)
-        three = ["fsmoe"] if own is None or POLICIES[own].whole else ["fsmoe", own]
+        three = ["fsmoe"] if own is None or POLICIES[own].uses_micro_batches else ["fsmoe", own]
         yield same | {name: makespan(POLICIES[name].plan(here), here) for name in three}
 
 
@@ -199,5 +199,5 @@ _ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe
 
 def _whole_row(costs: StepCosts) -> dict[str, float]:
     model = PlanSearch(costs)
-    plans = {name: model.plan(name) for name in whole_policies()} | model.ablation
+    plans = {name: model.plan(name) for name in micro_batch_policies()} | model.ablation
     return {name: makespan(plan, costs) for name, plan in plans.items()} | {"bound": bound_s(costs)}

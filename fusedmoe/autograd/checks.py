@@ -31,10 +31,10 @@ def require_values(operation: str, holds: Tensor, text: str) -> None:
         refuse(operation, text)
 
 
-def check_count(operation: str, name: str, value: Any, least: int) -> None:
-    """Require an integer >= `least`, including symbolic integers of `torch.compile`."""
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
-        refuse(operation, f"{name} must be an integer of at least {least}, got {value!r}")
+def check_count(operation: str, name: str, value: Any, minimum: int) -> None:
+    """Require an integer >= `minimum`, including symbolic integers of `torch.compile`."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < minimum:
+        refuse(operation, f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
 def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = None) -> None:
@@ -62,8 +62,8 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
     """Require an integer tensor with `dims` dimensions on the device of `like`."""
     if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
         check_tensor(operation, name, value, like)
-    whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
-    if not whole or value.dim() != dims:
+    is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+    if not is_integer or value.dim() != dims:
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
@@ -85,13 +85,12 @@ def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():
         # One pass over the values: in a decoding step with few tokens, a layer takes little longer than a check.
-        least, most = (extreme.item() for extreme in expert_SK.aminmax())
-        if least < -1 or most >= experts:
+        smallest, largest = (extreme.item() for extreme in expert_SK.aminmax())
+        if smallest < -1 or largest >= experts:
             refuse(operation, text)
 
 
 def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
-    """Require [N] floating-point weights, one per row of the layout."""
     check_tensor(operation, "weight_N", weight_N, layout.row_SK)
     if weight_N.shape != (layout.rows,) or not weight_N.is_floating_point():
         cure = "take_pairs(weight_SK, layout) gives them"
@@ -121,13 +120,13 @@ def check_layout(operation: str, layout: Any) -> None:
         dtype = torch.int32 if name == "offsets_E1" else torch.int64
         if part is not None and part.dtype != dtype:
             refuse(operation, f"layout.{name} must be {dtype}, got {part.dtype}")
-    sizes = len(layout.offsets_E1) == layout.experts + 1
+    sizes_match = len(layout.offsets_E1) == layout.experts + 1
     if layout.source_N is None:
-        sizes = sizes and layout.k == 1 and layout.tokens == layout.rows
+        sizes_match = sizes_match and layout.k == 1 and layout.tokens == layout.rows
     else:
-        sizes = sizes and len(layout.source_N) == layout.rows
+        sizes_match = sizes_match and len(layout.source_N) == layout.rows
     cure = "build it with `order`, or see fusedmoe.kernels.Layout for the meaning of each field"
-    if not sizes:
+    if not sizes_match:
         refuse(operation, f"the parts of this layout have sizes that do not fit each other; {cure}")
     require_values(operation, _is_consistent(layout), f"the numbers in this layout do not fit each other; {cure}")
 
@@ -140,16 +139,17 @@ def _is_consistent(layout: Layout) -> Tensor:
     row_N = torch.arange(layout.rows, device=row_SK.device)
     padding_N = row_N >= kept
     # Counts and offsets agree, and the pairs refer to as many rows.
-    fits = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
-    fits &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
-    fits &= ((pair_N >= 0) & (pair_N < pairs)).all()
+    is_valid = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
+    is_valid &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
+    is_valid &= ((pair_N >= 0) & (pair_N < pairs)).all()
     if row_SK.numel():
-        fits &= ((row_SK.reshape(-1)[pair_N.clamp(0, pairs - 1)] == row_N) | padding_N).all()
+        is_valid &= ((row_SK.reshape(-1)[pair_N.clamp(0, pairs - 1)] == row_N) | padding_N).all()
     if source_N is None:
-        return fits & (kept == layout.rows)
+        return is_valid & (kept == layout.rows)
     # A row's token is its pair's token. Kernels read a padding row's token, so it must be valid.
-    of_pair_N = pair_N.div(max(layout.k, 1), rounding_mode="floor")
-    return fits & ((source_N == of_pair_N) | padding_N & (source_N >= 0) & (source_N < max(layout.tokens, 1))).all()
+    token_of_pair_N = pair_N.div(max(layout.k, 1), rounding_mode="floor")
+    is_token_N = (source_N >= 0) & (source_N < max(layout.tokens, 1))
+    return is_valid & ((source_N == token_of_pair_N) | padding_N & is_token_N).all()
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:

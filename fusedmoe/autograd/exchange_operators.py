@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe import handles
-from fusedmoe.comm import exchange
+from fusedmoe.comm import exchange as comm_exchange
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import AgreedMetadata, Exchange, ExchangeSizes
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_with_hooks
 from fusedmoe.kernels.deduplicate import deduplicate_tokens
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 from fusedmoe.kernels.layout import Layout, LayoutTensors
@@ -79,16 +79,16 @@ class BatchRoute:
     The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass.
 
     Attributes:
-        part: the collectives of the batch.
+        exchange: the collectives of the batch.
         is_sharded: experts are split over esp.
         hooks, recorder: receive the rows of dispatch and combine, and their spans, in both passes.
         has_compared_backward: the ranks have compared their backward calls.
     """
 
     def __init__(
-        self, topology: Topology, part: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
+        self, topology: Topology, exchange: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
     ) -> None:
-        self.topology, self.part, self.hooks, self.recorder = topology, part, hooks, recorder
+        self.topology, self.exchange, self.hooks, self.recorder = topology, exchange, hooks, recorder
         self.is_sharded = topology.esp.size > 1
         self.has_peers = self.is_sharded or topology.ep.size > 1
         self.has_compared_backward = False
@@ -108,7 +108,7 @@ def rebuild_exchange(
     send_PC: Tensor,
     recv_QPC: Tensor,
     device: torch.device,
-    by_pairs: bool,
+    has_row_per_pair: bool,
     call: str,
     agreed: AgreedMetadata | None = None,
 ) -> Exchange:
@@ -116,7 +116,7 @@ def rebuild_exchange(
     grid = topology.expert_grid
     ranks_QP = None if grid is None else grid[topology.edp.index].t().numpy()
     sizes = ExchangeSizes(send_PC.numpy(), recv_QPC.numpy())
-    return Exchange(all_to_all, topology.esp, sizes, device, by_pairs, call, ranks_QP, agreed=agreed)
+    return Exchange(all_to_all, topology.esp, sizes, device, has_row_per_pair, call, ranks_QP, agreed=agreed)
 
 
 class _OperatorExchange:
@@ -132,22 +132,22 @@ class _OperatorExchange:
         send_PC: Tensor,
         recv_QPC: Tensor,
         device: torch.device,
-        by_pairs: bool = False,
+        has_row_per_pair: bool = False,
     ) -> None:
         batch = _batch_route(route)
         if batch is None:  # in a graph
             layers = handles.require(route, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
                 # A graph carries sizes only; the collectives are rebuilt here, in both passes.
-                given = layers.all_to_all, send_PC, recv_QPC, device, by_pairs
-                part = rebuild_exchange(layers.topology, *given, "a layer's graph")
-            batch = BatchRoute(layers.topology, part)
+                given = layers.all_to_all, send_PC, recv_QPC, device, has_row_per_pair
+                exchange = rebuild_exchange(layers.topology, *given, "a layer's graph")
+            batch = BatchRoute(layers.topology, exchange)
         backward = operation.endswith("_backward")
         # The backward pass starts with combine's gradient, or with dispatch's if the graph has no gradient of combine.
         if operation == "combine_backward" or (backward and not batch.has_compared_backward):
-            batch.part.begin_backward()
+            batch.exchange.begin_backward()
         batch.has_compared_backward = operation == "combine_backward"
-        self.operation, self.batch, self.part = operation, batch, batch.part
+        self.operation, self.batch, self.exchange = operation, batch, batch.exchange
         self.phase: Direction = "backward" if backward else "forward"
 
     def __enter__(self) -> _OperatorExchange:
@@ -159,40 +159,41 @@ class _OperatorExchange:
             self.batch.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, x_TM: Tensor) -> Tensor:
-        part, batch = self.part, self.batch
-        if len(x_TM) > part.sent:
-            x_TM = x_TM[: part.sent]  # padding is not sent
+        exchange, batch = self.exchange, self.batch
+        if len(x_TM) > exchange.num_sent:
+            x_TM = x_TM[: exchange.num_sent]  # padding is not sent
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
-                rows = transfer_rows(batch.hooks, "dispatch", part.dispatch, x_TM, HookContext(self.phase))
+                rows = transfer_with_hooks(batch.hooks, "dispatch", exchange.dispatch, x_TM, HookContext(self.phase))
         else:
-            rows = part.dispatch(x_TM)
+            rows = exchange.dispatch(x_TM)
         if batch.is_sharded:
             with span(batch.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
-                rows = part.all_gather(rows)
+                rows = exchange.all_gather(rows)
         # An operator returns memory of its own.
         return rows if batch.has_peers else rows.clone()
 
     def return_results(self, rows_RM: Tensor, rows: int) -> Tensor:
         """Return the results of the rows that were sent, zero-padded to `rows` rows."""
-        part, batch = self.part, self.batch
+        exchange, batch = self.exchange, self.batch
         if batch.is_sharded:
             with span(batch.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
-                rows_RM = part.reduce_scatter(rows_RM)
+                rows_RM = exchange.reduce_scatter(rows_RM)
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
-                back = transfer_rows(batch.hooks, "combine", part.combine, rows_RM, HookContext(self.phase))
+                context = HookContext(self.phase)
+                results = transfer_with_hooks(batch.hooks, "combine", exchange.combine, rows_RM, context)
         else:
-            back = part.combine(rows_RM)
-        if len(back) < rows:
-            return _padded(back, rows)
-        return back if batch.has_peers else back.clone()
+            results = exchange.combine(rows_RM)
+        if len(results) < rows:
+            return _padded(results, rows)
+        return results if batch.has_peers else results.clone()
 
 
-def _padded(back: Tensor, rows: int) -> Tensor:
+def _padded(results: Tensor, rows: int) -> Tensor:
     # Padding rows have no result and must not expose uninitialized memory.
-    padded = back.new_zeros((rows, *back.shape[1:]))
-    padded[: len(back)] = back
+    padded = results.new_zeros((rows, *results.shape[1:]))
+    padded[: len(results)] = results
     return padded
 
 
@@ -243,19 +244,19 @@ def exchange_metadata(
     Raises:
         RankError: on all ranks, if one rank refuses.
     """
-    found = handles.require(route, "exchange_metadata")
-    with found.topology.guard("fusedmoe::exchange_metadata"):
+    collective_route = handles.require(route, "exchange_metadata")
+    with collective_route.topology.guard("fusedmoe::exchange_metadata"):
         refusal = None if bad is None else NonFinite(bad, NONFINITE_INPUT)
-        made = exchange.exchange_metadata(
-            found.all_to_all,
-            found.topology.esp,
+        result = comm_exchange.exchange_metadata(
+            collective_route.all_to_all,
+            collective_route.topology.esp,
             counts_E,
             RowForm(dtype, width, k, weights),
             refusal,
             tokens=None if tokens_W is None else TokenCounts(tokens_W),
             expert_calls=ExpertCalls.MODULE,  # no plan follows
         )
-    return torch.tensor(made.sizes.send_PC, device="cpu"), torch.tensor(made.sizes.recv_QPC, device="cpu")
+    return torch.tensor(result.sizes.send_PC, device="cpu"), torch.tensor(result.sizes.recv_QPC, device="cpu")
 
 
 @register_fake(exchange_metadata)
@@ -290,10 +291,10 @@ def dispatch(
         row; the five tensors of their `Layout`.
     """
     with _OperatorExchange(route, "dispatch", send_PC, recv_QPC, x_TM.device, code_N is None) as traffic:
-        part = traffic.part
+        exchange = traffic.exchange
         x_RM = traffic.send(x_TM)
-        received, weight_P = part.exchange_pairs(code_N, weight_N, row_N, k)
-        layout, order_N = received.sort(part.rows, part.experts, k)
+        received, weight_P = exchange.exchange_pairs(code_N, weight_N, row_N, k)
+        layout, order_N = received.sort(exchange.num_rows, exchange.num_local_experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
         assert layout.source_N is not None
         numbers = layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
@@ -338,7 +339,7 @@ def dispatch_backward(
         if dweight_N is None:
             return dx_TM, dx_TM.new_empty(0)
         dweight_P = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N.contiguous())
-        return dx_TM, traffic.part.return_weights(dweight_P, row_N, rows).contiguous()
+        return dx_TM, traffic.exchange.return_weights(dweight_P, row_N, rows).contiguous()
 
 
 @register_fake(dispatch_backward)
@@ -376,9 +377,9 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x_TM, weight_N, row_N, code_N, ctx.k, send_PC, recv_QPC, ctx.route = inputs
     ctx.batch = _batch_route(ctx.route)
     ctx.tokens, ctx.rows = x_TM.shape[0], None if weight_N is None else weight_N.shape[0]
-    part = None if ctx.batch is None else ctx.batch.part
+    exchange = None if ctx.batch is None else ctx.batch.exchange
     # Graphs do not store which gradients are unused on all ranks.
-    ctx.needed = (True, True) if part is None else (part.tokens_require_grad, part.weights_require_grad)
+    ctx.needed = (True, True) if exchange is None else (exchange.tokens_require_grad, exchange.weights_require_grad)
     if not all(ctx.needed):
         ctx.mark_non_differentiable(*(rows for rows, needed in zip(output, ctx.needed, strict=False) if not needed))
         ctx.set_materialize_grads(False)  # no zeros for unused outputs
@@ -401,13 +402,13 @@ def _dispatch_gradient(ctx: Any, dx_RM: Tensor | None, dweight_N: Tensor | None,
 
 def _save_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     dx_RM, dweight_N, _, row_N, code_N, ctx.k, send_PC, recv_QPC, ctx.tokens, _, ctx.route = inputs
-    ctx.batch, ctx.given = _batch_route(ctx.route), (dx_RM is not None, dweight_N is not None)
+    ctx.batch, ctx.has_grads = _batch_route(ctx.route), (dx_RM is not None, dweight_N is not None)
     ctx.save_for_backward(row_N, code_N, send_PC, recv_QPC)
 
 
 def _dispatch_backward_gradient(ctx: Any, g_TM: Tensor, g_N: Tensor) -> tuple[Any, ...]:
     row_N, code_N, *sizes = ctx.saved_tensors
-    tokens, weights = ctx.given
+    tokens, weights = ctx.has_grads
     if not tokens:  # only weights have a gradient: send the narrowest tokens
         g_TM = g_N.new_zeros((ctx.tokens, 1))
     g_RM, g_weight, *_ = dispatch(g_TM, g_N if weights else None, row_N, code_N, ctx.k, *sizes, ctx.route)

@@ -115,15 +115,15 @@ def experts_backward(
 
     h_NH and x_SM may be None if no needed gradient reads them (see `kernels.experts.NeedsGrad`).
     """
-    weights, asked = Weights(w1, w2, b1, b2, b2_start), NeedsGrad(*needs_grad)
+    weights, needed = Weights(w1, w2, b1, b2, b2_start), NeedsGrad(*needs_grad)
     given = (Layout.of(layout), weight_N, weights, ACTIVATIONS[activation])
-    grads = backward_kernels(dy_SM, x_SM, h_NH, *given, needs_grad=asked)
+    grads = backward_kernels(dy_SM, x_SM, h_NH, *given, needs_grad=needed)
     dweight_N = grads.weight_N
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
     # Operators have no optional results, and two results must not be the same tensor.
-    found = (grads.x_SM, dweight_N, *grads.parameters)
-    dx, dweight, dw1, dw2, db1, db2 = [dy_SM.new_empty(0) if grad is None else grad for grad in found]
+    results = (grads.x_SM, dweight_N, *grads.parameters)
+    dx, dweight, dw1, dw2, db1, db2 = [dy_SM.new_empty(0) if grad is None else grad for grad in results]
     return dx, dweight, dw1, dw2, db1, db2
 
 
@@ -133,8 +133,8 @@ def _(dy_SM: Tensor, h_NH: Any, x_SM: Any, *others: Any) -> tuple[Tensor, ...]:
     x_like = dy_SM.new_empty((dy_SM.shape[0], parameters[1].shape[-1]))
     pairs = zip((x_like, *parameters), needs_grad, strict=True)
     return tuple(
-        tensor.new_empty(tensor.shape) if asked and tensor is not None else dy_SM.new_empty(0)
-        for tensor, asked in pairs
+        tensor.new_empty(tensor.shape) if needed and tensor is not None else dy_SM.new_empty(0)
+        for tensor, needed in pairs
     )
 
 
@@ -148,10 +148,10 @@ def backward_flops(needs_grad: NeedsGrad, w1: Any, w2: Any) -> int:
     """Return the backward FLOPs of one row of experts with w1 and w2 of these shapes."""
     needs_da = needs_grad.x_SM or needs_grad.weight_N or needs_grad.w1 or needs_grad.b1
     products = ((needs_da, w2), (needs_grad.x_SM, w1), (needs_grad.w1, w1), (needs_grad.w2, w2))
-    return row_flops(*(shape for asked, shape in products if asked))
+    return row_flops(*(shape for needed, shape in products if needed))
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
     # Operators cannot save intermediates, so h_NH is an output, without gradient.
     h_NH = output[1]
@@ -167,8 +167,8 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
         x_SM if needs_grad.w1 else None,
         weight_N,
         # Autocast's cast copies of parameters are as large as the parameters.
-        w1 if needs_grad.x_SM else shape_only(w1),
-        w2 if needs_da else shape_only(w2),
+        w1 if needs_grad.x_SM else placeholder_like(w1),
+        w2 if needs_da else placeholder_like(w2),
         b1,
         b2,
         *layout,
@@ -176,7 +176,7 @@ def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     ctx.recorder = None
 
 
-def shape_only(tensor: Tensor) -> Tensor:
+def placeholder_like(tensor: Tensor) -> Tensor:
     """Return a tensor of this shape backed by one element, for arguments that are never read."""
     return tensor.new_empty(()).expand(tensor.shape)
 
@@ -188,10 +188,10 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     tensors, layout = saved[:6], saved[6:]
     with span(ctx.recorder, "experts", kind="expert", phase="backward"):
         grads = experts_backward(dy_SM, h_NH, *tensors, ctx.b2_start, layout, ctx.activation, ctx.needs_grad)
-    return *[grad if asked else None for grad, asked in zip(grads, ctx.needs_grad, strict=True)], None, None, None
+    return *[grad if needed else None for grad, needed in zip(grads, ctx.needs_grad, strict=True)], None, None, None
 
 
-register_gradient(experts_operator, _gradients, _keep)
+register_gradient(experts_operator, _gradients, _save_for_backward)
 
 
 class WeightParts(NamedTuple):
@@ -207,23 +207,28 @@ class WeightParts(NamedTuple):
 
 
 def experts_in_parts(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, parts: Sequence[Tensor], how: WeightParts, activation: str
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    parts: Sequence[Tensor],
+    weight_parts: WeightParts,
+    activation: str,
 ) -> Tensor:
     """Compute `fusedmoe.autograd.experts` without biases, with weights joined from parts during each pass.
 
     Args:
         x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
-        parts: parameters, in the order of `how.join`; each gets a gradient in its dtype, if its matrix has an unfrozen
-            part.
+        parts: parameters, in the order of `weight_parts.join`; each gets a gradient in its dtype, if its matrix has a
+            part that requires grad.
     Saves for backward:
         The parts (so FSDP can free gathered weights), weight_N, the pre-activation, and x_SM unless all parts of w1 are
         frozen.
     """
-    y_SM: Tensor = _InParts.apply(x_SM, weight_N, layout, how, activation, *parts)
+    y_SM: Tensor = _JoinedExpertsFunction.apply(x_SM, weight_N, layout, weight_parts, activation, *parts)
     return y_SM
 
 
-class _InParts(Function):
+class _JoinedExpertsFunction(Function):
     operation = "autograd.experts_in_parts"
 
     @staticmethod
@@ -232,45 +237,45 @@ class _InParts(Function):
         x_SM: Tensor,
         weight_N: Tensor | None,
         layout: Layout,
-        how: WeightParts,
+        weight_parts: WeightParts,
         activation: str,
         *parts: Tensor,
     ) -> Tensor:
         # Joined again in backward, so the weights occupy memory only during a pass.
-        w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
+        w1, w2 = weight_parts.join([part.to(x_SM.dtype) for part in parts])
         y_SM, h = experts_operator(x_SM, weight_N, w1, w2, None, None, 0, layout.tensors, activation)
         x, weight, *_ = ctx.needs_input_grad
         needs_grad = ctx.needs_grad = NeedsGrad(
-            x, weight, *parts_need_grad(how, w1, w2, ctx.needs_input_grad[5:]), False, False
+            x, weight, *parts_need_grad(weight_parts, w1, w2, ctx.needs_input_grad[5:]), False, False
         )
         ctx.save_for_backward(
             h if needs_grad.h_NH else None, x_SM if needs_grad.w1 else None, weight_N, *layout.tensors, *parts
         )
-        ctx.how, ctx.activation = how, activation
+        ctx.weight_parts, ctx.activation = weight_parts, activation
         return y_SM
 
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         h, x_SM, weight_N, *saved = ctx.saved_tensors
         layout, parts, needs_grad = saved[:5], saved[5:], ctx.needs_grad
-        w1, w2 = ctx.how.join([part.to(dy_SM.dtype) for part in parts])
+        w1, w2 = ctx.weight_parts.join([part.to(dy_SM.dtype) for part in parts])
         given = (dy_SM, h, x_SM, weight_N, w1, w2, None, None, 0, layout, ctx.activation, needs_grad)
         dx_SM, dweight_N, dw1, dw2, *_ = experts_backward(*given)
         dparts: list[Tensor | None] = [None] * len(parts)
         if needs_grad.parameters:
-            dw1, dw2 = dw1 if needs_grad.w1 else shape_only(w1), dw2 if needs_grad.w2 else shape_only(w2)
-            pairs = zip(ctx.how.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
-            dparts = [grad.to(part.dtype) if asked else None for grad, part, asked in pairs]
+            dw1, dw2 = dw1 if needs_grad.w1 else placeholder_like(w1), dw2 if needs_grad.w2 else placeholder_like(w2)
+            pairs = zip(ctx.weight_parts.split(dw1, dw2), parts, ctx.needs_input_grad[5:], strict=True)
+            dparts = [grad.to(part.dtype) if needed else None for grad, part, needed in pairs]
         return dx_SM if needs_grad.x_SM else None, dweight_N if needs_grad.weight_N else None, None, None, None, *dparts
 
 
-def parts_need_grad(how: WeightParts, w1: Tensor, w2: Tensor, needs_grad: Sequence[bool]) -> tuple[bool, bool]:
+def parts_need_grad(weight_parts: WeightParts, w1: Tensor, w2: Tensor, needs_grad: Sequence[bool]) -> tuple[bool, bool]:
     """Return whether w1 and w2 have a part that requires grad."""
     if all(needs_grad) or not any(needs_grad) or torch.compiler.is_compiling():
         return any(needs_grad), any(needs_grad)
     # A part that is a view shares memory with its matrix; a copy may belong to both.
-    marks = shape_only(w1), shape_only(w2)
-    first, second = (mark.untyped_storage().data_ptr() for mark in marks)
-    places = [part.untyped_storage().data_ptr() for part in how.split(*marks)]
-    trained = [place for place, needed in zip(places, needs_grad, strict=True) if needed]
-    return any(place != second for place in trained), any(place != first for place in trained)
+    placeholders = placeholder_like(w1), placeholder_like(w2)
+    first, second = (matrix.untyped_storage().data_ptr() for matrix in placeholders)
+    parts = zip(weight_parts.split(*placeholders), needs_grad, strict=True)
+    storages = [part.untyped_storage().data_ptr() for part, needed in parts if needed]
+    return any(storage != second for storage in storages), any(storage != first for storage in storages)

@@ -40,9 +40,9 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
     if x_SM.shape[1] != weight_EM.shape[1]:
         shapes = f"tokens {list(x_SM.shape)} and matrix {list(weight_EM.shape)}"
         refuse("gate", f"{shapes} do not fit; they must be [S, M] and [E, M]")
-    _check(weight_EM.shape[0], x_SM, rule, bias_E)
+    _check_arguments(weight_EM.shape[0], x_SM, rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
-        return _as_choice(gate_operator(x_SM, weight_EM, _bias_operand(bias_E), *_fields(rule)), rule)
+        return _as_choice(gate_operator(x_SM, weight_EM, _detached_bias(bias_E), *_operator_arguments(rule)), rule)
     # Half-precision logits would select different experts.
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
     with torch.autocast(x_SM.device.type, enabled=False):
@@ -63,42 +63,43 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
     check_floats("gate", "logits_SE", logits_SE)
     if logits_SE.dim() != 2:
         refuse("gate", f"logits must be [S, E], got {list(logits_SE.shape)}")
-    _check(logits_SE.shape[1], logits_SE, rule, bias_E)
+    _check_arguments(logits_SE.shape[1], logits_SE, rule, bias_E)
     logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
     if fits_kernels(logits_SE.shape[1], rule.k) and has_kernels(logits_SE):
-        choice = _as_choice(gate_from_logits_operator(logits_SE, _bias_operand(bias_E), *_fields(rule)), rule)
-        return choice._replace(logits_SE=logits_SE.detach())
+        tensors = gate_from_logits_operator(logits_SE, _detached_bias(bias_E), *_operator_arguments(rule))
+        return _as_choice(tensors, rule)._replace(logits_SE=logits_SE.detach())
     return define_choice(logits_SE, rule, bias_E)
 
 
-def _bias_operand(bias_E: Tensor | None) -> Tensor | None:
+def _detached_bias(bias_E: Tensor | None) -> Tensor | None:
     # The bias affects the choice only, so it is detached.
     return None if bias_E is None else bias_E.detach().float().contiguous()
 
 
-def _check(experts: int, of_tokens: Tensor, rule: GateRule, bias_E: Tensor | None) -> None:
+def _check_arguments(experts: int, like_SN: Tensor, rule: GateRule, bias_E: Tensor | None) -> None:
     if not isinstance(rule, GateRule):
         refuse("gate", f"rule must be a GateRule, got {type(rule).__name__}")
     if rule.k > experts:
         refuse("gate", f"k = {rule.k} is more than its {experts} experts")
     if bias_E is not None:
-        check_tensor("gate", "bias_E", bias_E, of_tokens)
+        check_tensor("gate", "bias_E", bias_E, like_SN)
         check_floats("gate", "bias_E", bias_E)
         if bias_E.shape != (experts,):
             refuse("gate", f"the bias must be [{experts}], got {list(bias_E.shape)}")
-    rule.sequences(of_tokens.shape[0])
+    rule.sequences(like_SN.shape[0])
 
 
-def _fields(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bool]:
+def _operator_arguments(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bool]:
     """Return the rule as operator arguments; `GateRule(*fields)` is the inverse."""
     return rule.k, rule.score, rule.normalize, rule.scale, rule.statistics, rule.sequence, rule.logsumexp
 
 
 def _as_choice(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad = tensors
-    asked_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
-    asked_S = logsumexp_S if rule.logsumexp else None
-    return GateChoice(expert_SK, weight_SK, logits_SE, asked_BE, counts_BE, asked_S, bad)
+    # Results that the rule does not request are empty.
+    sums_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
+    requested_S = logsumexp_S if rule.logsumexp else None
+    return GateChoice(expert_SK, weight_SK, logits_SE, sums_BE, counts_BE, requested_S, bad)
 
 
 # Operator schemas have neither dataclasses nor optional results: pass the fields, return empty unused tensors.
@@ -193,22 +194,22 @@ def _gate_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
     logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
     apart = x_SM.dtype == weight_EM.dtype == torch.bfloat16  # otherwise a product reads float32
     dlogits = _dlogits(logits_SE, expert_SK, grads, ctx.rule, apart)
-    found = (*_product_gradients(dlogits, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
+    gradients = (*_product_gradients(dlogits, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # Autograd does not track that the logits, an output, depend on x and W.
-        return first_order("fusedmoe::gate", found, (x_SM, weight_EM, *grads))
-    return found
+        return first_order("fusedmoe::gate", gradients, (x_SM, weight_EM, *grads))
+    return gradients
 
 
 def _save_choice_from_logits(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     logits_SE, _, *ctx.rule = inputs
-    expert_SK, _, nothing, _, count_BE, _, bad = output
+    expert_SK, _, empty_logits, _, count_BE, _, bad = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(expert_SK, nothing, count_BE, bad)
+    ctx.mark_non_differentiable(expert_SK, empty_logits, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK)
 
 
-def _from_logits_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gate_from_logits_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK = ctx.saved_tensors
     return _dlogits(logits_SE, expert_SK, grads, ctx.rule, False), *(None,) * 8
 
@@ -221,7 +222,7 @@ def _dlogits(
 
 
 register_gradient(gate_operator, _gate_gradients, _save_choice)
-register_gradient(gate_from_logits_operator, _from_logits_gradients, _save_choice_from_logits)
+register_gradient(gate_from_logits_operator, _gate_from_logits_gradients, _save_choice_from_logits)
 
 
 @operator("router_product")

@@ -82,16 +82,16 @@ def grouped_linear_backward(
 
     The rows' gradient needs `weight`, the weights' gradient `rows_NK`, and the bias' gradient `biased`.
     """
-    of_rows = Layout.of(layout)
+    row_layout = Layout.of(layout)
     drows_NK, dweight, dbias_EO = (dout_NO.new_empty(0) for _ in range(3))
     if weight is not None:
-        drows_NK = grouped_product(dout_NO, weight, None, of_rows, not transposed)
+        drows_NK = grouped_product(dout_NO, weight, None, row_layout, not transposed)
     if rows_NK is not None:
         left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
-        dweight = grouped_dweight(left, right, of_rows)
+        dweight = grouped_dweight(left, right, row_layout)
     if biased:
         # The sum over an expert's rows is a product with a column of ones.
-        dbias_EO = grouped_dweight(dout_NO.new_ones((of_rows.rows, 1)), dout_NO, of_rows)[:, 0].contiguous()
+        dbias_EO = grouped_dweight(dout_NO.new_ones((row_layout.rows, 1)), dout_NO, row_layout)[:, 0].contiguous()
     return drows_NK, dweight, dbias_EO
 
 
@@ -118,15 +118,15 @@ def _(dout_NO: Any, rows_NK: Any, weight: Any, *_: Any, out_shape: Any, **__: An
 
 def _save_rows(ctx: Any, inputs: Any, output: Tensor) -> None:
     rows_NK, weight, _, ctx.transposed, layout = inputs
-    of_rows, of_weight, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(rows_NK if of_weight else None, weight if of_rows else None, *layout)
+    needs_rows_grad, needs_weight_grad, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows_NK if needs_weight_grad else None, weight if needs_rows_grad else None, *layout)
 
 
 def _linear_gradients(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows_NK, weight, *layout = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:3]
-    grads = grouped_linear_backward(dout_NO, rows_NK, weight, wanted[2], ctx.transposed, layout)
-    return *[grad if asked else None for grad, asked in zip(grads, wanted, strict=True)], None, None
+    needs_grads = ctx.needs_input_grad[:3]
+    grads = grouped_linear_backward(dout_NO, rows_NK, weight, needs_grads[2], ctx.transposed, layout)
+    return *[grad if needed else None for grad, needed in zip(grads, needs_grads, strict=True)], None, None
 
 
 register_gradient(grouped_linear_operator, _linear_gradients, _save_rows)

@@ -79,7 +79,7 @@ def low_rank_experts(
     scales = [1.0 if one is None else float(one.scale) for one in adapters]
     y_SM: Tensor
     if isinstance(weights, StoredWeights):
-        y_SM = _Stored.apply(x_SM, weight_N, layout, weights, activation, scales, *factors)
+        y_SM = _StoredLowRankExperts.apply(x_SM, weight_N, layout, weights, activation, scales, *factors)
         return y_SM
     w = weights.contiguous()
     y_SM, _ = low_rank_experts_operator(
@@ -106,7 +106,7 @@ def _check_stored(
     return up, down
 
 
-class _Stored(Function):
+class _StoredLowRankExperts(Function):
     operation = "autograd.low_rank_experts"
 
     @staticmethod
@@ -130,10 +130,10 @@ class _Stored(Function):
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NL, x_SM, weight_N, *saved = ctx.saved_tensors
         adapters, layout = _adapters(saved[:4], ctx.scales), Layout.of(saved[4:])
-        wanted = ctx.needs_input_grad[6:]
+        needs_grads = ctx.needs_input_grad[6:]
         given = (dy_SM, x_SM, hidden_NL, layout, weight_N, ctx.weights, adapters, ACTIVATIONS[ctx.activation])
-        dx_SM, dweight_N, factors = low_rank_backward(*given, any(wanted), ctx.needs_input_grad[0])
-        grads = (grad if wants else None for grad, wants in zip(factors, wanted, strict=True))
+        dx_SM, dweight_N, factors = low_rank_backward(*given, any(needs_grads), ctx.needs_input_grad[0])
+        grads = (grad if needed else None for grad, needed in zip(factors, needs_grads, strict=True))
         dweight_N = None if weight_N is None or dweight_N is None else dweight_N.to(weight_N.dtype)
         return dx_SM, dweight_N, None, None, None, None, *grads
 
@@ -240,7 +240,7 @@ def _(dy_SM: Any, hidden_NL: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *o
     return int(hidden_NL[0] * (flops + (row_flops(*up, *down) if trained else 0)))
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, scales, layout, ctx.activation = inputs
     ctx.b2_start, ctx.scales = tensors.pop(6), scales
     ctx.mark_non_differentiable(output[1])
@@ -257,13 +257,13 @@ def _gradients(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, 
     trained = any(ctx.needs_input_grad[7:11])
     needs_dx = ctx.needs_input_grad[0]
     dx_SM, dweight_N, *dfactors = low_rank_experts_backward(dy_SM, hidden_NL, *given, trained, needs_dx)
-    grads = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
+    grads = (grad if needed else None for grad, needed in zip(dfactors, ctx.needs_input_grad[7:11], strict=True))
     frozen = (None,) * 5
     dx = dx_SM if needs_dx else None
     return dx, None if tensors[1] is None else dweight_N, *frozen, *grads, None, None, None
 
 
-register_gradient(low_rank_experts_operator, _gradients, _keep)
+register_gradient(low_rank_experts_operator, _gradients, _save_for_backward)
 
 
 def low_rank_linear(
@@ -347,11 +347,11 @@ def low_rank_linear_backward(
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows and of both factors; empty tensors for the factors unless `trained`."""
-    of_rows = Layout.of(layout)
-    drows_NK, t_Nr = low_rank_input_gradient(dout_NO, weight, LowRank(a, b, scale), of_rows, transposed)
+    row_layout = Layout.of(layout)
+    drows_NK, t_Nr = low_rank_input_gradient(dout_NO, weight, LowRank(a, b, scale), row_layout, transposed)
     if not trained:
         return drows_NK, a.new_empty(0), b.new_empty(0)
-    return drows_NK, *low_rank_factor_gradients(t_Nr, rows_NK, dout_NO, low_Nr, scale, of_rows)
+    return drows_NK, *low_rank_factor_gradients(t_Nr, rows_NK, dout_NO, low_Nr, scale, row_layout)
 
 
 @register_fake(low_rank_linear_backward)
@@ -378,7 +378,7 @@ def _linear_gradients(ctx: Any, dout_NO: Tensor | None, _: None) -> tuple[Tensor
     rows_NK, low_Nr, weight, a, b, *layout = ctx.saved_tensors
     given = (dout_NO, rows_NK, low_Nr, weight, a, b, ctx.scale, ctx.transposed, layout)
     drows_NK, *dfactors = low_rank_linear_backward(*given, any(ctx.needs_input_grad[3:5]))
-    da, db = (grad if wanted else None for grad, wanted in zip(dfactors, ctx.needs_input_grad[3:5], strict=True))
+    da, db = (grad if needed else None for grad, needed in zip(dfactors, ctx.needs_input_grad[3:5], strict=True))
     return drows_NK, None, None, da, db, None, None, None
 
 

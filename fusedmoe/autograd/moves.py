@@ -46,12 +46,12 @@ def reduce_scatter(rows_RM: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _backward(exchange: Exchange, move: LinearMap) -> LinearMap:
-    def turned(rows: Tensor) -> Tensor:
+    def compare_and_move(rows: Tensor) -> Tensor:
         # Compare calls first, because this rank may be the only one with a backward pass.
         exchange.begin_backward()
         return move(rows)
 
-    return turned
+    return compare_and_move
 
 
 # Maps rows, their layout by local expert, and the weight of each sorted row (or None) to one summed result per row.
@@ -72,14 +72,14 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
     Raises:
         ConfigError, RankError: the number of rows, weights or results differs from the exchange's.
     """
-    check_rows("through_experts", "rows_NM", rows_NM, exchange.sent)
+    check_rows("through_experts", "rows_NM", rows_NM, exchange.num_sent)
     if weight_N is not None:
         check_tensor("through_experts", "weight_N", weight_N, rows_NM)
         if weight_N.shape != rows_NM.shape[:1]:
             shapes = f"each of {len(rows_NM)} rows, got {list(weight_N.shape)}"
             refuse("through_experts", f"weight_N must have a number for {shapes}")
     rows_RM = all_gather(dispatch(rows_NM, exchange), exchange)
-    layout, weight_R = received_layout(exchange.counts_RE, exchange.rows), None
+    layout, weight_R = received_layout(exchange.counts_RE, exchange.num_rows), None
     if weight_N is not None:
         # A column, so that weights and their gradients are exchanged like rows.
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[layout.pair_N, 0]
@@ -98,10 +98,10 @@ def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
         ConfigError: counts_RE is not an integer matrix, has negative entries, or does not sum to `rows`.
     """
     check_integers("received_layout", "counts_RE", counts_RE, 2)
-    right = (counts_RE >= 0).all()
+    is_valid = (counts_RE >= 0).all()
     if rows is not None:
-        right &= counts_RE.sum() == rows
-    require_values("received_layout", right, "counts must not be negative, and `rows` must be their sum")
+        is_valid &= counts_RE.sum() == rows
+    require_values("received_layout", is_valid, "counts must not be negative, and `rows` must be their sum")
     if torch.compiler.is_compiling():  # `order` has sizes that a graph can hold
         experts = counts_RE.shape[1]
         expert_RE = torch.arange(experts, device=counts_RE.device).expand(counts_RE.shape)

@@ -123,20 +123,20 @@ def row_weights(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
 
 
 def _linear_operator(name: str, kernel: Callable[..., Tensor], shape: Callable[[Tensor, Layout], Any]) -> Any:
-    def move(value: Tensor, layout: LayoutTensors) -> Tensor:
+    def apply(value: Tensor, layout: LayoutTensors) -> Tensor:
         return kernel(value, Layout.of(layout))
 
-    overload = operator(name)(move)
+    overload = operator(name)(apply)
     register_fake(overload)(lambda value, layout: value.new_empty(shape(value, Layout.of(layout))))
     return overload
 
 
-def _register_adjoints(there: Any, back: Any) -> None:
+def _register_adjoints(forward: Any, backward: Any) -> None:
     def keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1])
 
-    register_gradient(there, lambda ctx, grad: (back(grad, ctx.saved_tensors), None), keep_layout)
-    register_gradient(back, lambda ctx, grad: (there(grad, ctx.saved_tensors), None), keep_layout)
+    register_gradient(forward, lambda ctx, grad: (backward(grad, ctx.saved_tensors), None), keep_layout)
+    register_gradient(backward, lambda ctx, grad: (forward(grad, ctx.saved_tensors), None), keep_layout)
 
 
 permute_operator = _linear_operator("permute", gather_sum.permute, lambda x, layout: (layout.rows, x.shape[1]))

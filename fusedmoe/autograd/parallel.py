@@ -44,26 +44,26 @@ def split_counts(rows: int, group: Group) -> list[int]:
 
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """All-gather split rows that each rank uses differently."""
-    return _linear("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
+    return _linear_collective("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """Reduce-scatter partial rows to split rows."""
-    return _linear("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
+    return _linear_collective("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """Slice replicated rows, without communication."""
     if torch.compiler.is_compiling() and group.graph_name:
         return split_operator(x_SM, counts, group.index, group.graph_name)
-    return _linear("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
+    return _linear_collective("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """All-gather split rows that all ranks use in the same way."""
     if torch.compiler.is_compiling() and group.graph_name:
         return join_operator(x_SM, counts, group.index, group.graph_name)
-    return _linear("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
+    return _linear_collective("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
 
 
 def name_for_graphs(group: Group) -> None:
@@ -96,12 +96,12 @@ def _(x_SM: Tensor, counts: list[int], index: int, group: str) -> Tensor:
     return x_SM.new_empty((sum(counts), *x_SM.shape[1:]))
 
 
-def _save_move(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.given = inputs[1:]
+def _save_args(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.args = inputs[1:]
 
 
-for _there, _back in ((split_operator, join_operator), (join_operator, split_operator)):
-    register_gradient(_there, lambda ctx, grad, back=_back: (back(grad, *ctx.given), None, None, None), _save_move)
+for _forward, _backward in ((split_operator, join_operator), (join_operator, split_operator)):
+    register_gradient(_forward, lambda ctx, grad, back=_backward: (back(grad, *ctx.args), None, None, None), _save_args)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:
@@ -124,12 +124,12 @@ def sum_gradient(value: Tensor, group: Group) -> Tensor:
     return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()), "sum_gradient")
 
 
-def _linear(
+def _linear_collective(
     name: str,
     x_SM: Tensor,
     group: Group,
-    forward: _Kind,
-    backward: _Kind,
+    forward: _MapFactory,
+    backward: _MapFactory,
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
@@ -162,7 +162,7 @@ def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase
 
 
 def _recorded(
-    move: _Collective,
+    collective: _Collective,
     kind: str,
     group: Group,
     counts: Sequence[int],
@@ -171,10 +171,10 @@ def _recorded(
     rows: Tensor,
 ) -> Tensor:
     with span(recorder, f"{group.axis} {kind}", kind=kind, resource="intra", phase=phase):
-        return move(group, rows, counts)
+        return collective(group, rows, counts)
 
 
-_Kind = Callable[[Group, Sequence[int], "Recorder | None", str], LinearMap]
+_MapFactory = Callable[[Group, Sequence[int], "Recorder | None", str], LinearMap]
 _Collective = Callable[[Group, Tensor, Sequence[int]], Tensor]
 
 
@@ -185,7 +185,7 @@ class MpTokens:
     """Split a layer's tokens over an MP group and join the results.
 
     Attributes:
-        joint: each rank routes a slice of the group's tokens and gets all results. False: each rank has its own tokens.
+        is_joint: each rank routes a slice of the group's tokens and gets all results. False: its own tokens only.
 
     Raises:
         ConfigError: unknown `mp_input`.
@@ -195,33 +195,33 @@ class MpTokens:
         if mp_input not in ("replicated", "split", "partial"):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         self.group, self.mp_input = group, mp_input
-        self.joint = group.size > 1 and mp_input != "split"
+        self.is_joint = group.size > 1 and mp_input != "split"
 
     def counts(self, tokens: int) -> list[int]:
         """Return the number of tokens that each rank routes."""
-        return split_counts(tokens, self.group) if self.joint else [tokens]
+        return split_counts(tokens, self.group) if self.is_joint else [tokens]
 
-    def take(self, x_SM: Tensor, counts: Sequence[int]) -> Tensor:
+    def shard(self, x_SM: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's tokens. Collective if tokens are partial; otherwise the backward is collective."""
         move = reduce_scatter_rows if self.mp_input == "partial" else split_rows
-        return move(x_SM, self.group, counts, active_recorder()) if self.joint else x_SM
+        return move(x_SM, self.group, counts, active_recorder()) if self.is_joint else x_SM
 
-    def join(self, y_SM: Tensor, counts: Sequence[int]) -> Tensor:
+    def gather(self, y_SM: Tensor, counts: Sequence[int]) -> Tensor:
         """All-gather the results of all ranks' tokens. Collective in forward only."""
-        return join_rows(y_SM, self.group, counts, active_recorder()) if self.joint else y_SM
+        return join_rows(y_SM, self.group, counts, active_recorder()) if self.is_joint else y_SM
 
-    def call(self, module: nn.Module, *inputs: Any) -> Any:
+    def call_module(self, module: nn.Module, *inputs: Any) -> Any:
         """Call a replicated module on this rank's tokens and sum its parameters' gradients over the group."""
-        if not self.joint:
+        if not self.is_joint:
             return module(*inputs)
-        parameters = {name: self.whole_gradient(parameter) for name, parameter in module.named_parameters()}
+        parameters = {name: self.with_summed_gradient(parameter) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
-    def whole_gradient(self, parameter: Tensor) -> Tensor:
+    def with_summed_gradient(self, parameter: Tensor) -> Tensor:
         """Return the parameter; its gradient is all-reduced over the MP group."""
-        return sum_gradient(parameter, self.group) if self.joint else parameter
+        return sum_gradient(parameter, self.group) if self.is_joint else parameter
 
-    def aux(self, aux: Tensor) -> Tensor:
+    def aux_loss_share(self, aux: Tensor) -> Tensor:
         """Return the auxiliary loss that this rank adds to its own loss: the mean over the group.
 
         With mp_input="split": this rank's summand of the mean.

@@ -22,7 +22,7 @@ class BlocksBackward(BlockPass, BackwardPass):
     """One backward pass.
 
     Attributes:
-        dense: per block, gradients of its parameters (dense part and gate), by index.
+        dense_gradients: per block, gradients of its parameters (dense part and gate), by index.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class BlocksBackward(BlockPass, BackwardPass):
         # Gradients of each block's output; index -1 is the gradient of the input.
         self._dz: list[Tensor | None] = [None] * (len(blocks) + 1)
         self._dz[len(blocks) - 1] = dz
-        self._done = [0] * len(blocks)  # finished dense micro-batches
+        self._num_done = [0] * len(blocks)  # finished dense micro-batches
         self._num_tasks_left = [block.degrees.dense_tasks for block in blocks]
-        self.dense: list[dict[int, Tensor]] = [{} for _ in blocks]
+        self.dense_gradients: list[dict[int, Tensor]] = [{} for _ in blocks]
         self._has_same_chunks = []
         for number, block in enumerate(blocks):
             # Ranks compare their calls before the first rows: this rank may be the only one with a backward pass.
             for chunk in block.chunks.values():
-                chunk.part.begin_backward()
+                chunk.exchange.begin_backward()
             count = len(block.chunks)
             self._has_same_chunks.append(block.degrees.rows[1] == count)
             if self._has_same_chunks[-1]:
@@ -69,14 +69,18 @@ class BlocksBackward(BlockPass, BackwardPass):
         for number, places in enumerate(block.cuts.row_chunks["backward"]):
             sizes = [block.sizes[p] for p in places]
             whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
-            part = block.exchange.part(whole.send_P, whole.recv_QP)
-            pairs = part if block.exchange.by_pairs else block.exchange.part(whole.send_pairs_P, whole.recv_pairs_QP)
-            sent, sent_pairs = (
+            part = block.exchange.with_row_counts(whole.send_P, whole.recv_QP)
+            pairs = part
+            if not block.exchange.has_row_per_pair:
+                pairs = block.exchange.with_row_counts(whole.send_pairs_P, whole.recv_pairs_QP)
+            token_order, pair_order = (
                 SendOrder(torch.from_numpy(np.stack(each)).to(device))
                 for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])
             )
             received = ReceivedChunk(sizes, device, forward.experts, forward.k)
-            chunks[number] = BlockChunk(part, pair_exchange=pairs, sent=sent, sent_pairs=sent_pairs, received=received)
+            chunks[number] = BlockChunk(
+                part, pair_exchange=pairs, token_order=token_order, pair_order=pair_order, received=received
+            )
         return chunks
 
     def regroup_saved(self, task: Task) -> None:
@@ -106,24 +110,24 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert dz is not None
         for p in block.cuts.row_chunks["backward"][chunk]:
             dy, state = self.keep_alive(dz[block.cuts.rows_at[p]]), block.rows[p]
-            if state.ended is not None:
+            if state.end_graph is not None:
                 dy = self._backward_end(state, dy)
-            dtype = block.dense[block.cuts.dense_of[p]].u_to.dtype
-            assert state.sent is not None
-            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent.tokens))
+            dtype = block.dense[block.cuts.dense_parent[p]].u_output.dtype
+            assert state.sent_tokens is not None
+            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent_tokens.tokens))
         into = self.block_chunks[number][chunk]
-        into.rows = into.sent.join(rows)
+        into.rows = into.token_order.join(rows)
 
     def _backward_end(self, rows: RowState, dz: Tensor) -> Tensor:
-        assert rows.ended is not None
-        (to_z, y, rows_SM), rows.ended = rows.ended, None
+        assert rows.end_graph is not None
+        (to_z, y, rows_SM), rows.end_graph = rows.end_graph, None
         if to_z.edge is None:  # a hook detached the graph
             rows.dy = torch.zeros_like(y)
             return torch.zeros_like(rows_SM)
-        wanted, matrix = [rows_SM, y], None if rows.ordered is None else rows.ordered.combine_SN
+        needing_grad, matrix = [rows_SM, y], None if rows.ordered is None else rows.ordered.combine_SN
         if matrix is not None and matrix.requires_grad:
-            wanted.append(matrix)
-        drows_SM, rows.dy, *rest = torch.autograd.grad(to_z.edge, wanted, dz.to(to_z.dtype).reshape(to_z.shape))
+            needing_grad.append(matrix)
+        drows_SM, rows.dy, *rest = torch.autograd.grad(to_z.edge, needing_grad, dz.to(to_z.dtype).reshape(to_z.shape))
         rows.dcombine = rest[0] if rest else None
         return drows_SM
 
@@ -147,12 +151,12 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert chunk.pair_values is not None
         dweights, chunk.pair_values = chunk.pair_values[:, 0], None
         places = block.cuts.row_chunks["backward"][i]
-        for p, dx, dweight in zip(places, chunk.sent.split(rows), chunk.sent_pairs.split(dweights), strict=True):
+        for p, dx, dweight in zip(places, chunk.token_order.split(rows), chunk.pair_order.split(dweights), strict=True):
             state = block.rows[p]
-            assert state.sent is not None
+            assert state.sent_tokens is not None
             state.drows, state.dweight = dx, dweight
-            if state.sent.row_N is not None:
-                state.dweight = torch.empty_like(dweight).index_copy_(0, state.sent.row_N, dweight)
+            if state.sent_tokens.row_N is not None:
+                state.dweight = torch.empty_like(dweight).index_copy_(0, state.sent_tokens.row_N, dweight)
 
     def attention(self, task: Task) -> None:
         number = task.layer or 0
@@ -166,10 +170,10 @@ class BlocksBackward(BlockPass, BackwardPass):
             before[block.cuts.dense_at[place]].copy_(dx)
             if dense.deferred is None:
                 del block.dense[place]
-            for p in block.cuts.rows_of[place]:
+            for p in block.cuts.row_children[place]:
                 del block.rows[p]
-            self._done[number] += 1
-        if self._done[number] == len(block.cuts.dense_at):
+            self._num_done[number] += 1
+        if self._num_done[number] == len(block.cuts.dense_at):
             self._dz[number] = None
         self._finish_dense(number)
 
@@ -179,7 +183,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
             deferred = block.dense.pop(place).deferred
             assert deferred is not None
-            deferred.run(partial(self._add, number))
+            deferred.run(partial(self._add_gradient, number))
         self._finish_dense(number)
 
     def _backward_dense(self, number: int, place: int, dense: DenseState) -> Tensor:
@@ -187,29 +191,29 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert dz is not None
         pairs: list[tuple[Any, Tensor]] = []
 
-        def add_output_gradient(to: Output, gradient: Tensor) -> None:
-            if to.edge is not None:
-                pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
+        def add_output_gradient(output: Output, gradient: Tensor) -> None:
+            if output.edge is not None:
+                pairs.append((output.edge, gradient.to(output.dtype).reshape(output.shape)))
 
-        add_output_gradient(dense.y_to, dz[at])
+        add_output_gradient(dense.y_output, dz[at])
         # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
-        micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
+        micro_batches = [block.rows[p] for p in block.cuts.row_children[place]]
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
             # Dropped pairs have no row: `gather_sum` skips them.
-            assert rows.sent is not None
-            drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent.tokens))
+            assert rows.sent_tokens is not None
+            drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent_tokens.tokens))
         if micro_batches[0].ordered is None:
-            add_output_gradient(dense.u_to, _join(block, place, dense.u_to.shape, drows))
+            add_output_gradient(dense.u_output, _join_row_batches(block, place, dense.u_output.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):
             if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
                 pairs.append((rows.ordered.x_SM, dx_SM))
             if rows.ordered is not None and rows.dcombine is not None:
                 pairs.append((rows.ordered.combine_SN, self.keep_alive(rows.dcombine)))
-        if dense.shared_to is not None:
+        if dense.shared_output is not None:
             dy = [self.keep_alive(rows.dy) for rows in micro_batches if rows.dy is not None]
-            add_output_gradient(dense.shared_to, _join(block, place, dense.shared_to.shape, dy))
+            add_output_gradient(dense.shared_output, _join_row_batches(block, place, dense.shared_output.shape, dy))
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None
@@ -224,28 +228,28 @@ class BlocksBackward(BlockPass, BackwardPass):
         for own, grad in zip(dense.own, dense.own_grads, strict=True):
             if grad is not None and own.requires_grad:
                 pairs.append((own, grad))
-        wanted = [i for i, leaf in enumerate(block.parameters) if leaf.requires_grad]
+        needing_grad = [i for i, leaf in enumerate(block.leaves) if leaf.requires_grad]
         past = [(j, i) for j, leaves in enumerate(dense.past) for i, leaf in enumerate(leaves) if leaf.requires_grad]
         dx, *grads = torch.autograd.grad(
             [to for to, _ in pairs],
-            [dense.x, *(block.parameters[i] for i in wanted), *(dense.past[j][i] for j, i in past)],
+            [dense.x, *(block.leaves[i] for i in needing_grad), *(dense.past[j][i] for j, i in past)],
             [grad for _, grad in pairs],
             allow_unused=True,
         )
-        for i, grad in zip(wanted, grads, strict=False):
+        for i, grad in zip(needing_grad, grads, strict=False):
             if grad is not None:
-                self._add(number, i, grad)
-        for (j, i), grad in zip(past, grads[len(wanted) :], strict=True):
+                self._add_gradient(number, i, grad)
+        for (j, i), grad in zip(past, grads[len(needing_grad) :], strict=True):
             if grad is not None:
                 earlier = block.dense[j].own_grads
-                so_far = earlier[i]
-                earlier[i] = grad if so_far is None else so_far + grad
+                accumulated = earlier[i]
+                earlier[i] = grad if accumulated is None else accumulated + grad
         return torch.zeros_like(dense.x) if dx is None else dx
 
-    def _add(self, number: int, place: int, gradient: Tensor) -> None:
-        totals = self.dense[number]
+    def _add_gradient(self, number: int, place: int, gradient: Tensor) -> None:
+        totals = self.dense_gradients[number]
         # Deferred gradients are in half precision under autocast: sum micro-batches in the parameter's dtype.
-        gradient = gradient.to(self.blocks[number].parameters[place].dtype)
+        gradient = gradient.to(self.blocks[number].leaves[place].dtype)
         totals[place] = gradient if place not in totals else totals[place] + gradient
 
     def _finish_dense(self, number: int) -> None:
@@ -253,23 +257,23 @@ class BlocksBackward(BlockPass, BackwardPass):
         gradients = self.settings.gradients
         if self._num_tasks_left[number] or gradients is None or not gradients.is_open:
             return
-        own = self.blocks[number].own
-        for place, gradient in self.dense[number].items():
+        own = self.blocks[number].module_parameters
+        for place, gradient in self.dense_gradients[number].items():
             # Copy, because the reducer works in place. Add gradients accumulated by earlier passes.
             parameter = own[place]
             if parameter.grad is None:
                 whole = gradient.clone(memory_format=torch.contiguous_format)
             else:
                 whole, parameter.grad = gradient + parameter.grad, None
-            self.dense[number][place] = whole
+            self.dense_gradients[number][place] = whole
             gradients.add_gradient(parameter, whole)
 
 
-def _join(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+def _join_row_batches(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(shape)
-    for p, part in zip(block.cuts.rows_of[place], parts, strict=True):
+    for p, part in zip(block.cuts.row_children[place], parts, strict=True):
         into = whole[block.cuts.rows_in_dense_at[p]]
         into.copy_(part.view(into.shape))
     return whole

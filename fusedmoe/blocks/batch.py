@@ -44,8 +44,8 @@ class Batch:
     @cached_property
     def token_numbers(self) -> Tensor:
         """The index of each token, on the host, in x's shape without M."""
-        lead = self.x.shape[:-1]
-        return torch.arange(lead.numel(), device="cpu").view(lead)
+        token_shape = self.x.shape[:-1]
+        return torch.arange(token_shape.numel(), device="cpu").view(token_shape)
 
 
 def find_call_reason(blocks: Sequence[MoEBlock]) -> str | None:
@@ -84,7 +84,7 @@ def read_batch(
         refusal = mask_error("pipeline", mask, x, *(block.layer.gate for block in blocks))
     if refusal is not None:
         x, mask = _empty_batch(blocks[0], x, refusal), None
-    shape, (x, split) = x.shape, _split(blocks[0], x)
+    shape, (x, split) = x.shape, _split_batch(blocks[0], x)
     return Batch(x, split, shape, None if mask is None else mask.reshape(x.shape[:-1]), refusal, calls)
 
 
@@ -105,9 +105,9 @@ def _empty_batch(block: MoEBlock, x: object, refusal: str) -> Tensor:
     return nothing[None] if block.in_positions else nothing
 
 
-def _split(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
+def _split_batch(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
     layer = block.layer
-    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.joint
+    peers, mp, is_shared = layer.topology.ep.size, layer.topology.mp, layer.mp_tokens.is_joint
     if is_shared:
         x_SM, refusal = layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
         layer.checks.refuse(refusal)
@@ -128,35 +128,35 @@ class BatchRouting:
     def __init__(self, block: MoEBlock, batch: Batch, number: int, keep: bool) -> None:
         self._block, self._batch, self._number, self._keep = block, batch, number, keep
         x, mask, group, gate = batch.x, batch.mask, block.mp, block.layer.gate
-        lead = x.shape[:-1]
-        x_SM = x.reshape(lead.numel(), x.shape[-1])
+        token_shape = x.shape[:-1]
+        x_SM = x.reshape(token_shape.numel(), x.shape[-1])
         rows = _rows_of_ranks(len(x_SM), mask, group)
-        self._whole = whole = MicroBatch(0, 1, lead, rows, group.index, mask, x.device)
+        self._whole = whole = MicroBatch(0, 1, token_shape, rows, group.index, mask, x.device)
         own_SM = x_SM[whole.own]
         self._capacity = gate.row_capacity(len(own_SM) if x.numel() else 0) if block.has_capacity else None
-        self._drawn = tuple(whole.batch(values) for values in gate.draw(own_SM))
+        self._drawn = tuple(whole.scatter_to_batch(values) for values in gate.draw(own_SM))
         given = None if gate.tap is None else gate.tap.next_experts(len(own_SM), gate.k)
-        self._given = given and given._replace(expert_TK=whole.batch(given.expert_TK.to(x.device), -1))
-        self._taken_E: Tensor | None = None  # rows of each expert so far
+        self._given = given and given._replace(expert_TK=whole.scatter_to_batch(given.expert_TK.to(x.device), -1))
+        self._num_taken_E: Tensor | None = None  # rows of each expert so far
         self._num_routed = 0  # dense micro-batches
 
     def inputs(self, place: int, cuts: BlockCuts) -> DenseInputs:
         at, calls, given = cuts.dense_at[place], self._batch.calls, self._given
         micro_batch = self.micro_batch(place, cuts.dense_at, self._batch.mask)
-        drawn = tuple(self._tokens(values[at])[micro_batch.own] for values in self._drawn)
-        given = given and given._replace(expert_TK=self._tokens(given.expert_TK[at])[micro_batch.own])
+        drawn = tuple(self._flatten_tokens(values[at])[micro_batch.own] for values in self._drawn)
+        given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK[at])[micro_batch.own])
         arguments = None if calls is None else calls[self._number].samples(at[0])
         return DenseInputs(micro_batch, drawn, given, arguments)
 
-    def micro_batch(self, place: int, ats: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
+    def micro_batch(self, place: int, indices: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
         """Return a micro-batch with the number of tokens of each MP rank. Without a mask, padding is routed too."""
         whole, device = self._whole, self._batch.x.device
-        part, masked = self._batch.token_numbers[ats[place]], None if mask is None else mask[ats[place]]
+        part, masked = self._batch.token_numbers[indices[place]], None if mask is None else mask[indices[place]]
         if len(whole.rows) == 1:
-            return MicroBatch(place, len(ats), part.shape, (part.numel(),), 0, masked, device)
+            return MicroBatch(place, len(indices), part.shape, (part.numel(),), 0, masked, device)
         ends = torch.tensor([0, *whole.rows], device="cpu").cumsum(0)
         rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
-        return MicroBatch(place, len(ats), part.shape, rows.tolist(), whole.rank, masked, device)
+        return MicroBatch(place, len(indices), part.shape, rows.tolist(), whole.rank, masked, device)
 
     def without_excess(self, routed: Sequence[DenseState], chunk: range, *, is_all: bool) -> list[Tensor]:
         """Return the experts [b, …, K] of dense micro-batches, -1 for pairs beyond the capacity. Call in order.
@@ -166,7 +166,7 @@ class BatchRouting:
         """
         assert chunk.start == self._num_routed, "micro-batches must be routed in order"
         self._num_routed, axis = chunk.stop, self._batch.split.axis
-        chosen = [dense.micro_batch.batch(dense.routing.expert_SK, -1) for dense in routed]
+        chosen = [dense.micro_batch.scatter_to_batch(dense.routing.expert_SK, -1) for dense in routed]
         if (capacity := self._capacity) is None:
             return chosen
         together = torch.cat(chosen, axis)
@@ -182,14 +182,14 @@ class BatchRouting:
     def _exceeds_capacity(self, expert_SK: Tensor, capacity: int) -> Tensor:
         """Return which pairs exceed the capacity, as booleans. Only for k = 1; call with the micro-batches in order."""
         E = self._block.num_experts
-        taken_E = self._taken_E
+        taken_E = self._num_taken_E
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
         layout = order(expert_SK, E).exact()
         chosen_N = expert_SK.reshape(-1)[layout.pair_N]
         rank_N = torch.arange(layout.rows, device=chosen_N.device) - layout.offsets_E1[:-1].long()[chosen_N]
         full_N = rank_N + taken_E[chosen_N] >= capacity
-        self._taken_E = taken_E + layout.counts_E
+        self._num_taken_E = taken_E + layout.counts_E
         full_S = torch.zeros(expert_SK.numel(), dtype=torch.bool, device=expert_SK.device)
         full_S[layout.pair_N] = full_N
         return full_S.view_as(expert_SK)
@@ -200,32 +200,31 @@ class BatchRouting:
         # Losses are means over all tokens: the gate runs once more, on the scores of all micro-batches.
         dense = [state.dense[place] for place in range(len(state.dense))]
         parts = zip(
-            *([one.micro_batch.batch(score.detach()) for score in one.scores] for one in dense),
+            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense),
             strict=True,
         )
-        scores = [self._tokens(torch.cat(part, axis))[whole.own] for part in parts]
+        scores = [self._flatten_tokens(torch.cat(part, axis))[whole.own] for part in parts]
         scores = [score.requires_grad_(self._keep) if score.is_floating_point() else score for score in scores]
         with torch.set_grad_enabled(self._keep):
             given = self._given
-            given = given and given._replace(expert_TK=self._tokens(given.expert_TK)[whole.own])
+            given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK)[whole.own])
             routing = block.dense.choose(tuple(scores), given)
         layer, aux = block.layer, routing.aux_loss
         kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
         with torch.set_grad_enabled(self._keep):  # forwards without gradients are not counted
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
-        exchanges = [chunk.part for chunk in state.chunks.values() if isinstance(chunk.part, Exchange)]
-        layer.load.count_sent(
-            (sum(exchange.pairs.sent for exchange in exchanges), sum(exchange.sent for exchange in exchanges))
-        )
+        exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
+        num_pairs = sum(exchange.pair_exchange.num_sent for exchange in exchanges)
+        layer.load.count_sent((num_pairs, sum(exchange.num_sent for exchange in exchanges)))
         if aux.requires_grad:
             leaves = [score for score in scores if score.requires_grad]
             grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
             of_scores = [next(grads) if score.requires_grad else None for score in scores]
-            state.dscores = [None if grad is None else whole.batch(grad) for grad in of_scores]
+            state.dscores = [None if grad is None else whole.scatter_to_batch(grad) for grad in of_scores]
         return aux.detach()
 
-    def _tokens(self, value: Tensor) -> Tensor:
-        return value.flatten(0, len(self._whole.lead) - 1)
+    def _flatten_tokens(self, value: Tensor) -> Tensor:
+        return value.flatten(0, len(self._whole.token_shape) - 1)
 
 
 def _rows_of_ranks(tokens: int, mask: Tensor | None, group: Group) -> list[int]:

@@ -23,12 +23,12 @@ class CalledExperts(NamedTuple):
     """The experts of one call.
 
     Attributes:
-        held: number of experts on this rank under dynamic placement; None: equal on all ranks.
+        num_held: number of experts on this rank under dynamic placement; None: equal on all ranks.
         replicas: transport of expert replicas under dynamic placement.
     """
 
     chunks: ChunkExperts
-    held: int | None = None
+    num_held: int | None = None
     replicas: ReplicaTransport | None = None
 
 
@@ -77,10 +77,10 @@ class BlockExperts:
         if placed is None:
             return CalledExperts(experts.in_chunks(like))
         self._counts_tokens = experts.training and not is_recomputing()  # tasks may run on other threads
-        placed.begin_turn(self._layer.recorder)
-        self.refusal = placed.replicas.refusal()
-        waits, fetches = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
-        chunks, replicas = placed.call(partial(_of_tables, like), waits=waits, fetches=fetches)
+        placed.begin_once(self._layer.recorder)
+        self.refusal = placed.replicas.why_unusable()
+        wait_first, fetch_first = placed.table.is_read_early(like.dtype), placed.timing is not ReplicaTiming.BY_TASKS
+        chunks, replicas = placed.call(partial(_bind_tables, like), wait_first=wait_first, fetch_first=fetch_first)
         return CalledExperts(chunks, placed.table.num_rows, replicas)
 
     def split_rows(self, layout: Layout) -> Layout:
@@ -89,10 +89,10 @@ class BlockExperts:
         return self._placed.split_rows(layout, self._counts_tokens, may_add=False)
 
 
-def _of_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
+def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
     """Return experts bound to the current parameters, some of which are `replicas`."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
-    # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
+    # Experts by autograd must compute with the current tables, even if a chunk runs later.
     if not chunks.can_regroup:
         compute = partial(torch.func.functional_call, experts, named)
         chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)

@@ -80,14 +80,15 @@ class BlockCuts:
 
     Attributes:
         rows_in_dense_at: index of each row micro-batch in its dense one.
+        dense_parent, row_children: the dense micro-batch of each row micro-batch, and the reverse.
         dense_chunks, row_chunks: for "forward" and "backward" the micro-batches of each chunk.
     """
 
     dense_at: list[Index]
     rows_at: list[Index]
     rows_in_dense_at: list[Index]
-    dense_of: list[int]
-    rows_of: list[range]
+    dense_parent: list[int]
+    row_children: list[range]
     dense_chunks: dict[str, list[range]]
     row_chunks: dict[str, list[range]]
 
@@ -96,23 +97,23 @@ class BlockCuts:
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
     """Cut a batch of `size` elements along `axis`, for these degrees of dense parts and rows."""
     dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
-    rows_of = _between(dense_ends, row_ends)
-    dense_of = [place for place, inside in enumerate(rows_of) for _ in inside]
+    row_children = _members(dense_ends, row_ends)
+    dense_parent = [place for place, inside in enumerate(row_children) for _ in inside]
     starts = [int(size * end) for end in dense_ends]
     return BlockCuts(
         _indices(dense_ends, axis, size),
         _indices(row_ends, axis, size),
         [
             (slice(None),) * axis + (slice(int(size * begin) - starts[place], int(size * end) - starts[place]),)
-            for place, begin, end in zip(dense_of, row_ends[:-1], row_ends[1:], strict=True)
+            for place, begin, end in zip(dense_parent, row_ends[:-1], row_ends[1:], strict=True)
         ],
-        dense_of,
-        rows_of,
+        dense_parent,
+        row_children,
         {  # backward starts at the end
-            "forward": _between(_ends(dense[:1]), dense_ends),
-            "backward": _between(_ends(dense[1:]), dense_ends)[::-1],
+            "forward": _members(_ends(dense[:1]), dense_ends),
+            "backward": _members(_ends(dense[1:]), dense_ends)[::-1],
         },
-        {"forward": _between(_ends(rows[:1]), row_ends), "backward": _between(_ends(rows[1:]), row_ends)[::-1]},
+        {"forward": _members(_ends(rows[:1]), row_ends), "backward": _members(_ends(rows[1:]), row_ends)[::-1]},
     )
 
 
@@ -121,7 +122,7 @@ def _ends(counts: Iterable[int]) -> list[Fraction]:
     return sorted({Fraction(i, count) for count in counts for i in range(count + 1)})
 
 
-def _between(coarse: list[Fraction], fine: list[Fraction]) -> list[range]:
+def _members(coarse: list[Fraction], fine: list[Fraction]) -> list[range]:
     return [range(fine.index(start), fine.index(end)) for start, end in zip(coarse[:-1], coarse[1:], strict=True)]
 
 
@@ -136,7 +137,7 @@ class MicroBatch:
     Ranks of an MP group with the same tokens route one slice each, in rank order. Padding is not routed.
 
     Attributes:
-        lead: the shape of its tokens, [b, …].
+        token_shape: the shape of its tokens, [b, …].
         rows: tokens of each MP rank, padding included; one number if no other rank has the same tokens.
         own: indices, in the flattened micro-batch, of the tokens that this rank routes.
         real: indices of the same tokens in this rank's slice; None: no padding.
@@ -148,25 +149,25 @@ class MicroBatch:
         self,
         number: int,
         count: int,
-        lead: torch.Size,
+        token_shape: torch.Size,
         rows: Sequence[int],
         rank: int,
         mask: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.number, self.count, self.lead, self.rows, self.rank = number, count, lead, rows, rank
+        self.number, self.count, self.token_shape, self.rows, self.rank = number, count, token_shape, rows, rank
         start = sum(rows[:rank])
         self.own, self.real = slice(start, start + rows[rank]), None
-        if mask is not None:  # of `lead`'s shape, on the host: no synchronization
+        if mask is not None:  # of `token_shape`'s shape, on the host: no synchronization
             self.real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
             self.own = self.real + start
 
-    def batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
+    def scatter_to_batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Scatter values of the tokens that this rank routes, [S, ·], into [b, …, ·], with `fill` elsewhere."""
-        value_S = own_S if len(self.rows) == 1 and self.real is None else self.spread(own_S, fill)
-        return value_S.view(*self.lead, *value_S.shape[1:])
+        value_S = own_S if len(self.rows) == 1 and self.real is None else self.scatter_to_tokens(own_S, fill)
+        return value_S.view(*self.token_shape, *value_S.shape[1:])
 
-    def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:
+    def scatter_to_tokens(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Scatter values of the tokens that this rank routes, [S, ·], into [tokens, ·], with `fill` elsewhere."""
         tokens, at = sum(self.rows), self.own
         if len(own_S) == tokens:

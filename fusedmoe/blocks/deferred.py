@@ -25,7 +25,7 @@ class DeferredGradients(TorchFunctionMode):
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._places = {id(one): place for place, one in enumerate(parameters) if one.requires_grad}
+        self._index_by_id = {id(one): place for place, one in enumerate(parameters) if one.requires_grad}
         self._deferred: list[tuple[int, int | None, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +35,7 @@ class DeferredGradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        places = self._places.get(id(weight)), self._places.get(id(bias))
+        places = self._index_by_id.get(id(weight)), self._index_by_id.get(id(bias))
         # The weight is not deferred, or no earlier layer waits for the input's gradient.
         if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
@@ -50,7 +50,7 @@ class DeferredGradients(TorchFunctionMode):
             bias = None if bias is None else bias.to(dtype)
         return _DeferredLinear.apply(input, weight, bias, self, *places)
 
-    def keep(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
+    def save(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
         self._deferred.append((weight, bias, x, dy))
 
     def run(self, add: Callable[[int, Tensor], None]) -> None:
@@ -82,6 +82,6 @@ class _DeferredLinear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.deferred.keep(*ctx.places, x, dy)
+        ctx.deferred.save(*ctx.places, x, dy)
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, dbias, None, None, None

@@ -14,12 +14,13 @@ from fusedmoe.blocks.cuts import MicroBatch
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.compat.torch import module_states
 from fusedmoe.engine.module_hooks import find_hook, find_replaced_forward, has_parametrisations
+from fusedmoe.engine.shared_expert_task import single_expert_layout
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, Routing, outside_autocast
 from fusedmoe.gates.choice_override import ChoiceOverride, GivenExperts
 from fusedmoe.hooks import apply_start_hooks
 from fusedmoe.layers.input_checks import check_routing, input_error
-from fusedmoe.layers.moe import MoELayer, single_expert_layout
+from fusedmoe.layers.moe import MoELayer
 
 
 class DenseResult(NamedTuple):
@@ -82,9 +83,9 @@ class DenseRunner:
         """Parameters of dense part, gate and shared expert."""
         return list(self._named_parameters().values())
 
-    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run_unsplit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return y and u of a whole batch."""
-        y, u = self._call_or_checkpoint(self._part.whole, x)
+        y, u = self._call_or_checkpoint(self._part.run_unsplit, x)
         return y, u
 
     @property
@@ -125,7 +126,7 @@ class DenseRunner:
         for name, parameter in named.items():
             # Gate and shared expert are replicated over MP ranks, which route slices: their gradients are summed.
             if not name.startswith("dense."):
-                named[name] = self._layer.mp_tokens.whole_gradient(parameter)
+                named[name] = self._layer.mp_tokens.with_summed_gradient(parameter)
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if deferred is None else deferred:
@@ -156,7 +157,9 @@ class DenseRunner:
             routing = gate.choose(*scores)
         assert isinstance(routing, Routing)
         if gate.tap is not None:
-            gate.tap.record_choice(None if given is None else given.chosen(routing.expert_SK), routing.expert_SK)
+            gate.tap.record_choice(
+                None if given is None else given.with_live_rows(routing.expert_SK), routing.expert_SK
+            )
         return routing
 
     def _call_or_checkpoint(self, compute: Callable[..., Any], *inputs: Any) -> Any:
@@ -181,9 +184,9 @@ class _DensePart(nn.Module):
     def __init__(self, dense: nn.Module, layer: MoELayer, in_positions: bool, has_end: bool) -> None:
         super().__init__()
         self.dense, self.gate, self.shared = dense, layer.gate, layer.shared
-        self._hooks, self._tokens, self._has_end = layer.hooks, layer.mp_tokens, has_end
+        self._hooks, self._mp_tokens, self._has_end = layer.hooks, layer.mp_tokens, has_end
         self._row_dtype, self._in_positions = layer.experts.row_dtype, in_positions
-        self._of_experts = layer.experts.parameters  # not its own parameters
+        self._expert_parameters = layer.experts.parameters  # not its own parameters
 
     def forward(
         self,
@@ -196,7 +199,7 @@ class _DensePart(nn.Module):
         if self._hooks:
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
-        u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
+        u_SM = self._mp_tokens.shard(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         if micro_batch.real is not None:
             u_SM = u_SM.index_select(0, micro_batch.real)
         if isinstance(self.dense, RoutingDense):
@@ -207,28 +210,28 @@ class _DensePart(nn.Module):
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
         if self.shared is not None:
-            shared = micro_batch.spread(self.shared(u_SM, single_expert_layout(u_SM), None)).view(y.shape)
+            shared = micro_batch.scatter_to_tokens(self.shared(u_SM, single_expert_layout(u_SM), None)).view(y.shape)
         # Added inside the graph unless it must pass through the end of the block.
         if shared is not None and not self._has_end:
             y, shared = y + shared, None
-        return y, micro_batch.spread(u_SM).view(x.shape), shared, scores, own
+        return y, micro_batch.scatter_to_tokens(u_SM).view(x.shape), shared, scores, own
 
-    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def run_unsplit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._call_dense(x, (), None)[:2]
 
     def _call_dense(
         self, x: Tensor, past: Sequence[tuple[Tensor, ...]], arguments: object
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         if isinstance(self.dense, RoutingDense):
-            y, u, scores = self._results(self.dense(x, arguments), x, ("y", "u", "scores"))
+            y, u, scores = self._check_results(self.dense(x, arguments), x, ("y", "u", "scores"))
             return y, u, (), scores
         if self._in_positions:
-            y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
+            y, u, own = self._check_results(self.dense(x, past), x, ("y", "u", "own"))
             return y, u, own, ()
-        y, u = self._results(self.dense(x), x, ("y", "u"))
+        y, u = self._check_results(self.dense(x), x, ("y", "u"))
         return y, u, (), ()
 
-    def _results(self, given: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
+    def _check_results(self, given: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Check the results of the dense part, and return them."""
         dense, shape = type(self.dense).__name__, list(x.shape)
         if not isinstance(given, (tuple, list)) or len(given) != len(names):
@@ -240,7 +243,7 @@ class _DensePart(nn.Module):
                 raise ConfigError(f"pipeline: {name} of the dense part {dense} is {sizes}")
             if isinstance(result, Tensor) and result.device != x.device:
                 raise ConfigError(f"pipeline: {name} of the dense part {dense} is on {result.device}, x on {x.device}")
-            like: Tensor | None = next(self._of_experts(), None) if name == "u" else None
+            like: Tensor | None = next(self._expert_parameters(), None) if name == "u" else None
             if text := input_error(f"pipeline: the dense part {dense} gave {name}", result, x.shape[-1], like):
                 raise ConfigError(text)
         return tuple(given)
@@ -250,11 +253,11 @@ def _override_choice(gate: Gate, given: GivenExperts | None) -> AbstractContextM
     return nullcontext() if given is None else ChoiceOverride(gate.experts, lambda *_: given)
 
 
-def require_same_shape(made: Tensor, like: Tensor, seam: str) -> Tensor:
+def require_same_shape(result: Tensor, like: Tensor, hook: str) -> Tensor:
     """Return a hook's result if it has the shape of its input, which micro-batches require."""
-    if made.shape != like.shape:
+    if result.shape != like.shape:
         raise ConfigError(
-            f"pipeline: hooks at {seam} made {list(made.shape)} of {list(like.shape)}. Between blocks tokens keep "
+            f"pipeline: hooks at {hook} made {list(result.shape)} of {list(like.shape)}. Between blocks tokens keep "
             "their shape: change it in the dense parts, or use MoELayer(schedule=…) with such hooks"
         )
-    return made
+    return result

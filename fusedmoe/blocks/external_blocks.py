@@ -19,7 +19,7 @@ from fusedmoe.blocks.cuts import ExternalCall, passes_of
 from fusedmoe.blocks.dense_part import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.compat.torch import is_compiled, version_of
+from fusedmoe.compat.torch import is_compiled, tensor_version
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import find_hook
 from fusedmoe.errors import ConfigError
@@ -37,7 +37,7 @@ from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.candidates import PlanCandidate, family_candidates
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
-from fusedmoe.schedule.policies import whole_policies
+from fusedmoe.schedule.policies import micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
@@ -200,7 +200,7 @@ class BlocksSource(PlanSource):
         else:
             plans = cached_plans([self.policy], topology, costs, limit=MAX_DEGREE, samples=samples)
             every = [PlanCandidate(name, plan, True, makespan(plan, costs)) for name, plan in plans.items()]
-        return [each for each in every if each.whole and self._can_run(each.plan)] or super().candidates()
+        return [each for each in every if each.uses_micro_batches and self._can_run(each.plan)] or super().candidates()
 
     def follow(self, candidate: PlanCandidate) -> None:
         self.blocks.set_plan(passes_of(candidate.plan) if len(candidate.plan) else self.blocks.plans)
@@ -246,11 +246,11 @@ class ExternalPipeline:
                 layer = MoELayer(
                     experts.widths[0], gate, ExternalBlockExperts(experts), topology=external[0].exchange.topology
                 )
-                layer.checks = InputChecks(layer.topology, library.who, carried=True)
+                layer.checks = InputChecks(layer.topology, library.who, exchange_reports_logits=True)
                 layer.check_wrapper = None  # the model's own framework wraps them correctly
                 parts.append((BlockDense(block, library), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
-        self._own = [(vars(block.module).get("forward"), block.module.forward) for block in external]
+        self._original_forwards = [(vars(block.module).get("forward"), block.module.forward) for block in external]
         for number, block in enumerate(external):
             block.module.forward = self._make_forward(number)
             setattr(block.module, PIPELINE, self)
@@ -261,7 +261,7 @@ class ExternalPipeline:
 
     def restore_forward(self) -> None:
         """Restore the blocks' own forward, without micro-batches."""
-        for block, (replaced, _) in zip(self._external, self._own, strict=True):
+        for block, (replaced, _) in zip(self._external, self._original_forwards, strict=True):
             delattr(block.module, PIPELINE)
             if replaced is None:
                 del block.module.forward
@@ -275,7 +275,7 @@ class ExternalPipeline:
                 modules = [block.module for block in self._external]
                 self._has_hooks = any(find_hook(module, _INFRASTRUCTURE) is not None for module in modules)
             if self._has_hooks or self._is_called_unpipelined(self._external[number], x, kwargs):
-                return self._own[number][1](x, *args, **kwargs)
+                return self._original_forwards[number][1](x, *args, **kwargs)
             return self._record_call(number, x, args, kwargs)
 
         return forward
@@ -345,7 +345,7 @@ class ExternalPipeline:
         if (
             first is None
             or len(self._calls) != number
-            or (x.shape, x.data_ptr(), version_of(x)) != (first.shape, first.data_ptr(), version_of(first))
+            or (x.shape, x.data_ptr(), tensor_version(x)) != (first.shape, first.data_ptr(), tensor_version(first))
         ):
             raise ConfigError(
                 f"{who}: {name} is not called with what the block before it returned: its model does more between "
@@ -391,8 +391,8 @@ def pipeline_external(
             policy.
         RankError: the ranks have different blocks or degrees. Collective.
     """
-    if policy is not None and policy not in (AUTO, *whole_policies()):
-        known = ", ".join((AUTO, *whole_policies()))
+    if policy is not None and policy not in (AUTO, *micro_batch_policies()):
+        known = ", ".join((AUTO, *micro_batch_policies()))
         raise ConfigError(f"{library.who}: unknown policy {policy!r} for whole layers; choose {known}")
     runs = _find_runs(model, library)
     for module in model.modules():

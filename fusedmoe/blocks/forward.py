@@ -37,8 +37,8 @@ class BlocksForward(BlockPass, ForwardPass):
         keep: bool,
         needs_backward: bool,
     ) -> None:
-        self.keep, self._x, self._refusal = keep, batch.x, batch.refusal
-        self._modules, self._needs_backward = blocks, needs_backward
+        self.saves_for_backward, self._x, self._refusal = keep, batch.x, batch.refusal
+        self._block_modules, self._needs_backward = blocks, needs_backward
         super().__init__(run, batch.split, states, batch.x.shape)
         self._routing = [BatchRouting(block, batch, number, keep) for number, block in enumerate(blocks)]
 
@@ -57,7 +57,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert z is not None
         aux = []
         for number, state in enumerate(self.blocks):
-            if self.keep:
+            if self.saves_for_backward:
                 self._save_sizes(state)
             aux.append(self._routing[number].aux_loss(state))
             # The graph keeps neither modules nor outputs of blocks.
@@ -72,34 +72,33 @@ class BlocksForward(BlockPass, ForwardPass):
             for place in chunk:
                 if self._refusal is not None:
                     return
-                state.dense[place] = self._dense(number, place)
+                state.dense[place] = self._run_dense(number, place)
             # Otherwise `permute` sorts the rows, once all micro-batches are routed.
-            if not (self._modules[number].routes_first and state.degrees.has_permute_task):
-                self._route(number, chunk)
+            if not (self._block_modules[number].routes_first and state.degrees.has_permute_task):
+                self._sort_rows(number, chunk)
         except ConfigError as error:  # the next exchange reports it to the other ranks
             self._refusal = str(error)
 
     def permute(self, task: Task) -> None:
         number = task.layer or 0
-        if self._modules[number].routes_first and self._refusal is None:
-            self._route(number, range(len(self.blocks[number].dense)))
+        if self._block_modules[number].routes_first and self._refusal is None:
+            self._sort_rows(number, range(len(self.blocks[number].dense)))
 
-    def _dense(self, number: int, place: int) -> DenseState:
-        state, block, at = self.blocks[number], self._modules[number], self.blocks[number].cuts.dense_at[place]
+    def _run_dense(self, number: int, place: int) -> DenseState:
+        state, block, at = self.blocks[number], self._block_modules[number], self.blocks[number].cuts.dense_at[place]
         before = self.blocks[number - 1].z if number else self._x
         assert before is not None
         x = before.data[at]  # `.data` has its own version counter: other parts of this memory are still written
         inputs = self._routing[number].inputs(place, state.cuts)
         past: list[tuple[Tensor, ...]] = []
-        with torch.set_grad_enabled(self.keep):
-            x = x.detach().requires_grad_(self.keep and x.is_floating_point())
+        with torch.set_grad_enabled(self.saves_for_backward):
+            x = x.detach().requires_grad_(self.saves_for_backward and x.is_floating_point())
             if self.split.is_in_order:
                 earlier = (state.dense[other].own for other in range(place))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-            deferred = (
-                DeferredGradients(state.parameters) if self.keep and state.degrees.has_weight_gradient_tasks else None
-            )
-            result = block.dense.run(state.parameters, self.split.samples(x), inputs, past, deferred)
+            is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
+            deferred = DeferredGradients(state.leaves) if is_deferred else None
+            result = block.dense.run(state.leaves, self.split.samples(x), inputs, past, deferred)
             y, u = result.y.view(x.shape), result.u.view(x.shape)
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:
@@ -111,9 +110,9 @@ class BlocksForward(BlockPass, ForwardPass):
             # A matrix order computes rows from u inside the graph; copies of tokens need no graph.
             u if block.has_matrix_order else u.detach(),
             None if shared is None else shared.detach(),
-            Output.of(y),
-            Output.of(u),
-            None if shared is None else Output.of(shared),
+            Output.from_tensor(y),
+            Output.from_tensor(u),
+            None if shared is None else Output.from_tensor(shared),
             inputs.micro_batch,
             result.scores,
             result.routing,
@@ -123,15 +122,15 @@ class BlocksForward(BlockPass, ForwardPass):
             deferred,
         )
 
-    def _route(self, number: int, chunk: range) -> None:
+    def _sort_rows(self, number: int, chunk: range) -> None:
         """Sort the rows of some dense micro-batches, and drop those beyond the capacity."""
-        state, block = self.blocks[number], self._modules[number]
+        state, block = self.blocks[number], self._block_modules[number]
         routed = [state.dense[place] for place in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
-            with torch.set_grad_enabled(self.keep):
-                weight = dense.micro_batch.batch(dense.routing.weight_SK)
-                for p in state.cuts.rows_of[place]:
+            with torch.set_grad_enabled(self.saves_for_backward):
+                weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
+                for p in state.cuts.row_children[place]:
                     at = state.cuts.rows_in_dense_at[p]
                     expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
                     if block.has_matrix_order:
@@ -143,7 +142,7 @@ class BlocksForward(BlockPass, ForwardPass):
 
     def start(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
-        state, block = self.blocks[number], self._modules[number]
+        state, block = self.blocks[number], self._block_modules[number]
         places = state.cuts.row_chunks["forward"][chunk]
         if (refusal := self._refusal) is None:
             micro_batches = [state.rows[p] for p in places]
@@ -152,14 +151,14 @@ class BlocksForward(BlockPass, ForwardPass):
             layout = order(none_SK, block.num_experts)
             nothing = layout.exact(), self._x.new_empty(0), layout.counts_E
             micro_batches = [RowState(*nothing) for _ in places]
-        if state.held is not None:
+        if state.num_held is not None:
             for rows_state in micro_batches:
                 by_expert = rows_state.layout
                 rows_state.layout = block.experts.split_rows(by_expert)
-                with torch.set_grad_enabled(self.keep):
+                with torch.set_grad_enabled(self.saves_for_backward):
                     pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
                     rows_state.weight_N = rows_state.weight_N[pair_N]
-        sent = [self._sent(rows_state, block.has_matrix_order) for rows_state in micro_batches]
+        sent = [self._deduplicate(rows_state, block.has_matrix_order) for rows_state in micro_batches]
         peers, by_pairs = self.split.peers, block.has_matrix_order
         counts_pPE = torch.stack([batch.layout.counts_E for batch in micro_batches]).view(len(places), peers, -1)
         # A row of a matrix order is a separate token, whose expert is known from its layout.
@@ -167,94 +166,95 @@ class BlocksForward(BlockPass, ForwardPass):
         counts, tokens_Pp = counts_pPE.transpose(0, 1).reshape(-1), tokens_pP.t()
         if refusal is not None:  # raises on every rank
             block.exchange(counts, tokens_Pp, self._x, (), refusal, self._needs_backward)
-        sent_tokens, sent_pairs = SendOrder(tokens_pP), SendOrder(counts_pPE.sum(2))
-        rows = sent_tokens.join([self._rows_of(state, p) for p in places])
-        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
+        token_order, pair_order = SendOrder(tokens_pP), SendOrder(counts_pPE.sum(2))
+        rows = token_order.join([self._rows_to_send(state, p) for p in places])
+        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_parent[p] for p in places})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
-        experts = state.held or exchange.experts
+        experts = state.num_held or exchange.num_local_experts
         received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
-            codes = sent_pairs.join([code_N for _, _, code_N, _ in sent if code_N is not None])
+            codes = pair_order.join([code_N for _, _, code_N, _ in sent if code_N is not None])
             weights = [weight_N[row_N] for weight_N, (_, row_N, *_) in zip(weights, sent, strict=True)]
-        weight_N = sent_pairs.join([self.keep_alive(weight) for weight in weights])
+        weight_N = pair_order.join([self.keep_alive(weight) for weight in weights])
         state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
             exchange,
             rows=rows,
-            pair_exchange=exchange.pairs,
+            pair_exchange=exchange.pair_exchange,
             pair_values=pack(codes, weight_N),
-            sent=sent_tokens,
-            sent_pairs=sent_pairs,
+            token_order=token_order,
+            pair_order=pair_order,
             received=received,
             dtypes=(None if codes is None else codes.dtype, weight_N.dtype),
         )
 
-    def _sent(self, rows: RowState, by_pairs: bool) -> SentTokens:
-        rows.sent = SentTokens(rows.layout)
+    def _deduplicate(self, rows: RowState, by_pairs: bool) -> SentTokens:
+        rows.sent_tokens = SentTokens(rows.layout)
         if not by_pairs:
             padded = deduplicate_tokens(rows.layout, self.split.peers)
-            rows.sent = padded.exact(sum(padded.tokens.counts), rows.layout.rows)
-        return rows.sent
+            rows.sent_tokens = padded.exact(sum(padded.tokens.counts), rows.layout.rows)
+        return rows.sent_tokens
 
     def expert(self, task: Task) -> None:
         chunk = self.block_chunks[task.layer or 0][task.chunk or 0]
-        assert isinstance(chunk.part, Exchange)
+        assert isinstance(chunk.exchange, Exchange)
         message, chunk.pair_values = chunk.pair_values, None
         assert message is not None and chunk.dtypes is not None
-        pairs, chunk.weight_P = chunk.part.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
+        pairs, chunk.weight_P = chunk.exchange.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
         chunk.received.sort(pairs)
         chunk.layout = chunk.received.layout
         super().expert(task)
 
-    def _rows_of(self, state: BlockState, p: int) -> Tensor:
-        rows, place = state.rows[p], state.cuts.dense_of[p]
+    def _rows_to_send(self, state: BlockState, p: int) -> Tensor:
+        rows, place = state.rows[p], state.cuts.dense_parent[p]
         dense = state.dense[place]
         assert dense.u is not None
         if rows.ordered is None:
             u_SM = dense.u[state.cuts.rows_in_dense_at[p]].reshape(-1, self.shape[-1])
         else:
             u_SM = rows.ordered.x_SM.detach()
-        dense.sent += 1
-        if dense.sent == len(state.cuts.rows_of[place]):
+        dense.num_sent += 1
+        if dense.num_sent == len(state.cuts.row_children[place]):
             dense.u = None
-        assert rows.sent is not None
-        return permute(self.keep_alive(u_SM), rows.sent.tokens)
+        assert rows.sent_tokens is not None
+        return permute(self.keep_alive(u_SM), rows.sent_tokens.tokens)
 
     def finish(self, task: Task, rows: Tensor) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         state = self.blocks[number]
         assert state.z is not None
-        parts = self.block_chunks[number][chunk].sent.split(rows)
+        parts = self.block_chunks[number][chunk].token_order.split(rows)
         for p, part in zip(state.cuts.row_chunks["forward"][chunk], parts, strict=True):
             z = state.z[state.cuts.rows_at[p]]
-            sent = state.rows[p].sent
+            sent = state.rows[p].sent_tokens
             assert sent is not None
             y_SM = gather_sum(part, sent.tokens)
-            z += self._end(number, p, y_SM, z.shape) if self._modules[number].has_end else y_SM.view(z.shape)
+            has_end = self._block_modules[number].has_end
+            z += self._run_block_end(number, p, y_SM, z.shape) if has_end else y_SM.view(z.shape)
 
-    def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
-        state, block = self.blocks[number], self._modules[number]
-        dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
+    def _run_block_end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
+        state, block = self.blocks[number], self._block_modules[number]
+        dense, rows = state.dense[state.cuts.dense_parent[p]], state.rows[p]
         # A small graph from the experts' results to the output, with which backward starts.
-        with torch.set_grad_enabled(self.keep):
-            rows_SM.requires_grad_(self.keep)
+        with torch.set_grad_enabled(self.saves_for_backward):
+            rows_SM.requires_grad_(self.saves_for_backward)
             y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
             if dense.shared is not None:
                 y = y + self.keep_alive(dense.shared)[state.cuts.rows_in_dense_at[p]]
             micro_batch = self._routing[number].micro_batch(p, state.cuts.rows_at)
             z = block.end(self.split.samples(y), micro_batch).view(shape)
-        rows.ended = Output.of(z), y, rows_SM
+        rows.end_graph = Output.from_tensor(z), y, rows_SM
         return z.detach()
 
     def _save_sizes(self, state: BlockState) -> None:
         """Save the sizes of each row micro-batch, and an exchange, for a backward pass with other chunks."""
         for number, chunk in state.chunks.items():
-            assert isinstance(chunk.part, Exchange)
-            state.exchange = chunk.part
+            assert isinstance(chunk.exchange, Exchange)
+            state.exchange = chunk.exchange
             places = state.cuts.row_chunks["forward"][number]
-            state.sizes |= dict(zip(places, sizes_of(chunk.part.sizes), strict=True))
+            state.sizes |= dict(zip(places, sizes_of(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

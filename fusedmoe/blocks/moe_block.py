@@ -38,11 +38,11 @@ class MoEBlock:
     """
 
     def __init__(self, dense: nn.Module, layer: MoELayer, sizes: Group, in_positions: bool, recompute: bool) -> None:
-        self.layer, self._sizes, self.in_positions = layer, sizes, in_positions
+        self.layer, self._sizes_group, self.in_positions = layer, sizes, in_positions
         gate, order, topology, tokens = layer.gate, layer.order, layer.topology, layer.mp_tokens
         self.num_experts, self.hooks = gate.experts, layer.hooks
         self.has_matrix_order = not order.copies
-        self.has_end = bool(layer.hooks) or tokens.joint or self.has_matrix_order
+        self.has_end = bool(layer.hooks) or tokens.is_joint or self.has_matrix_order
         self.has_capacity = gate.capacity_factor is not None and order.drops
         # Which rows exceed the capacity depends on all first choices, and on the samples before.
         self.routes_first = self.has_capacity and (gate.k > 1 or in_positions)
@@ -52,8 +52,8 @@ class MoEBlock:
         algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
         self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
         # A separate group: results are joined while dense parts may communicate over the MP group.
-        self.mp = topology.duplicate_group(topology.mp, "joins") if tokens.joint else Group("mp")
-        self._joins = MpTokens(self.mp, layer.mp_input)
+        self.mp = topology.duplicate_group(topology.mp, "joins") if tokens.is_joint else Group("mp")
+        self._result_tokens = MpTokens(self.mp, layer.mp_input)
 
     def workload(self, x: Tensor) -> Workload:
         """Return the workload for a batch like x, [B, L, …, M], for plans by cost.
@@ -83,7 +83,7 @@ class MoEBlock:
 
         Differentiable. Collective over `mp` in forward only.
         """
-        z_SM = self._joins.join(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
+        z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
         z = apply_end_hooks(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return require_same_shape(z, y, "before_moe_end")
 
@@ -108,12 +108,12 @@ class MoEBlock:
         # A refusing rank has no routing; its form is not compared.
         k, weights = (routings[0].expert_SK.shape[-1], routings[0].weight_SK.dtype) if routings else (0, None)
         form = RowForm(like.dtype, self.layer.model_dim, k, weights)
-        return self._collectives.exchange(
+        return self._collectives.exchange_counts(
             counts,
             form,
             reported,
-            tokens=TokenCounts(tokens_Pp, by_pairs=self.has_matrix_order),
-            shard_counts=self._sizes,
+            tokens=TokenCounts(tokens_Pp, has_row_per_pair=self.has_matrix_order),
+            shard_counts=self._sizes_group,
             expert_calls=ExpertCalls.CHUNKS,
             tokens_require_grad=needs_backward,
             weights_require_grad=needs_backward,
@@ -126,11 +126,11 @@ class MoEBlock:
         """
         own, leaves = self.dense.begin(keep)
         cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
-        chunks, held, replicas = self.experts.begin(x)
-        return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, held, replicas)
+        chunks, num_held, replicas = self.experts.begin(x)
+        return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, num_held, replicas)
 
-    def keep_aux(self, loss: Tensor) -> None:
+    def store_aux_loss(self, loss: Tensor) -> None:
         """Set the layer's auxiliary loss, as after its own forward: a model's loss must not depend on the pipeline."""
         layer = self.layer
-        loss = layer.mp_tokens.aux(loss)
+        loss = layer.mp_tokens.aux_loss_share(loss)
         layer.aux_loss = guard_aux_loss(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)

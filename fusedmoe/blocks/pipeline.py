@@ -22,8 +22,8 @@ from fusedmoe.blocks.requirements import require_followable, require_splittable
 from fusedmoe.blocks.sequential import run_sequentially
 from fusedmoe.blocks.state import BlockState
 from fusedmoe.compat.torch import without_saved_tensor_hooks
-from fusedmoe.engine.chunk_experts import gradients_of
-from fusedmoe.engine.dispatcher import SinceForward
+from fusedmoe.engine.chunk_experts import cast_totals
+from fusedmoe.engine.dispatcher import ForwardDecision
 from fusedmoe.engine.module_hooks import with_call_reason
 from fusedmoe.engine.run import AssignedPlans, GradientReducer, Plans, Run, Runner, reduce_in_backward
 from fusedmoe.errors import ConfigError
@@ -32,7 +32,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.task import GATHER, STAGES
 from fusedmoe.schedule.workload import Workload
 
@@ -89,8 +89,8 @@ class PipelinedBlocks(nn.Module):
         self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._runner = Runner(self.topology, "pipeline")
         self._assigned: _AssignedBlockPlans | None = None  # None: the layers' own plans
-        self._followed = SinceForward[_AssignedBlockPlans]()
-        self._call_reason = SinceForward[str]()  # why the blocks run sequentially
+        self._followed = ForwardDecision[_AssignedBlockPlans]()
+        self._call_reason = ForwardDecision[str]()  # why the blocks run sequentially
         kinds, routes_first = parts[0].experts.parts, self.routes_first
         plans = (even_plan(phase, degree, kinds, routes_first) for phase, degree in zip(STAGES, degrees, strict=True))
         self.set_plan(Plans(*map(self.with_copies, plans)))
@@ -105,7 +105,9 @@ class PipelinedBlocks(nn.Module):
 
     def with_copies(self, plan: Plan) -> Plan:
         """Return the plan with sparse collectives for blocks with dynamically placed experts (`ShardedExperts`)."""
-        return add_sparse(plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas])
+        return add_sparse_collectives(
+            plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas]
+        )
 
     def workload(self, x: Tensor) -> Workload:
         return self._blocks[0].workload(x)
@@ -153,7 +155,7 @@ class PipelinedBlocks(nn.Module):
                 been sent; if all ranks catch it, they can continue with the next batch. Ranks of an MP group or FSDP2
                 may wait for each other in dense parts: after an error there, the job cannot continue.
         """
-        active_plans = self._followed.renew(lambda: self._assigned)
+        active_plans = self._followed.decide(lambda: self._assigned)
         if active_plans is None:
             return run_sequentially(self._blocks, x, mask, self.recorder)
         return self._run_by_plans(x, mask, calls, active_plans)
@@ -163,7 +165,7 @@ class PipelinedBlocks(nn.Module):
     ) -> Tensor:
         blocks, topology = self._blocks, self.topology
         # Another library's blocks check their modules themselves.
-        why = None if calls is not None else self._call_reason.renew(partial(find_call_reason, blocks))
+        why = None if calls is not None else self._call_reason.decide(partial(find_call_reason, blocks))
         if why is not None:
             with with_call_reason(why):
                 z = run_sequentially(blocks, x, mask, self.recorder)
@@ -174,7 +176,7 @@ class PipelinedBlocks(nn.Module):
             run = self._runner.start(active_plans.assigned, batch.x.device, self.recorder)
             z, aux = _run_planned(blocks, active_plans.degrees, batch, run)
             for block, loss in zip(blocks, aux, strict=True):
-                block.keep_aux(loss)
+                block.store_aux_loss(loss)
         return z if z.shape == batch.shape else z.view(batch.shape)
 
     def extra_repr(self) -> str:
@@ -189,7 +191,7 @@ def _run_planned(
     """Run blocks in micro-batches. Returns z, like `batch.x`, and each block's auxiliary loss. Collective."""
     x, keep = batch.x, torch.is_grad_enabled()
     states = [block.begin(x, batch.split, each, keep) for block, each in zip(blocks, degrees, strict=True)]
-    parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
+    parameters = [parameter for state in states for parameter in (*state.module_parameters, *state.experts.parameters)]
     needs_backward = keep and any(one is not None and one.requires_grad for one in (x, *parameters))
     if keep and not needs_backward:
         # Another rank may need gradients, and its backward needs this rank; the first exchange of sizes reports it.
@@ -243,9 +245,9 @@ class _PlannedBlocks(Function):
         backward = BlocksBackward(run, split, states, dz, daux)
         dx = backward.run()
         grads: list[Tensor | None] = []
-        for state, totals, dense in zip(states, backward.totals.values(), backward.dense, strict=True):
-            grads += [dense.get(place) for place in range(len(state.parameters))]
-            grads += gradients_of(totals, state.experts.parameters)
+        for state, totals, dense in zip(states, backward.totals.values(), backward.dense_gradients, strict=True):
+            grads += [dense.get(place) for place in range(len(state.leaves))]
+            grads += cast_totals(totals, state.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 
 

@@ -11,7 +11,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.names import ALGORITHMS
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 
 
@@ -41,7 +41,7 @@ def _require_tasks(blocks: Sequence[MoEBlock], phase: str, plan: Plan, reduces_g
             "use MoELayer(schedule='fused') without a pipeline, or a plan by collectives"
         )
     has_replicas, topology = [block.layer.placed is not None for block in blocks], blocks[0].layer.topology
-    here = Capabilities(topology.ep.size, topology.esp.size, copies=any(has_replicas))
+    here = Capabilities(topology.ep.size, topology.esp.size, has_replicas=any(has_replicas))
     require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
     for task in plan:
         if task.phase != phase or (task.layer or 0) >= len(blocks):
@@ -49,8 +49,8 @@ def _require_tasks(blocks: Sequence[MoEBlock], phase: str, plan: Plan, reduces_g
         sparse = {GATHER: "forward", REDUCE: "backward"}.get(task.kind)
         if sparse is not None and (not has_replicas[task.layer or 0] or phase != sparse):
             raise ConfigError(
-                f"pipeline: the {phase} plan has {name(task)}; only blocks with placement='fssdp' have replicas, whose "
-                "parameters are gathered in the forward pass and whose gradients are reduced in the backward pass"
+                f"pipeline: the {phase} plan has {task_name(task)}; only blocks with placement='fssdp' have replicas, "
+                "whose parameters are gathered in the forward pass and whose gradients are reduced in the backward pass"
             )
         if task.kind == TaskKind.GRADIENT_ALL_REDUCE and not reduces_gradients:
             raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
@@ -76,7 +76,7 @@ def require_splittable(layer: MoELayer, number: int, first: MoELayer) -> None:
 
     Args:
         number: index of the layer's block, for the error.
-        first: the first block's layer; all blocks have its topology and `mp_tokens.joint`.
+        first: the first block's layer; all blocks have its topology and `mp_tokens.is_joint`.
     """
     topology = first.topology
     gate, order = type(layer.gate).__name__, type(layer.order).__name__
@@ -95,7 +95,7 @@ def require_splittable(layer: MoELayer, number: int, first: MoELayer) -> None:
             "all blocks must have the same topology",
         ),
         (
-            layer.mp_tokens.joint != first.mp_tokens.joint,
+            layer.mp_tokens.is_joint != first.mp_tokens.is_joint,
             "either all blocks have mp_input='split', or none: x is either an MP rank's own tokens or the group's",
         ),
     ):

@@ -27,7 +27,7 @@ def run_sequentially(
 def _run_block(block: MoEBlock, x: Tensor, mask: Tensor | None, recorder: Recorder | None) -> Tensor:
     block.layer.recorder = recorder
     try:
-        y, u = block.dense.whole(x)
+        y, u = block.dense.run_unsplit(x)
     except ConfigError as error:
         _refuse(block, str(error))
         raise

@@ -53,7 +53,7 @@ class Output:
     edge: GradientEdge | None  # None: no gradient
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Output:
+    def from_tensor(cls, tensor: Tensor) -> Output:
         return cls(tensor.shape, tensor.dtype, get_gradient_edge(tensor) if tensor.requires_grad else None)
 
 
@@ -64,7 +64,7 @@ class DenseState:
     Attributes:
         u: input of the experts; None after it was sent.
         shared: shared expert's result, to add to the experts' results; None: no shared expert.
-        y_to, u_to, shared_to: graph outputs that receive the gradients of y, u and shared.
+        y_output, u_output, shared_output: graph outputs that receive the gradients of y, u and shared.
         own: tensors, such as keys and values, that later micro-batches of the same samples read.
         past: leaves with the values of `own` of all earlier micro-batches.
     """
@@ -72,9 +72,9 @@ class DenseState:
     x: Tensor
     u: Tensor | None
     shared: Tensor | None
-    y_to: Output
-    u_to: Output
-    shared_to: Output | None
+    y_output: Output
+    u_output: Output
+    shared_output: Output | None
     micro_batch: MicroBatch
     scores: tuple[Tensor, ...]
     routing: Routing
@@ -82,7 +82,7 @@ class DenseState:
     own_grads: list[Tensor | None]
     past: Sequence[tuple[Tensor, ...]]
     deferred: DeferredGradients | None
-    sent: int = 0
+    num_sent: int = 0
 
 
 @dataclass(eq=False)
@@ -93,8 +93,8 @@ class RowState:
         layout: sorts rows by expert, or by slots of owners and replicas.
         weight_N: router weight of each sorted row, with its graph.
         ordered: rows of a matrix order (tokens times a matrix); None: rows are copies of tokens.
-        ended: (block output, results per token, results per row), if autograd records how the block output depends on
-            the experts' results; None: the results are only added to it.
+        end_graph: (block output, results per token, results per row), if autograd records the block output as a
+            function of the experts' results; None: the results are only added to it.
         dy, dcombine: gradients of the results per token, and of the matrix order's combine matrix.
     """
 
@@ -102,8 +102,8 @@ class RowState:
     weight_N: Tensor
     kept_E: Tensor
     ordered: Ordered | None = None
-    sent: SentTokens | None = None
-    ended: tuple[Output, Tensor, Tensor] | None = None
+    sent_tokens: SentTokens | None = None
+    end_graph: tuple[Output, Tensor, Tensor] | None = None
     dy: Tensor | None = None
     dcombine: Tensor | None = None
     drows: Tensor | None = None
@@ -119,8 +119,8 @@ class BlockChunk(Chunk):
             router weights.
     """
 
-    sent: SendOrder
-    sent_pairs: SendOrder
+    token_order: SendOrder
+    pair_order: SendOrder
     received: ReceivedChunk
     dtypes: tuple[torch.dtype | None, torch.dtype] | None = None
     weight_P: Tensor | None = None
@@ -132,20 +132,20 @@ class BlockState:
     """State of one block in both passes.
 
     Attributes:
-        own: parameters of the dense part, the gate and the shared expert.
-        parameters: leaves that replace `own` in the graph, so that hooks on `own` run once, with complete gradients.
-        held: number of owned experts and replicas on this rank under dynamic placement; None: static placement.
+        module_parameters: of the dense part, the gate and the shared expert.
+        leaves: replace `module_parameters` in the graph, so that hooks on parameters run once, with complete gradients.
+        num_held: number of owned experts and replicas on this rank under dynamic placement; None: static placement.
         dscores: gradients of the batch's auxiliary loss with respect to the gate's scores.
         exchange: an exchange of the forward pass, whose collectives backward reuses.
     """
 
     experts: ChunkExperts
     hooks: Sequence[Hooks]
-    own: Sequence[torch.nn.Parameter]
-    parameters: list[Tensor]
+    module_parameters: Sequence[torch.nn.Parameter]
+    leaves: list[Tensor]
     cuts: BlockCuts
     degrees: BlockDegrees
-    held: int | None = None
+    num_held: int | None = None
     replicas: ReplicaTransport | None = None
     dense: dict[int, DenseState] = field(default_factory=dict)
     rows: dict[int, RowState] = field(default_factory=dict)

@@ -46,7 +46,7 @@ class Planning(NamedTuple):
     sizes: Sizes
     costs: CostModel
     machine: Machine | None
-    made: Transformer
+    meta: Transformer
 
 
 def answer_facts(
@@ -71,7 +71,7 @@ def answer_facts(
         "assumptions": list(job.assumptions),
         "layout": {**vars(of.sizes), "dp": of.launch.ranks // of.sizes.mp},
         "layouts_compared": layouts,
-        "memory_bytes": memory_facts(rank_memory(of.settings, of.launch, of.sizes, of.made, job.state), of.machine),
+        "memory_bytes": memory_facts(rank_memory(of.settings, of.launch, of.sizes, of.meta, job.state), of.machine),
         "chunks": {
             phase: sorted({degree for (where, _), degree in planned.plan.degrees.items() if where == phase} or {1})
             for phase in PHASES
@@ -94,7 +94,7 @@ def answer_facts(
 
 
 def _unplanned_s(of: Planning, costs: CostModel, machine: Machine | None) -> float:
-    after_s = unplanned_gradients(of.settings, of.launch, of.sizes, costs, machine, of.made).seconds
+    after_s = unplanned_gradients(of.settings, of.launch, of.sizes, costs, machine, of.meta).seconds
     return after_s + head_s(of.settings, of.sizes, costs)
 
 
@@ -104,7 +104,7 @@ def _at_end(of: Planning, planned: Planned, sequential: Planned, end: int) -> tu
     machine = of.machine.at_end(end)
     costs = machine_costs(machine, of.settings, of.sizes, of.launch.ranks)
     fixed_s = _unplanned_s(of, costs, machine)
-    both = {whole: step_costs(*of[:3], costs, of.made, whole=whole) for whole in (False, True)}
+    both = {whole: step_costs(*of[:3], costs, of.meta, whole=whole) for whole in (False, True)}
     plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
     return plan_s + fixed_s, alone_s + fixed_s
 
@@ -118,7 +118,7 @@ def _two_level(of: Planning, fixed_s: float) -> dict[str, Any] | None:
     for dispatch in ("direct", "2dh"):
         settings = replace(of.settings, dispatch=dispatch)
         costs = machine_costs(of.machine, settings, of.sizes, of.launch.ranks)
-        step = step_costs(settings, of.launch, of.sizes, costs, of.made)
+        step = step_costs(settings, of.launch, of.sizes, costs, of.meta)
         times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + fixed_s
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 

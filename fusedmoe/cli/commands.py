@@ -331,6 +331,5 @@ def _add_convert(commands: Commands) -> None:
 
 
 def add_commands(commands: Commands) -> None:
-    """Add the parsers of all subcommands."""
     for add in (_add_train, _add_profile, _add_plan, _add_trace, _add_doctor, _add_convert):
         add(commands)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import read_regular_file
 from fusedmoe.models.transformer import IGNORE
 
 # Folders of the standard library with third-party packages, or tests with synthetic text.
@@ -113,8 +113,8 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
         )
     for path, size in sizes.items():
         try:
-            # `regular_bytes` does not block if the path has become a pipe.
-            data = regular_bytes(path, size)
+            # `read_regular_file` does not block if the path has become a pipe.
+            data = read_regular_file(path, size)
         except OSError as error:
             # The folder may contain unreadable files of other users.
             if path != root and isinstance(error, FileNotFoundError | PermissionError):
@@ -172,34 +172,36 @@ class Batches:
 
     def __init__(self, text: Tensor, batch: int, length: int, *, mask: int | None) -> None:
         self._text, self._batch, self._mask = text, batch, mask
-        self._span = length if mask is not None else length + 1
-        if len(text) < self._span:
+        self._window_bytes = length if mask is not None else length + 1
+        if len(text) < self._window_bytes:
             raise ConfigError(
                 f"data: the training or held-out text has {len(text)} bytes, less than one sequence of "
-                f"{self._span}; use more text (--data), a shorter --seq-len, or another --held-out"
+                f"{self._window_bytes}; use more text (--data), a shorter --seq-len, or another --held-out"
             )
 
-    def training(self, seed: int, step: int, replica: int) -> ByteBatch:
+    def training_batch(self, seed: int, step: int, replica: int) -> ByteBatch:
         """Return the batch of a step and data-parallel rank: windows at random offsets."""
         generator = torch.Generator().manual_seed(hash_seed("batch", seed, step, replica))
-        starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator, device="cpu")
-        return self._cut(starts, generator)
+        starts = torch.randint(
+            len(self._text) - self._window_bytes + 1, (self._batch,), generator=generator, device="cpu"
+        )
+        return self._make_batch(starts, generator)
 
-    def held_out(self, index: int, of: int) -> ByteBatch:
-        """Return evaluation batch `index` of `of`: fixed windows, evenly spaced over the text."""
+    def held_out_batch(self, index: int, count: int) -> ByteBatch:
+        """Return evaluation batch `index` of `count`: fixed windows, evenly spaced over the text."""
         places = torch.arange(index * self._batch, (index + 1) * self._batch, device="cpu")
-        last = len(self._text) - self._span
-        starts = places * last // max(1, of * self._batch - 1)
-        return self._cut(starts, torch.Generator().manual_seed(hash_seed("held out", index, of)))
+        last = len(self._text) - self._window_bytes
+        starts = places * last // max(1, count * self._batch - 1)
+        return self._make_batch(starts, torch.Generator().manual_seed(hash_seed("held out", index, count)))
 
-    def _cut(self, starts: Tensor, generator: torch.Generator) -> ByteBatch:
-        windows = self._text[starts[:, None] + torch.arange(self._span, device="cpu")].long()
+    def _make_batch(self, starts: Tensor, generator: torch.Generator) -> ByteBatch:
+        windows = self._text[starts[:, None] + torch.arange(self._window_bytes, device="cpu")].long()
         if self._mask is None:
             return ByteBatch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
         # BERT (Devlin et al. 2019, section 3.1): predict 15% of the bytes; mask 80% of these, replace 10% by a random
         # byte.
-        chance = torch.rand(windows.shape, generator=generator, device="cpu")
-        asked = chance < 0.15
+        uniform = torch.rand(windows.shape, generator=generator, device="cpu")
+        is_predicted = uniform < 0.15
         other = torch.randint(256, windows.shape, generator=generator, device="cpu")
-        tokens = torch.where(chance < 0.12, self._mask, torch.where(chance < 0.135, other, windows))
-        return ByteBatch(tokens, torch.where(asked, windows, IGNORE))
+        tokens = torch.where(uniform < 0.12, self._mask, torch.where(uniform < 0.135, other, windows))
+        return ByteBatch(tokens, torch.where(is_predicted, windows, IGNORE))

@@ -29,7 +29,7 @@ from fusedmoe.environment import single_queue_warning
 from fusedmoe.kernels.libraries import nvshmem_packages
 from fusedmoe.threads import WorkerThread
 
-PROBE_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -74,45 +74,45 @@ def examine() -> dict[str, Any]:
     }
 
 
-def run_probe(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
+def run_probe(probe: Callable[[], str], limit_s: float = PROBE_TIMEOUT_S) -> str:
     """Run a probe for at most `limit_s` seconds. Returns its result, or the exception or time-out as a text."""
-    answer = WorkerThread("fusedmoe doctor").begin(probe)
+    answer = WorkerThread("fusedmoe doctor").submit(probe)
     try:
         return answer.result(limit_s)
     except Exception as error:
         return f"{type(error).__name__}: {error}" if answer.done() else f"the probe timed out after {limit_s:g} s"
 
 
-def why_not_gloo() -> str:
+def no_gloo_reason() -> str:
     """Probe Gloo with an all-reduce over a world of one, which needs a network interface."""
     if not dist.is_gloo_available():
         return "this PyTorch build lacks Gloo; install one that includes it"
     try:
-        alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PROBE_S / 2))
+        alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PROBE_TIMEOUT_S / 2))
         alone.allreduce([torch.ones(1, device="cpu")]).wait()
     except RuntimeError as error:
         return f"{error}; set GLOO_SOCKET_IFNAME to the network interface to use"
     return ""
 
 
-def why_not_nccl() -> str:
+def no_nccl_reason() -> str:
     if reason := no_gpu_reason() or no_torch_cuda_reason():
         return reason
     return "" if dist.is_nccl_available() else "this PyTorch build lacks NCCL; install one that includes it"
 
 
-def why_no_heap(backend: str, device: str) -> str:
+def no_heap_reason(backend: str, device: str) -> str:
     return BACKENDS[backend].unavailable_reason(torch.device(device))
 
 
 COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
 
 TRANSPORTS = (
-    TransportProbe("gloo", COLLECTIVES, "CPUs of any nodes", why_not_gloo),
-    TransportProbe("nccl", COLLECTIVES, "GPUs of any nodes", why_not_nccl),
-    TransportProbe("host", SYMMETRIC, "processes of this host", partial(why_no_heap, "host", "cpu")),
-    TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
-    TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
+    TransportProbe("gloo", COLLECTIVES, "CPUs of any nodes", no_gloo_reason),
+    TransportProbe("nccl", COLLECTIVES, "GPUs of any nodes", no_nccl_reason),
+    TransportProbe("host", SYMMETRIC, "processes of this host", partial(no_heap_reason, "host", "cpu")),
+    TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(no_heap_reason, "symm", "cuda")),
+    TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(no_heap_reason, "nvshmem", "cuda")),
 )
 
 

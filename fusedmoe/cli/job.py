@@ -18,7 +18,7 @@ from fusedmoe.cli.data import hash_seed
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm import init_process_group
 from fusedmoe.comm.group import set_nccl_launch_order
-from fusedmoe.environment import integer
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.hooks import WireCast
 from fusedmoe.models.config import ModelConfig
@@ -42,8 +42,8 @@ class Launch:
     @classmethod
     def from_environment(cls) -> Launch:
         """Read the launcher's variables. Raise `ConfigError` if a value is not an integer or out of range."""
-        ranks, local_ranks = (integer(name, 1, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        return cls(integer("RANK", 0, 0, ranks - 1), ranks, integer("LOCAL_RANK", 0, 0), local_ranks)
+        ranks, local_ranks = (read_integer(name, 1, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return cls(read_integer("RANK", 0, 0, ranks - 1), ranks, read_integer("LOCAL_RANK", 0, 0), local_ranks)
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,12 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in caught}
+        self._before = {number: signal.signal(number, self._request_stop) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True

@@ -60,18 +60,18 @@ class _Elements(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def _dense_elements(made: Transformer) -> tuple[int, int]:
+def _dense_elements(meta: Transformer) -> tuple[int, int]:
     """Return the elements outside experts that are split over MP, and those that are replicated."""
-    shardings, numbers = parameter_shardings(made), [0, 0]
-    of_experts = {id(parameter) for layer in made.moe_layers() for parameter in layer.experts.parameters()}
-    for name, parameter in made.named_parameters():
+    shardings, numbers = parameter_shardings(meta), [0, 0]
+    of_experts = {id(parameter) for layer in meta.moe_layers() for parameter in layer.experts.parameters()}
+    for name, parameter in meta.named_parameters():
         if id(parameter) not in of_experts:
             numbers["mp" not in shardings.get(name, {})] += parameter.numel()
     return numbers[0], numbers[1]
 
 
-def _elements(settings: Settings, sizes: Sizes, made: Transformer) -> _Elements:
-    split, replicated = _dense_elements(made)
+def _elements(settings: Settings, sizes: Sizes, meta: Transformer) -> _Elements:
+    split, replicated = _dense_elements(meta)
     assert settings.model.experts is not None
     nbytes = expert_bytes(settings, sizes) / _parameter_bytes(settings)
     experts = nbytes * settings.model.experts / sizes.ep * settings.model.num_moe_layers
@@ -84,15 +84,15 @@ def _parameter_bytes(settings: Settings) -> int:
 
 
 def rank_memory(
-    settings: Settings, launch: Launch, sizes: Sizes, made: Transformer, state: TrainingState | None = None
+    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState | None = None
 ) -> RankMemory:
-    """Return the memory of one rank for a model made by `meta_model`.
+    """Return the memory of one rank for a model made by `make_meta_model`.
 
     `state`: bytes per parameter; None: those of `fusedmoe train`, float32 parameters, gradients and AdamW moments.
     """
     item = _parameter_bytes(settings)
     state = state or TrainingState(item, item, 2 * item)
-    split, replicated, experts = _elements(settings, sizes, made)
+    split, replicated, experts = _elements(settings, sizes, meta)
     total = split + replicated + experts
     # Data-parallel ranks that hold the same elements.
     shards = replicated / launch.ranks + split * sizes.mp / launch.ranks
@@ -152,7 +152,7 @@ class Layout(NamedTuple):
 
 
 def layouts(
-    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, made: Transformer
+    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
 ) -> list[Layout]:
     """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
 
@@ -164,8 +164,8 @@ def layouts(
     for sizes in _candidate_sizes(settings, launch, machine):
         try:
             costs = machine_costs(machine, settings, sizes, launch.ranks)
-            step = step_costs(settings, launch, sizes, costs, made)
-            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, made).seconds
+            step = step_costs(settings, launch, sizes, costs, meta)
+            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta).seconds
         except ConfigError:
             continue  # groups that are not spread evenly over nodes
         alone_s = {
@@ -178,7 +178,7 @@ def layouts(
         reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
         step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
         tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
-        found.append(Layout(sizes, rank_memory(settings, launch, sizes, made, state), step_s / tokens))
+        found.append(Layout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
     if not found:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
     fits = [layout for layout in found if room is None or layout.memory.total <= room]

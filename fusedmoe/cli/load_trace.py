@@ -38,7 +38,18 @@ MAX_COLUMNS = 400
 _INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
 _PANELS_PER_ROW, _DPI = 4, 130
 # Lines of layers, in this order; beyond ten layers the colours repeat with the next style.
-_LAYERS = ("#0a2f66", "#f79a1c", "#1f7350", "#bd559b", "#0490b3", "#ad380c", "#8f1fe8", "#87871e", "#5e4c47", "#98b8f8")
+_COLOURS = (
+    "#0a2f66",
+    "#f79a1c",
+    "#1f7350",
+    "#bd559b",
+    "#0490b3",
+    "#ad380c",
+    "#8f1fe8",
+    "#87871e",
+    "#5e4c47",
+    "#98b8f8",
+)
 _STYLES = ("-", "--", ":")
 
 
@@ -158,8 +169,8 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    over_ILE = relative_load(trace)
-    vio_IL = _columns(over_ILE.max(axis=2) - 1)
+    relative_ILE = relative_load(trace)
+    vio_IL = _downsample(relative_ILE.max(axis=2) - 1)
     shown = np.unique(np.linspace(0, trace.layers - 1, min(trace.layers, MAX_PANELS)).round().astype(int))
     across = min(len(shown), _PANELS_PER_ROW)
     rows = math.ceil(len(shown) / across)
@@ -171,12 +182,12 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     options: dict[str, Any] = {
         "extent": (begins, ends, trace.experts - 0.5, -0.5),
         # A single peak would otherwise leave the rest white.
-        "vmax": max(2.0, float(np.quantile(over_ILE, 0.995))),
+        "vmax": max(2.0, float(np.quantile(relative_ILE, 0.995))),
     }
     options |= {"aspect": "auto", "interpolation": "nearest", "cmap": colours, "vmin": 0}
     panels = [drawn.add_subplot(grid[divmod(place, across)]) for place in range(len(shown))]
     for layer, axes in zip(shown, panels, strict=True):
-        picture = axes.imshow(_columns(over_ILE[:, layer]).T, **options)
+        picture = axes.imshow(_downsample(relative_ILE[:, layer]).T, **options)
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_title(f"layer {layer}", size=9, color=_INK)
@@ -185,20 +196,20 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     for axes in panels[-across:]:  # the lowest panel of each column
         axes.set_xlabel("step", color=_FAINT)
     drawn.colorbar(picture, ax=panels, label="load / mean load", fraction=0.03)
-    uneven = drawn.add_subplot(grid[rows, :])
+    max_vio_axes = drawn.add_subplot(grid[rows, :])
     middle_I = np.linspace(begins + 0.5, ends - 0.5, len(vio_IL))
     for layer in range(trace.layers):
-        repeated, number = divmod(layer, len(_LAYERS))
-        look: dict[str, Any] = {"color": _LAYERS[number], "linestyle": _STYLES[repeated % len(_STYLES)]}
+        repeated, number = divmod(layer, len(_COLOURS))
+        look: dict[str, Any] = {"color": _COLOURS[number], "linestyle": _STYLES[repeated % len(_STYLES)]}
         label = f"layer {layer}" if layer in shown else None
-        uneven.plot(middle_I, vio_IL[:, layer], label=label, linewidth=1.0, **look)
-    uneven.axhline(0, color=_RULE, zorder=0)
-    uneven.set(title="max_vio: largest expert load / mean load − 1")
-    uneven.xaxis.set_major_locator(MaxNLocator(integer=True))
-    uneven.set(xlim=(begins, ends), ylim=(0, None))
-    uneven.set_xlabel("step", color=_FAINT)
-    uneven.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
-    for axes in (*panels, uneven):
+        max_vio_axes.plot(middle_I, vio_IL[:, layer], label=label, linewidth=1.0, **look)
+    max_vio_axes.axhline(0, color=_RULE, zorder=0)
+    max_vio_axes.set(title="max_vio: largest expert load / mean load − 1")
+    max_vio_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    max_vio_axes.set(xlim=(begins, ends), ylim=(0, None))
+    max_vio_axes.set_xlabel("step", color=_FAINT)
+    max_vio_axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
+    for axes in (*panels, max_vio_axes):
         axes.tick_params(colors=_FAINT, length=0, labelsize=8)
         axes.spines[:].set_visible(False)
     return drawn
@@ -211,7 +222,7 @@ def relative_load(trace: LoadTrace) -> NDArray[np.float64]:
     return np.where(mean_IL1 > 0, load_ILE / np.maximum(mean_IL1, 1e-300), 1.0)
 
 
-def _columns(value_IX: NDArray[np.float64]) -> NDArray[np.float64]:
+def _downsample(value_IX: NDArray[np.float64]) -> NDArray[np.float64]:
     """Means of neighbouring steps, [at most MAX_COLUMNS, X]."""
     parts = np.array_split(value_IX, min(len(value_IX), MAX_COLUMNS))
     return np.stack([part.mean(axis=0) for part in parts])

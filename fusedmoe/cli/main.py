@@ -17,11 +17,11 @@ from typing import Any
 
 from fusedmoe import __version__
 from fusedmoe.cli.commands import add_commands
-from fusedmoe.environment import integer
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError, RankError, printable
 
 # Rank 0 prints the error and the launcher terminates the other ranks within this time.
-_RANK_0_PRINTS_S = 3.0
+_RANK_0_PRINT_S = 3.0
 
 
 class _Command(argparse.ArgumentParser):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        rank = integer("RANK", 0, 0)
+        rank = read_integer("RANK", 0, 0)
         parsed = _parse(arguments, quiet=rank > 0)
         code = 0 if parsed.module is None else int(import_module(parsed.module).run(parsed))
         sys.stdout.flush()
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except ConfigError as error:
         if rank:
-            time.sleep(_RANK_0_PRINTS_S)
+            time.sleep(_RANK_0_PRINT_S)
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
@@ -140,5 +140,5 @@ def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:
             return _parse_or_help(arguments)
         except SystemExit as end:
             if end.code:
-                time.sleep(_RANK_0_PRINTS_S)
+                time.sleep(_RANK_0_PRINT_S)
             raise

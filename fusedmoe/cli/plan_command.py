@@ -14,7 +14,7 @@ from rich.table import Table
 from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.layouts import chosen_settings, layouts
-from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
+from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
 from fusedmoe.cli.settings import (
     Settings,
     describe,
@@ -25,15 +25,15 @@ from fusedmoe.cli.step_plans import (
     compute_dtype,
     describe_costs,
     expert_bytes,
+    followed_policy,
     follows_plan,
     head_s,
     make_console,
+    make_meta_model,
     make_table,
-    meta_model,
+    no_split_reason,
     plans_by_policy,
-    policy_followed,
     unplanned_gradients,
-    why_not_split,
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError
@@ -48,7 +48,7 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine
-from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse_collectives
 from fusedmoe.schedule.simulate import busy_intervals, critical_path, layer_passes
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, TaskKind
 from fusedmoe.schedule.timeline import Timeline
@@ -56,7 +56,7 @@ from fusedmoe.schedule.timeline import Timeline
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 
 
-class Report:
+class PlanReport:
     """Plan for a model and layout, with its analysis.
 
     Computes the plans of every policy that training could follow, and reports on the policy of the settings, or on
@@ -67,7 +67,7 @@ class Report:
         plan: its plan.
         step_s: predicted step time of each policy, in seconds.
         timeline: simulation of the plan.
-        drawn: simulation to draw: includes expert replicas if the placement has any.
+        drawn_timeline: simulation to draw: includes expert replicas if the placement has any.
         facts: all reported values as plain types, times in seconds.
     """
 
@@ -82,22 +82,22 @@ class Report:
         again: bool = False,
         job: Job | None = None,
         compared: int = 0,
-        made: Transformer | None = None,
+        meta: Transformer | None = None,
     ) -> None:
-        self.policy = policy_followed(settings, sizes)
-        made = made or meta_model(settings)
-        plans = plans_by_policy(settings, launch, sizes, costs, made, again=again)
+        self.policy = followed_policy(settings, sizes)
+        meta = meta or make_meta_model(settings)
+        plans = plans_by_policy(settings, launch, sizes, costs, meta, again=again)
         self.plan, step = plans[self.policy]
-        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, made)
+        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
         fixed_s = after.seconds + head_s(settings, sizes, costs)
         self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
-        self.timeline = self.drawn = simulate(self.plan, step)
+        self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._model, self._costs, self._passes = settings.model, costs, layer_passes(self.plan, self.timeline)
         copies = None
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
-            copies, self.drawn = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
+            copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
             copies["step_s"] += fixed_s
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
         bound = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
@@ -118,13 +118,13 @@ class Report:
             "policies_s": self.step_s,
             "gap_to_bound": step_s / bound - 1,
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
-            "not_split": why_not_split(settings),
+            "not_split": no_split_reason(settings),
             "followed": follows_plan(settings, sizes.ep, sizes.esp),
             "bucket_bytes": self.plan.largest_bucket,
             "weight_gradients_apart": any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute),
             "critical_path_s": dict(sorted(((k, s) for k, s in by_kind_s.items() if s), key=lambda item: -item[1])),
             "critical_path_by_resource_s": at_work_s,
-            "busy_s": {name: self.drawn.busy_s(name) for name in RESOURCES},
+            "busy_s": {name: self.drawn_timeline.busy_s(name) for name in RESOURCES},
             "exposed_gradients_s": self.timeline.end_s - self._passes[-1].end_s,
             "gradients_after_step_s": after._asdict(),
             "layers": self._layers(),
@@ -138,24 +138,24 @@ class Report:
                 of_layers = plans[COMPARED]
                 replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, simulate(*of_layers))
                 replicas["step_s"] += fixed_s
-            planning = Planning(settings, launch, sizes, costs, machine, made)
+            planning = Planning(settings, launch, sizes, costs, machine, meta)
             self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
         """Return the number of micro-batches of each layer; 1 if the layer is not split."""
         attention = [task for task in self.plan.compute if task.kind == TaskKind.ATTENTION and task.phase == phase]
         numbers = Counter(task.layer for task in attention)
-        return [numbers[layer] for layer in sorted({stretch.layer for stretch in self._passes})]
+        return [numbers[layer] for layer in sorted({layer_pass.layer for layer_pass in self._passes})]
 
     def _layers(self) -> list[dict[str, Any]]:
         layers: dict[int, dict[str, Any]] = {}
-        for stretch in self._passes:
-            layers.setdefault(stretch.layer, {"layer": stretch.layer})[stretch.phase] = {
-                "chunks": stretch.degree,
-                "seconds": stretch.seconds,
-                "bound_by": stretch.bound_by,
-                "critical_path_s": stretch.critical_s,
-                "gradient_all_reduce_s": stretch.gradient_s,
+        for layer_pass in self._passes:
+            layers.setdefault(layer_pass.layer, {"layer": layer_pass.layer})[layer_pass.phase] = {
+                "chunks": layer_pass.degree,
+                "seconds": layer_pass.seconds,
+                "bound_by": layer_pass.bound_by,
+                "critical_path_s": layer_pass.critical_s,
+                "gradient_all_reduce_s": layer_pass.gradient_s,
             }
         return [layers[layer] for layer in sorted(layers)]
 
@@ -184,7 +184,7 @@ class Report:
         for title, name, end_s in (
             ("critical path", "critical_path_s", self.timeline.end_s),
             ("critical path by resource", "critical_path_by_resource_s", self.timeline.end_s),
-            ("utilization", "busy_s", self.drawn.end_s),
+            ("utilization", "busy_s", self.drawn_timeline.end_s),
         ):
             shares = {RESOURCES.get(part, part): seconds / end_s for part, seconds in facts[name].items()}
             console.print(f"{title}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items() if share > 0)}")
@@ -212,10 +212,11 @@ class Report:
             right=("layer", "chunks", "time"),
         )
         for (phase, degree, bound_by, time), group in groupby(
-            self._passes, key=lambda stretch: (stretch.phase, stretch.degree, stretch.bound_by, ms(stretch.seconds))
+            self._passes,
+            key=lambda layer_pass: (layer_pass.phase, layer_pass.degree, layer_pass.bound_by, ms(layer_pass.seconds)),
         ):
             alike = list(group)
-            layers = sorted(stretch.layer for stretch in alike)
+            layers = sorted(layer_pass.layer for layer_pass in alike)
             shares = {name: alike[0].critical_s[resource] / alike[0].seconds for resource, name in RESOURCES.items()}
             named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
             span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
@@ -254,7 +255,7 @@ def _with_replicas(
         overlap = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
     seconds = overlap * nbytes / bytes_per_s
     # A replica that does not fit its gap delays later tasks.
-    copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
+    copied = simulate(*with_sparse_collectives(plan, costs, [seconds] * layers, again=again))
     facts = {"hidden_s": list(hidden_L), "expert_bytes": nbytes, "overlap": overlap, "seconds": seconds}
     return facts | {"step_s": copied.end_s}, copied
 
@@ -270,7 +271,7 @@ def _describe_replicas(copies: dict[str, Any], step_s: float) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    running, changes = Launch.from_environment(), given_settings(arguments)
+    launched, changes = Launch.from_environment(), given_settings(arguments)
     settings, job = Settings(schedule="auto"), None
     if arguments.config is not None:
         if "model" in changes:
@@ -287,20 +288,22 @@ def run(arguments: argparse.Namespace) -> int:
         machine = machine if arguments.spread is None else machine.with_spread(arguments.spread)
         settings = settings if "dtype" in changes else settings.changed({"dtype": machine.dtype})
         if arguments.scale:
-            return _scale(arguments, running, settings, machine)
-    launch, settings = _planned_for(arguments, running, settings)
-    number, made = 0, None
+            return _scale(arguments, launched, settings, machine)
+    launch, settings = _resolve_launch(arguments, launched, settings)
+    number, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
-        made = meta_model(settings)
-        found = layouts(settings, launch, machine, job.state, made)
+        meta = make_meta_model(settings)
+        found = layouts(settings, launch, machine, job.state, meta)
         number, settings = len(found), chosen_settings(settings, found[0])
     sizes, settings = resolve_sizes(settings, launch)
-    costs = _costs(arguments, running, settings, sizes, machine)
-    if running.rank > 0:
+    costs = _find_costs(arguments, launched, settings, sizes, machine)
+    if launched.rank > 0:
         return 0
-    report = Report(settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number, made=made)
+    report = PlanReport(
+        settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number, meta=meta
+    )
     if arguments.png is not None:
-        draw(report.drawn, arguments.png, title=report.title)
+        draw(report.drawn_timeline, arguments.png, title=report.title)
     if arguments.json:
         figures = {} if machine is None else {"figures": figures_dict(machine)}
         print(json.dumps(report.facts | figures, indent=2))
@@ -311,10 +314,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings, machine: Machine) -> int:
+def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, machine: Machine) -> int:
     if arguments.ranks is not None:
         raise ConfigError(f"--ranks {arguments.ranks}: --scale chooses the numbers of ranks; leave out --ranks")
-    if running.rank > 0:
+    if launched.rank > 0:
         return 0
     with ProgressBar("planning") as bar:
         scale = Scale(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
@@ -327,8 +330,8 @@ def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings, m
     return 0
 
 
-def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Settings) -> tuple[Launch, Settings]:
-    """Return the ranks to plan for (by default the running ones) and the settings for them."""
+def _resolve_launch(arguments: argparse.Namespace, launched: Launch, settings: Settings) -> tuple[Launch, Settings]:
+    """Return the ranks to plan for (by default the launched ones) and the settings for them."""
     ranks, per_node = arguments.ranks, settings.ranks_per_node
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
@@ -341,27 +344,27 @@ def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Setti
             raise ConfigError("--machine needs --ranks N or --scale")
         per_node = per_node or MACHINES[arguments.machine].node(ranks)
     elif arguments.costs is None:
-        if ranks not in (None, running.ranks):
+        if ranks not in (None, launched.ranks):
             raise ConfigError(
-                f"cannot measure costs of {ranks} ranks on {running.ranks}: start as many with torchrun, or use "
+                f"cannot measure costs of {ranks} ranks on {launched.ranks}: start as many with torchrun, or use "
                 "--costs FILE, --testbed A|B or --machine NAME"
             )
-        return running, settings
-    elif ranks is None and running.ranks == 1:
+        return launched, settings
+    elif ranks is None and launched.ranks == 1:
         raise ConfigError("--costs needs --ranks N, and --ranks-per-node for more than one node")
-    ranks = ranks or running.ranks
+    ranks = ranks or launched.ranks
     return Launch(0, ranks, 0, per_node or ranks), settings.changed({"ranks_per_node": per_node})
 
 
-def _costs(
-    arguments: argparse.Namespace, running: Launch, settings: Settings, sizes: Sizes, machine: Machine | None
+def _find_costs(
+    arguments: argparse.Namespace, launched: Launch, settings: Settings, sizes: Sizes, machine: Machine | None
 ) -> CostModel:
     if machine is not None:
-        return machine_job(machine, settings, arguments.ranks)[1]
+        return machine_sizes_and_costs(machine, settings, arguments.ranks)[1]
     if arguments.testbed is not None:
         return TESTBEDS[arguments.testbed].costs
     if arguments.costs is not None:
         return read_costs(arguments.costs)
-    with command_group(settings, running, sizes, "fusedmoe plan") as (topology, device):
+    with command_group(settings, launched, sizes, "fusedmoe plan") as (topology, device):
         costs = cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
         return with_cached_tasks(costs, settings, topology, device)

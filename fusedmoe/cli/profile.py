@@ -14,7 +14,7 @@ from fusedmoe.cli.job import Launch, command_group, resolve_sizes
 from fusedmoe.cli.settings import Settings, given_settings
 from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.files import sealed
+from fusedmoe.files import dump_with_digest
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import Profile
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if launch.rank == 0:
         _show(measured, path)
         if arguments.json is not None:
-            arguments.json.write_text(sealed(json.loads(measured.to_json()), 1) + "\n", encoding="utf-8")
+            arguments.json.write_text(dump_with_digest(json.loads(measured.to_json()), 1) + "\n", encoding="utf-8")
         if arguments.plot is not None:
             plot(measured, arguments.plot)
     return 0
@@ -47,8 +47,8 @@ def _show(measured: Profile, path: Path) -> None:
     for name, line in measured.costs.lines.items():
         points, unit = measured.points[name], _unit(name)
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
-        most, rate = _scaled(points[-1][0], unit), _scaled(line.per_s, f"{unit}/s")
-        table.add_row(Text(printable(name)), most, str(len(points)), _time(line.alpha_s), rate, r2)
+        most, rate = _format_scaled(points[-1][0], unit), _format_scaled(line.per_s, f"{unit}/s")
+        table.add_row(Text(printable(name)), most, str(len(points)), _format_time(line.alpha_s), rate, r2)
     console.print(printable(measured.costs.machine), markup=False)
     console.print(table)
     of = measured.costs.contention
@@ -61,7 +61,7 @@ def _show(measured: Profile, path: Path) -> None:
     console.print(printable(f"measured in {measured.seconds:.1f} s{kept}"), markup=False, soft_wrap=True)
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
@@ -69,7 +69,7 @@ def _unit(name: str) -> str:
     return "FLOP" if name == "gemm" else "B"
 
 
-def _scaled(value: float, unit: str) -> str:
+def _format_scaled(value: float, unit: str) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {letter}{unit}"
@@ -93,7 +93,9 @@ def plot(measured: Profile, path: Path) -> None:
         panel.plot([end / size for end in ends], [1e3 * line.seconds(end) for end in ends], color="#0a2f66", zorder=1)
         panel.scatter([x / size for x in n], [1e3 * s for s in seconds], s=14, color="#ad380c", zorder=2)
         r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
-        panel.set_title(f"{name}\n{_time(line.alpha_s)} + n / ({_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9)
+        panel.set_title(
+            f"{name}\n{_format_time(line.alpha_s)} + n / ({_format_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9
+        )
         panel.set(xlabel=unit, ylabel="ms", xlim=(0, None), ylim=(0, None), axisbelow=True)
         panel.grid(color="#e4e4e4", linewidth=0.6)
     figure.suptitle(measured.costs.machine, fontsize=8)

@@ -20,11 +20,11 @@ from fusedmoe.cli.load_trace import LoadTrace, plot_loads
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, warn
-from fusedmoe.files import read_text, sealed, write_text
+from fusedmoe.files import dump_with_digest, read_text, write_text
 from fusedmoe.metrics import JsonLines
 
 #: Steps between gatherings of loads: a killed job loses at most this many steps of the log.
-GATHER_EVERY = 50
+GATHER_INTERVAL = 50
 #: Maximum size of loads.json in bytes; later steps are not recorded.
 MAX_LOG_BYTES = 32 * 2**20
 
@@ -36,13 +36,17 @@ class RunDir:
         self.path = path
         self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
         # Gate choices by step, layer, rank and expert.
-        self.loads, self.loads_picture_path = path / "loads.json", path / "loads.png"
+        self.loads, self.loads_figure_path = path / "loads.json", path / "loads.png"
         # Timeline of one step, and its comparison with the prediction as a table.
-        self.picture_path, self.trace, self.parts = path / "timeline.png", path / "trace.json", path / "parts.txt"
+        self.timeline_figure_path, self.trace, self.parts = (
+            path / "timeline.png",
+            path / "trace.json",
+            path / "parts.txt",
+        )
         # Inputs of a resumed job: costs of the schedule, and the plan measured to be fastest.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 
-    def note(self, step: int, record: dict[str, Any]) -> None:
+    def write_metrics(self, step: int, record: dict[str, Any]) -> None:
         JsonLines(self.metrics).write(step, record)
 
     @classmethod
@@ -69,7 +73,7 @@ class RunDir:
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
-        write_text(self.path / "config.json", sealed(config, indent=2) + "\n")
+        write_text(self.path / "config.json", dump_with_digest(config, indent=2) + "\n")
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop metrics of steps after `step`, which will be repeated, and of the end of the job."""
@@ -94,7 +98,7 @@ class RunDir:
 class LoadLog:
     """Write loads.json into a run folder: counts[step][layer][rank][expert].
 
-    Each step copies its counts on this rank's device. Ranks gather counts every `GATHER_EVERY` steps and in `flush`.
+    Each step copies its counts on this rank's device. Ranks gather counts every `GATHER_INTERVAL` steps and in `flush`.
 
     Args:
         source: description stored in the file.
@@ -103,32 +107,32 @@ class LoadLog:
     """
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
-        self._path, self._picture_path, self._topology = folder.loads, folder.loads_picture_path, topology
+        self._path, self._figure_path, self._topology = folder.loads, folder.loads_figure_path, topology
         self._source, self._next = f"{source}, from step {done + 1}" if done else source, done + 1
         self._earlier = _read(self._path, done) if topology.is_first else None
         self._begun = False
-        self._kept: list[Tensor] = []
+        self._pending: list[Tensor] = []
 
-    def note(self, load_LE: Tensor) -> None:
-        """Record this rank's counts of a step, on all ranks in every step. Collective every `GATHER_EVERY` steps."""
-        self._kept.append(load_LE)
-        if len(self._kept) == GATHER_EVERY:
+    def record(self, load_LE: Tensor) -> None:
+        """Record this rank's counts of a step, on all ranks in every step. Collective every `GATHER_INTERVAL` steps."""
+        self._pending.append(load_LE)
+        if len(self._pending) == GATHER_INTERVAL:
             self.flush()
 
     def flush(self) -> None:
         """Gather and write the pending counts. Collective."""
-        if not self._kept:
+        if not self._pending:
             return
-        kept_ILE = torch.stack(self._kept).cpu().int().numpy()
-        self._kept = []
-        of_ranks = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
+        pending_ILE = torch.stack(self._pending).cpu().int().numpy()
+        self._pending = []
+        ranks_ILE = all_gather_object(self._topology.world, pending_ILE, "gathering expert loads")
         if self._topology.is_first:
-            self._write(np.stack(of_ranks, axis=2).astype(np.int64))
+            self._write(np.stack(ranks_ILE, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:
         """Draw the recorded loads, on rank 0."""
         if self._begun:
-            plot_loads(LoadTrace.from_json(read_text(self._path)), self._picture_path, title=title)
+            plot_loads(LoadTrace.from_json(read_text(self._path)), self._figure_path, title=title)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:

@@ -18,12 +18,12 @@ from rich.text import Text
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import (
+    followed_policy,
     head_s,
     machine_costs,
+    make_meta_model,
     make_table,
-    meta_model,
     plans_by_policy,
-    policy_followed,
     unplanned_gradients,
 )
 from fusedmoe.errors import ConfigError, printable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
 
 
-def machine_job(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
+def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
     if settings.dtype != machine.dtype:
         raise ConfigError(f"--dtype {settings.dtype}: this machine model supports {machine.dtype} only")
     sizes = choose_sizes(settings, Launch(0, ranks, 0, machine.node(ranks)))
@@ -53,7 +53,7 @@ def machine_job(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes
     return sizes, machine_costs(machine, settings, sizes, ranks)
 
 
-def simulated_point(
+def simulate_point(
     settings: Settings, machine: Machine, ranks: int, *, again: bool, show: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Simulate one step on `ranks` ranks, without a schedule and with the policy of the settings.
@@ -66,15 +66,15 @@ def simulated_point(
             compute time of the slowest rank relative to the mean (`slowest`); chunks per phase and
             layer (`chunks`).
     """
-    sizes, costs = machine_job(machine, settings, ranks)
+    sizes, costs = machine_sizes_and_costs(machine, settings, ranks)
     settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
-    launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), policy_followed(settings, sizes)
-    made, both = meta_model(settings), {"sequential", policy}
-    plans = plans_by_policy(settings, launch, sizes, costs, made, policies=both, again=again, show=show)
+    launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
+    meta, both = make_meta_model(settings), {"sequential", policy}
+    plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=both, again=again, show=show)
     plan = plans[policy].plan
     none, timeline = (simulate(*plans[name]) for name in ("sequential", policy))
     layers = len({task.layer for task in plan if task.layer is not None})
-    after = unplanned_gradients(settings, launch, sizes, costs, machine, made)
+    after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
     fixed_s = after.seconds + head_s(settings, sizes, costs)
     sequential_s, step_s = none.end_s + fixed_s, timeline.end_s + fixed_s
     return {
@@ -124,7 +124,7 @@ class Scale:
                 show(len(self._points) * parts + parts * part // max(of, 1), parts * len(numbers))
 
             within(0, 1)
-            self._points.append(simulated_point(settings, machine, ranks, again=again, show=within))
+            self._points.append(simulate_point(settings, machine, ranks, again=again, show=within))
         self.facts: dict[str, Any] = {
             "model": vars(self._model) | {"gate_options": dict(self._model.gate_options)},
             "machine": name,

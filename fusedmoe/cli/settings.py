@@ -94,7 +94,7 @@ class Settings:
             if value is not None and not least <= value < math.inf:
                 raise ConfigError(f"{name} = {value} must be a finite number >= {least}")
         for flag in (flag for flags in GROUPS.values() for flag in flags if hasattr(self, flag.setting)):
-            value, known = getattr(self, flag.setting), flag.known
+            value, known = getattr(self, flag.setting), flag.valid_values
             if known and value not in known:
                 cure = "; register your own policy with fusedmoe.register_policy, then call fusedmoe.cli.main.main()"
                 cure = cure if flag.setting == "schedule" else ""
@@ -116,8 +116,8 @@ class Settings:
         """Return the learning rate of a step (from 0): linear warm-up, then cosine decay to 10% of the peak."""
         # `step + 1`: a first step with learning rate 0 would be wasted.
         rise = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        way = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * way))
+        progress = min(1.0, max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
         """Return a copy with some settings replaced. Settings of the model have the prefix "model." ("model.layers").
@@ -147,7 +147,7 @@ class Settings:
         if unknown := values.keys() - hints:
             raise ConfigError(f"unknown settings in this version: {', '.join(sorted(unknown))}")
         for name, value in values.items():
-            if not _fits(value, hints[name]):
+            if not _matches_type(value, hints[name]):
                 raise ConfigError(f"{name} = {reprlib.repr(value)} has the wrong type")
         return cls().changed(values)
 
@@ -164,7 +164,7 @@ def read_settings(run_dir: Path) -> Settings:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches_type(value: Any, hint: Any) -> bool:
     """Return whether a value parsed from JSON matches a type annotation."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
     # bool is a subclass of int.
@@ -186,14 +186,14 @@ class Flag:
     """Command-line flag and the setting it sets. Its default value is read from `Settings`.
 
     `setting`: "model.NAME" for a field of `ModelConfig`. `kind`: parses the text; bool makes a pair `--flag`,
-    `--no-flag`. `chosen`: description of the default if it is None.
+    `--no-flag`. `default_help`: description of the default if it is None.
     """
 
     setting: str
     help: str
     kind: Callable[[str], Any] = int
     choices: Sequence[str] | Callable[[], Sequence[str]] = ()
-    chosen: str = "chosen"
+    default_help: str = "chosen"
     metavar: str = ""
 
     @property
@@ -202,7 +202,7 @@ class Flag:
         return "--" + self.setting.removeprefix("model.").removesuffix("_s").replace("_", "-")
 
     @property
-    def known(self) -> Sequence[str]:
+    def valid_values(self) -> Sequence[str]:
         """Valid values; empty if any value is accepted."""
         # Evaluated on each access: a program may register a policy at any time.
         return self.choices() if callable(self.choices) else self.choices
@@ -213,8 +213,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("steps", "number of optimizer steps"),
         Flag("model.batch", "batch size per data-parallel rank, in sequences"),
         Flag("model.seq_len", "sequence length, in tokens (bytes of text)"),
-        Flag("lr", "peak learning rate (AdamW)", float, chosen="0.0025·√(128 / model dim)"),
-        Flag("warmup", "linear warm-up, in steps; cosine decay to 10%% of the peak follows", chosen="5%% of the steps"),
+        Flag("lr", "peak learning rate (AdamW)", float, default_help="0.0025·√(128 / model dim)"),
+        Flag(
+            "warmup",
+            "linear warm-up, in steps; cosine decay to 10%% of the peak follows",
+            default_help="5%% of the steps",
+        ),
         Flag("weight_decay", "weight decay of matrices; biases and norms have none", float),
         Flag("clip", "maximum gradient norm; 0 disables clipping", float),
         Flag("aux_weight", "coefficient of the gates' auxiliary losses", float),
@@ -227,11 +231,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.layers", "number of transformer blocks"),
         Flag("model.model_dim", "model dimension M"),
         Flag("model.heads", "number of attention heads"),
-        Flag("model.kv_heads", "number of key/value heads", chosen="--heads"),
-        Flag("model.head_dim", "channels of a head", chosen="model dim / heads"),
-        Flag("model.vocab_size", "number of symbols of embedding and head", chosen="256, of bytes"),
+        Flag("model.kv_heads", "number of key/value heads", default_help="--heads"),
+        Flag("model.head_dim", "channels of a head", default_help="model dim / heads"),
+        Flag("model.vocab_size", "number of symbols of embedding and head", default_help="256, of bytes"),
         Flag("model.dense_layers", "number of leading blocks without experts"),
-        Flag("model.dense_hidden", "hidden dimension of blocks without experts", chosen="--hidden"),
+        Flag("model.dense_hidden", "hidden dimension of blocks without experts", default_help="--hidden"),
         Flag("model.norm", "normalization: LayerNorm or RMSNorm", str, NORMS),
         Flag("model.positions", "position embedding: learned or rotary", str, POSITIONS),
         Flag("model.bias", "add biases to attention and experts", bool),
@@ -240,7 +244,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.expert", "expert network: ffn (two matrices) or swiglu (three)", str, EXPERTS),
         Flag("model.activation", "activation of ffn experts", str, ACTIVATIONS),
         Flag("model.hidden", "expert hidden dimension H"),
-        Flag("model.experts", "number of experts per layer, E", chosen="--experts-per-rank times the ranks"),
+        Flag("model.experts", "number of experts per layer, E", default_help="--experts-per-rank times the ranks"),
         Flag("model.experts_per_rank", "experts per rank if --experts is not set"),
         Flag("model.moe_every", "use an MoE layer in every N-th block, a dense feed-forward in the rest"),
         Flag("model.shared_hidden", "hidden dimension of the shared expert; 0 disables it"),
@@ -250,15 +254,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "model.capacity_factor",
             "expert capacity relative to a uniform load; none disables token dropping",
             parse_capacity,
-            chosen="none",
+            default_help="none",
         ),
         Flag("model.order", "layout of dispatched tokens", str, ORDERS, "sparse; dropless without capacity"),
     ),
     "parallelism (remaining ranks are data parallel)": (
-        Flag("ranks_per_node", "ranks per node", chosen="LOCAL_WORLD_SIZE"),
-        Flag("ep", "expert-parallel (EP) size", chosen="number of nodes"),
-        Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", chosen="ranks per node"),
-        Flag("mp", "model-parallel (MP) size of attention", chosen="ranks per node"),
+        Flag("ranks_per_node", "ranks per node", default_help="LOCAL_WORLD_SIZE"),
+        Flag("ep", "expert-parallel (EP) size", default_help="number of nodes"),
+        Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", default_help="ranks per node"),
+        Flag("mp", "model-parallel (MP) size of attention", default_help="ranks per node"),
         Flag("dispatch", "all-to-all algorithm", str, ALGORITHMS),
         Flag("wire_dtype", "dtype of tokens during dispatch and combine", str, WIRES),
         Flag("schedule", "schedule that overlaps communication with computation", str, schedules),
@@ -267,7 +271,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "placement_overlap",
             "maximum number of experts sent per layer and step",
-            chosen="as many as computation hides, measured in the first 5 steps",
+            default_help="as many as computation hides, measured in the first 5 steps",
         ),
         Flag("placement_balance", "loads used to balance tokens across replicas", str, PLACEMENT_BALANCES),
         Flag("rematerialise", "send expert replicas again for the backward pass instead of keeping them", bool),
@@ -275,7 +279,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("timeout_s", "seconds a rank waits for another before it raises an error", float, metavar="S"),
     ),
     "data": (
-        Flag("data", "folder of text files, or one file", str, chosen="Python's standard library", metavar="PATH"),
+        Flag(
+            "data", "folder of text files, or one file", str, default_help="Python's standard library", metavar="PATH"
+        ),
         Flag("pattern", "glob of the files to read, such as '*.md'", str, metavar="GLOB"),
         Flag("held_out", "fraction of the files held out for evaluation, by a hash of the path", float),
         Flag("eval_batches", "evaluation batches per data-parallel rank"),
@@ -376,9 +382,11 @@ def _model_name(text: str) -> str:
 
 
 def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:
-    shown = flag.chosen if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
+    shown = (
+        flag.default_help if default is None else {True: "yes", False: "no"}[default] if flag.kind is bool else default
+    )
     more: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar or ("N" if flag.kind is int else "X")}
-    help, known = flag.help, flag.known
+    help, known = flag.help, flag.valid_values
     if flag.kind is bool:
         more = {"action": argparse.BooleanOptionalAction}
     elif len(known) > _MAX_METAVAR_CHOICES:

@@ -67,15 +67,15 @@ def measurement_plans(costs: StepCosts, samples: int) -> list[Plan]:
 
 def selected_policy(settings: Settings) -> str:
     policy = "joint" if settings.schedule == "auto" else settings.schedule
-    refusal = why_not_split(settings)
-    if not POLICIES[policy].by_layer and refusal is not None:
+    refusal = no_split_reason(settings)
+    if not POLICIES[policy].chunks_only_pipelines and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; use auto or another policy")
     return policy
 
 
-def splits_layers(settings: Settings) -> bool:
+def uses_micro_batches(settings: Settings) -> bool:
     """Return whether the selected schedule may run micro-batches through whole layers."""
-    return POLICIES[selected_policy(settings)].whole and why_not_split(settings) is None
+    return POLICIES[selected_policy(settings)].uses_micro_batches and no_split_reason(settings) is None
 
 
 def with_measured_tasks(
@@ -92,7 +92,7 @@ def with_measured_tasks(
             types, the same on every rank), and whether micro-batches pass through whole layers.
     """
     workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-    whole = splits_layers(settings)
+    whole = uses_micro_batches(settings)
     # Blocks do not measure the per-layer entry; "auto" compares plans of both forms.
     forms = {workload.shapes + PER_LAYER_SUFFIX: False} if whole and settings.schedule == "auto" else {}
     observed, known = dict(costs.observed), settings.to_json()
@@ -122,12 +122,12 @@ def split_axis(settings: Settings, mp: int) -> Along:
     return "positions" if single else "samples"
 
 
-def micro_batch_limit(settings: Settings, mp: int) -> int:
+def micro_batch_axis_size(settings: Settings, mp: int) -> int:
     """Return the number of samples, or of positions, that are split into micro-batches."""
     return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
 
 
-def why_not_split(settings: Settings) -> str | None:
+def no_split_reason(settings: Settings) -> str | None:
     """Return why micro-batches cannot pass through whole layers; None if they can."""
     if settings.placement != "ep":
         return f"--placement {settings.placement} moves experts of whole layers"
@@ -144,7 +144,7 @@ def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
-def meta_model(settings: Settings) -> Transformer:
+def make_meta_model(settings: Settings) -> Transformer:
     """Return the model on the meta device, which has shapes without memory."""
     return make_model(settings, settings.model, Topology(), torch.device("meta"))
 
@@ -154,14 +154,14 @@ def step_costs(
     launch: Launch,
     sizes: Sizes,
     costs: CostModel,
-    made: Transformer | None = None,
+    meta: Transformer | None = None,
     *,
     whole: bool = False,
 ) -> StepCosts:
     """Return the costs of a training step over the model's MoE layers. No communication.
 
     Args:
-        made: result of `meta_model`, if it exists already.
+        meta: result of `make_meta_model`, if it exists already.
         whole: micro-batches can pass through whole layers.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
@@ -171,10 +171,10 @@ def step_costs(
             f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
             "model has no MoE layer"
         )
-    made = made or meta_model(settings)
-    bucketed, _ = _reduced_bytes(made, launch.ranks, sizes.mp)
+    meta = meta or make_meta_model(settings)
+    bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    waits = whole and made.in_micro_batches(split_axis(settings, sizes.mp)).routes_first[0]
+    waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
     return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
 
 
@@ -190,8 +190,8 @@ def _dense_blocks(model: ModelConfig) -> list[list[DenseWork]]:
 
 
 @lru_cache(maxsize=8)
-def _reduced_bytes(made: Transformer, ranks: int, mp: int) -> tuple[list[int], int]:
-    return reduced_bytes(made, ranks, mp, made.dense_parameters())
+def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], int]:
+    return reduced_bytes(meta, ranks, mp, meta.dense_parameters())
 
 
 def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
@@ -238,7 +238,7 @@ def unplanned_gradients(
     sizes: Sizes,
     costs: CostModel,
     machine: Machine | None = None,
-    made: Transformer | None = None,
+    meta: Transformer | None = None,
 ) -> UnplannedGradients:
     """Predict the seconds of the gradient all-reduces that no plan contains and that follow every step.
 
@@ -246,10 +246,10 @@ def unplanned_gradients(
 
     Args:
         machine: gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs` is used for it.
-        made: as for `step_costs`.
+        meta: as for `step_costs`.
     """
-    made = made or meta_model(settings)
-    _, rest = _reduced_bytes(made, launch.ranks, sizes.mp)
+    meta = meta or make_meta_model(settings)
+    _, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
     dense_s = costs.line("all-reduce/dp").seconds(rest) if rest else 0.0
     holders = launch.ranks // (sizes.ep * sizes.esp)
     if holders == 1:
@@ -259,7 +259,7 @@ def unplanned_gradients(
     if machine is not None:
         line = machine.all_reduce(launch.ranks, holders, sizes.ep * sizes.esp)
     layer_bytes = expert_bytes(settings, sizes) * settings.model.experts // sizes.ep
-    return UnplannedGradients(dense_s, len(list(made.moe_layers())) * line.seconds(layer_bytes))
+    return UnplannedGradients(dense_s, len(list(meta.moe_layers())) * line.seconds(layer_bytes))
 
 
 class Planned(NamedTuple):
@@ -269,7 +269,7 @@ class Planned(NamedTuple):
     costs: StepCosts
 
 
-def policy_followed(settings: Settings, sizes: Sizes) -> str:
+def followed_policy(settings: Settings, sizes: Sizes) -> str:
     """Return the policy that training follows; "sequential" if steps follow no plan."""
     return selected_policy(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
 
@@ -279,7 +279,7 @@ def plans_by_policy(
     launch: Launch,
     sizes: Sizes,
     costs: CostModel,
-    made: Transformer | None = None,
+    meta: Transformer | None = None,
     *,
     policies: Collection[str] | None = None,
     again: bool = False,
@@ -290,16 +290,20 @@ def plans_by_policy(
     Policies for whole models split layers if possible; other policies plan each layer separately.
     """
     policies = POLICIES if policies is None else policies
-    made = made or meta_model(settings)
-    layered = step_costs(settings, launch, sizes, costs, made)
+    meta = meta or make_meta_model(settings)
+    layered = step_costs(settings, launch, sizes, costs, meta)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = [name for name in POLICIES if name in policies and POLICIES[name].whole and why_not_split(settings) is None]
+    whole = [
+        name
+        for name in POLICIES
+        if name in policies and POLICIES[name].uses_micro_batches and no_split_reason(settings) is None
+    ]
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:
-        split = step_costs(settings, launch, sizes, costs, made, whole=True)
-        limit = micro_batch_limit(settings, sizes.mp)
+        split = step_costs(settings, launch, sizes, costs, meta, whole=True)
+        limit = micro_batch_axis_size(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
     # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.

@@ -17,7 +17,7 @@ from fusedmoe.cli.job import Launch, Sizes, choose_sizes, resolve_sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import on_all_ranks
-from fusedmoe.comm.failure.board import RENEWED_S, post_fatal_exception
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, post_fatal_exception
 from fusedmoe.errors import ConfigError, RankError, printable
 from fusedmoe.training import Survival
 from fusedmoe.training.survival.node_memory import NodeMemory
@@ -72,10 +72,10 @@ class Survivor:
         run_dir: the job's run folder; None for a new job.
         settings: of the job's first start.
         sizes: parallel sizes for the current ranks.
-        shares: batches per step over all ranks. Set by `join`.
+        batches_per_step: batches per step over all ranks. Set by `join`.
     """
 
-    shares: int
+    batches_per_step: int
 
     def __init__(self, launch: Launch, settings: Settings) -> None:
         self._launch = launch
@@ -91,17 +91,17 @@ class Survivor:
         if note is not None:
             settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
         # Nodes that joined later have an older note or none: the largest number over all notes is the job's.
-        self._shares = max((int(note["shares"]) for note in notes if note is not None), default=1)
+        self._batches_per_step = max((int(note["shares"]) for note in notes if note is not None), default=1)
         self.sizes, self.settings = resolve_sizes(settings, launch, sizes_for_ranks)
 
     def join(self, topology: Topology) -> None:
         """Use the topology of the ranks and find the surviving state. Collective."""
         # All ranks restart after any error: a short wait for the cause of a broken connection is enough.
         if topology.job.board is not None:
-            topology.job.board.exit_s = 2 * RENEWED_S
+            topology.job.board.exit_s = 2 * NOTE_RENEWAL_S
         self._topology, self._survival = topology, Survival(topology, self._memory)
         # As many batches per step as the job's largest number of replicas.
-        self.shares = max(self._shares, topology.dp.size)
+        self.batches_per_step = max(self._batches_per_step, topology.dp.size)
 
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
         """Load the newest complete state and return its `extra`; None without a complete state. Collective."""
@@ -117,10 +117,14 @@ class Survivor:
             return None
         return survival.restore(trainer.model, trainer.optimizer)
 
-    def announce(self, run_dir: Path) -> None:
+    def write_note(self, run_dir: Path) -> None:
         """Write the job's settings and run folder to node memory, where restarted ranks read them."""
         if self._launch.local_rank == 0:
-            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": self.shares}
+            note = {
+                "settings": self.settings.to_json(),
+                "run_dir": str(run_dir.absolute()),
+                "shares": self.batches_per_step,
+            }
             self._memory.write_note(note)
 
     def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
@@ -130,7 +134,7 @@ class Survivor:
         trainer.exclude_next_step()
         return time.perf_counter() - began
 
-    def price(self, seconds: float) -> str:
+    def describe_cost(self, seconds: float) -> str:
         """Describe the memory, traffic and time of the last refresh, which took `seconds`."""
         nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
         steps = f"every {every} steps" if every > 1 else "every step"

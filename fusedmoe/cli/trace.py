@@ -17,9 +17,9 @@ from fusedmoe.cli.settings import (
 from fusedmoe.cli.step_plans import (
     compute_dtype,
     describe_costs,
+    followed_policy,
     follows_plan,
     format_rows,
-    policy_followed,
     step_costs,
 )
 from fusedmoe.cli.trainer import Trainer
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(given_settings(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes, settings = resolve_sizes(settings, launch)
-    policy_followed(settings, sizes)  # raises before the machine is measured
+    followed_policy(settings, sizes)  # raises before the machine is measured
     with command_group(settings, launch, sizes, "fusedmoe trace") as (topology, device):
         costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
         corpus = random_corpus(64 * settings.model.seq_len)
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(describe(settings.model))
         print(printable(f"{topology}, {schedule}"))
         print(describe_costs(costs))
-        plan, costs_then = planned
-        again_s = makespan(plan, refit(costs_then, observe(plan, costs_then, by_step)))
-        _show(compare(*planned, middle), again_s, middle, [_step_s(timelines) for timelines in by_step])
+        plan, step_costs_then = planned
+        refitted_s = makespan(plan, refit(step_costs_then, observe(plan, step_costs_then, by_step)))
+        _show(compare(*planned, middle), refitted_s, middle, [_step_s(timelines) for timelines in by_step])
         print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
 
@@ -92,14 +92,14 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
     return max(timeline.end_s for timeline in timelines)
 
 
-def _show(rows: Sequence[Row], again_s: float, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
-    """Print the comparison. `again_s`: step time simulated from the task times of these steps, in seconds."""
+def _show(rows: Sequence[Row], refitted_s: float, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
+    """Print the comparison. `refitted_s`: step time simulated from the task times of these steps, in seconds."""
     print(format_rows(rows), end="")
     predicted_s, step_s = rows[-1].predicted_s or 0.0, rows[-1].measured_s or 0.0
     several = f" (median of {len(steps_s)}: {1e3 * min(steps_s):.1f} to {1e3 * max(steps_s):.1f})" * (len(steps_s) > 1)
     print(f"predicted {1e3 * predicted_s:.1f} ms, measured {1e3 * step_s:.1f} ms{several}")
     print(f"measured / predicted: {step_s / predicted_s:.2f}")
-    print(f"predicted from measured task times: {1e3 * again_s:.1f} ms ({again_s / step_s - 1:+.1%})")
+    print(f"predicted from measured task times: {1e3 * refitted_s:.1f} ms ({refitted_s / step_s - 1:+.1%})")
     if len(measured) > 1:
         spread = measured_spread(measured)
         print(f"spread of compute time over ranks: {spread:.1%} (fusedmoe plan --machine NAME --spread {spread:.3f})")

@@ -28,7 +28,7 @@ from fusedmoe.cli.job import (
 )
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_settings
-from fusedmoe.cli.step_plans import compute_dtype, follows_plan, format_rows, policy_followed
+from fusedmoe.cli.step_plans import compute_dtype, followed_policy, follows_plan, format_rows
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, exit_for_restart, sizes_for_ranks
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
@@ -43,8 +43,8 @@ from fusedmoe.schedule.draw import MAX_TIMELINES
 from fusedmoe.schedule.refit import compare
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.checkpoint_folder import saved_at
-from fusedmoe.training.copies import replicas
+from fusedmoe.training.checkpoint_folder import find_checkpoint
+from fusedmoe.training.replicated_parameters import list_replicas
 
 #: Steps between two collections of metrics.
 METRICS_EVERY = 10
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_launcher()
         end_with_launcher()
     sizes, settings = resolve_sizes(settings, launch, sizes_for_ranks if settings.survive else choose_sizes)
-    policy_followed(settings, sizes)  # raises before measuring and before creating a run folder
+    followed_policy(settings, sizes)  # raises before measuring and before creating a run folder
     device, stop = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
         keep_memory()  # steps allocate equal sizes: avoids page faults in each step
@@ -126,8 +126,8 @@ class TrainingJob:
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Train until the last step, `stop_at` or a stop request, then compute the held-out loss."""
         self.corpus = self._corpus()
-        shares = None if self.survivor is None else self.survivor.shares
-        self.trainer = Trainer(self.settings, self.topology, self.device, self.corpus, self.stop, shares)
+        batches_per_step = None if self.survivor is None else self.survivor.batches_per_step
+        self.trainer = Trainer(self.settings, self.topology, self.device, self.corpus, self.stop, batches_per_step)
         with closing(self.trainer):
             return self._run(run_dir, resume, stop_at)
 
@@ -137,7 +137,7 @@ class TrainingJob:
         # A note in memory has priority over --resume: it belongs to the same job and is never older than the disk.
         if self.survivor is not None and self.survivor.run_dir is not None:
             self.folder = RunDir(self.survivor.run_dir)
-            done = self._continue(self.survivor)
+            done = self._restore(self.survivor)
         elif resume is not None:
             self.folder = RunDir(resume)
             done = self._load()
@@ -145,12 +145,12 @@ class TrainingJob:
             self.folder = self._new_folder(run_dir)
         if self.survivor is not None:
             # From here on a restart finds the job; before the first refresh it restarts in the same folder from step 0.
-            self.survivor.announce(self.folder.path)
+            self.survivor.write_note(self.folder.path)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
-            self._follow()
+            self._follow_plan()
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         if topology.is_first:
-            self._open(done, last)
+            self._print_summary(done, last)
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         if self.survivor is not None:
             # A failure in the first step must lose nothing.
@@ -170,20 +170,20 @@ class TrainingJob:
                 writing = f"writing {error.filename or f'a file of {self.folder.path}'}"  # a failing write names none
                 topology.stop(writing, error)
                 message = f"rank {topology.rank} failed {writing}: {error.strerror or error}. Free some space there"
-            if saved_at(self.folder.checkpoint) is not None:
+            if find_checkpoint(self.folder.checkpoint) is not None:
                 message += f". The last checkpoint is intact. Continue with: {self._resume_command()}"
             raise RankError(message) from error
         loss = None
         if not stopped and done == settings.steps:
             if topology.is_first:
-                print(f"held-out text: {settings.eval_batches * self.trainer.shares} batches", flush=True)
+                print(f"held-out text: {settings.eval_batches * self.trainer.batches_per_step} batches", flush=True)
             loss = self.trainer.held_out_loss()
         if loss is None:
             again = f"Continue with: {self._resume_command()}"
             code = STOPPED if self.stop.is_requested else 0
             return JobEnd(f"stopped after step {done} of {settings.steps}, checkpoint saved. {again}", code)
         if topology.is_first:
-            self.folder.note(done, {"held_out_loss": loss})
+            self.folder.write_metrics(done, {"held_out_loss": loss})
             print(printable(f"run folder: {self.folder.path}"))
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
@@ -193,7 +193,7 @@ class TrainingJob:
         surviving = f"torchrun … -m fusedmoe {arguments}"
         return surviving if self.settings.survive else launch_command(self.topology.size, arguments)
 
-    def _follow(self) -> None:
+    def _follow_plan(self) -> None:
         """Let the trainer follow its policy's plan, with the costs of the run folder or newly measured costs."""
         path, trainer = self.folder.costs, self.trainer
         # Only rank 0 reads the folder: other nodes may not see it, or see it late.
@@ -212,19 +212,19 @@ class TrainingJob:
             assert trainer.tuning is not None
             write_text(self.folder.plan, str(trainer.tuning.plan))
             write_cache_file(self.folder.choice, choice_text(trainer.tuning))
-            self.display.say(line)
+            self.display.show_message(line)
 
         # The fastest measured matrix product serves as the device's peak for mfu.
         self._gemm_flop_per_s = costs.line("gemm").per_s
-        plan, _ = trainer.set_plan(costs, self.folder.choice, tell, self._measured)
+        plan, _ = trainer.set_plan(costs, self.folder.choice, tell, self._remeasure)
         if self.topology.is_first:
             write_cache_file(self.folder.costs, costs.to_json())
             write_text(self.folder.plan, str(plan))
 
-    def _measured(self, again_s: float) -> CostModel:
-        """Measure machine and model steps again, for about `again_s` seconds, after step times have drifted."""
-        costs = measured_costs(self.topology, self.device, compute_dtype(self.settings), again_s / 2)
-        costs = self.trainer.with_measured_times(costs, again_s / 2, again=True)
+    def _remeasure(self, budget_s: float) -> CostModel:
+        """Measure machine and model steps again, for about `budget_s` seconds, after step times have drifted."""
+        costs = measured_costs(self.topology, self.device, compute_dtype(self.settings), budget_s / 2)
+        costs = self.trainer.with_measured_times(costs, budget_s / 2, again=True)
         if self.topology.is_first:
             write_cache_file(self.folder.costs, costs.to_json())  # for a resumed job
         return costs
@@ -241,34 +241,34 @@ class TrainingJob:
         metrics = self._metrics()
         while done < last and not stop:
             values, refresh_values = refresh_values, {}
-            if _is_drawn(settings, done, trainer, drawn):
+            if _needs_timeline(settings, done, trainer, drawn):
                 drawn = trainer.plan_name
                 # Recording synchronizes after each kernel: record one step, and exclude it from tuning.
                 report, timeline = trainer.recorded_step(done)
-                values["exposed_s"] = self._draw(timeline, done + 1)
+                values["exposed_s"] = self._draw_timeline(timeline, done + 1)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
             load_LE = trainer.load_LE()
             if load_LE is not None:
-                self.loads.note(load_LE)
+                self.loads.record(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
                 # Collective: all ranks collect in the same steps.
                 values |= metrics.collect()
             if self.topology.is_first:
                 facts = {name: value for name, value in vars(report).items() if name != "stop"}
                 rate = settings.learning_rate(done - 1)
-                self.folder.note(done, facts | {"lr": rate, "time": time.time()} | values)
+                self.folder.write_metrics(done, facts | {"lr": rate, "time": time.time()} | values)
                 now = report.tokens / report.seconds
                 # Single steps vary with the load of the machine.
                 speed = 0.9 * speed + 0.1 * now if speed else now
-                self.display.step(done, report.loss, speed)
+                self.display.show_step(done, report.loss, speed)
             # After the metrics line: a restart continues from here, and no line may be missing.
             if self.survivor is not None and done % settings.survive == 0:
                 refresh_values = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(done))}
                 # The refresh before step 0 had no optimizer state: its size is not representative.
                 if not has_reported_cost and self.topology.is_first:
-                    self.display.say(f"survival: {self.survivor.price(refresh_values['refresh_s'])}")
+                    self.display.show_message(f"survival: {self.survivor.describe_cost(refresh_values['refresh_s'])}")
                 has_reported_cost = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
                 self._save(done)
@@ -315,12 +315,12 @@ class TrainingJob:
         placement = {} if moves is None else {"placement": moves.state_dict()}
         return {"step": done, "text": self.corpus.fingerprint, **placement}
 
-    def _continue(self, survivor: Survivor) -> int:
+    def _restore(self, survivor: Survivor) -> int:
         """Restore a restarted job. Return its number of completed steps."""
         extra = survivor.restore(self.trainer)
         if extra is not None:
             source, done = "memory", self._apply_extra(extra)
-        elif saved_at(self.folder.checkpoint) is not None:
+        elif find_checkpoint(self.folder.checkpoint) is not None:
             source = f"the checkpoint {self.folder.checkpoint} (no complete state in memory)"
             done = self._load()
         else:
@@ -331,7 +331,7 @@ class TrainingJob:
         return done
 
     def _load(self) -> int:
-        if saved_at(self.folder.checkpoint) is None:
+        if find_checkpoint(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first save; start anew")
         trainer = self.trainer
         return self._apply_extra(
@@ -349,7 +349,7 @@ class TrainingJob:
             self.trainer.sharded_experts.load_state_dict(extra["placement"])
         return int(extra["step"])
 
-    def _open(self, done: int, last: int) -> None:
+    def _print_summary(self, done: int, last: int) -> None:
         """Print the job's summary and write config.json. Rank 0 only."""
         settings, sizes, topology, corpus = self.settings, self.sizes, self.topology, self.corpus
         parameters, active = count_parameters(self.trainer)
@@ -376,7 +376,7 @@ class TrainingJob:
         print(printable(f"run folder: {self.folder.path}"))
         print(_remaining_steps(done, last, settings.steps), flush=True)
 
-    def _draw(self, timeline: Timeline, step: int) -> float:
+    def _draw_timeline(self, timeline: Timeline, step: int) -> float:
         """Write timelines on rank 0; return the exposed seconds, mean over ranks. `step` counts from 1."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         trainer, planned = self.trainer, self.trainer.planned
@@ -384,7 +384,7 @@ class TrainingJob:
             plan = f"schedule {trainer.plan_name}{'' if trainer.is_settled else ' (on trial)'}"
             title = f"{self.settings.model.label}, step {step}, {format_ranks(self.topology.size)}, {plan}"
             save_trace(timelines, self.folder.trace)
-            draw(timelines[:MAX_TIMELINES], self.folder.picture_path, title=title)
+            draw(timelines[:MAX_TIMELINES], self.folder.timeline_figure_path, title=title)
             if planned is not None:
                 write_text(self.folder.parts, f"step {step}, {plan}\n" + format_rows(compare(*planned, timelines)))
         return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
@@ -404,7 +404,7 @@ class TrainingJob:
         return RunDir(path)
 
 
-def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None) -> bool:
+def _needs_timeline(settings: Settings, step: int, trainer: Trainer, drawn: str | None) -> bool:
     """Return whether to record a step's timeline: once per final plan, and in the last step if none was recorded.
 
     `drawn`: the plan of the existing timeline.
@@ -430,7 +430,7 @@ def count_parameters(trainer: Trainer) -> tuple[int, int]:
     routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))
     whole = active = 0.0
-    for replica in replicas(model, topology):
+    for replica in list_replicas(model, topology):
         parameter, layer = replica.parameter, routed.get(id(replica.parameter))
         ranks = math.prod(getattr(topology, axis).size for axis in replica.sharding)
         size = parameter.numel() * ranks

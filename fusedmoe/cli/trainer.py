@@ -22,11 +22,11 @@ from fusedmoe.cli.job import StopRequest, make_model, make_optimizer, shard_expe
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import (
     measurement_plans,
-    micro_batch_limit,
+    micro_batch_axis_size,
     selected_policy,
     split_axis,
-    splits_layers,
     step_workload,
+    uses_micro_batches,
     with_measured_tasks,
 )
 from fusedmoe.comm.collectives import all_reduce
@@ -44,7 +44,7 @@ from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.training import PlannedStep, clip_grad_norm, sync_gradients, tune_step
 from fusedmoe.training.gradient_buckets import GradientBuckets
-from fusedmoe.training.plan_tuning import TUNED
+from fusedmoe.training.plan_tuning import TUNED_POLICIES
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Trainer:
     batches and gate noise. A resumed job therefore continues as if it had not been stopped.
 
     Args:
-        shares: batches per step over all ranks, by default one per data-parallel rank. With fewer ranks, each rank
-            accumulates gradients over several batches, so that the step trains on the same text.
+        batches_per_step: over all ranks, by default one per data-parallel rank. With fewer ranks, each rank accumulates
+            gradients over several batches, so that the step trains on the same text.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Trainer:
         device: torch.device,
         corpus: Corpus,
         stop: StopRequest,
-        shares: int | None = None,
+        batches_per_step: int | None = None,
     ) -> None:
         model = settings.model
-        self.shares = shares or topology.dp.size
+        self.batches_per_step = batches_per_step or topology.dp.size
         mask = model.mask if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
@@ -117,10 +117,10 @@ class Trainer:
         more: dict[str, Any] = {}
         if blocks is not None:
             # Micro-batches have equal size: the planner needs the number of samples.
-            more = {"blocks": blocks, "samples": micro_batch_limit(settings, self._topology.mp.size)}
+            more = {"blocks": blocks, "samples": micro_batch_axis_size(settings, self._topology.mp.size)}
         more["dense"] = self.model.dense_parameters()
         step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
-        if settings.schedule in TUNED:
+        if settings.schedule in TUNED_POLICIES:
             self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
             candidate = self.tuning.now
         else:
@@ -143,7 +143,7 @@ class Trainer:
         step, candidate = self._followed
         if self.tuning is not None:
             candidate = self.tuning.now
-        plan, costs = candidate.plan, step.costs_of(candidate.whole)
+        plan, costs = candidate.plan, step.costs_of(candidate.uses_micro_batches)
         # An empty plan means unchunked layers: return the sequential plan for figures and tables.
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
@@ -172,30 +172,30 @@ class Trainer:
 
         def measure(facts: dict[str, Any], whole: bool) -> Observed:
             blocks = self._blocks if whole else None
-            return cached_task_times(self._topology, facts, lambda: self._observed(costs, budget_s, blocks), again)
+            return cached_task_times(self._topology, facts, lambda: self._measure_tasks(costs, budget_s, blocks), again)
 
         found = with_measured_tasks(costs, self._settings, self._topology, self._device, measure)
         if self._followed is not None:
             self._buckets = self._followed[0].buckets  # measuring steps used other buckets
         return found
 
-    def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
+    def _measure_tasks(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
         topology, workload = self._topology, self._workload
         dense = self.model.dense_parameters()
         step = PlannedStep(self.model, topology, costs, workload, blocks=blocks, dense=dense)
         self._buckets = step.buckets
-        plans = measurement_plans(step.costs, micro_batch_limit(self._settings, topology.mp.size))
+        plans = measurement_plans(step.costs, micro_batch_axis_size(self._settings, topology.mp.size))
 
         def run(plan: Plan, number: int) -> Timeline:
             step.follow(PlanCandidate("a probe", plan, blocks is not None, 0.0))
             return self.recorded_step(number)[1]
 
-        with self._restored_afterwards():
+        with self._preserve_state():
             observed = observe_steps(topology, plans, step.costs, run, budget_s)
         return replace(observed, rows=workload.rows)
 
     @contextmanager
-    def _restored_afterwards(self) -> Iterator[None]:
+    def _preserve_state(self) -> Iterator[None]:
         # On the host to spare GPU memory.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -210,8 +210,8 @@ class Trainer:
 
     @cached_property
     def _blocks(self) -> PipelinedBlocks | None:
-        along = split_axis(self._settings, self._topology.mp.size)
-        return self.model.in_micro_batches(along) if splits_layers(self._settings) else None
+        axis = split_axis(self._settings, self._topology.mp.size)
+        return self.model.pipeline_blocks(axis) if uses_micro_batches(self._settings) else None
 
     @property
     def _workload(self) -> Workload:
@@ -256,11 +256,11 @@ class Trainer:
         self._seed("held out", 0)
         self.model.eval()
         nats = targets = 0.0
-        batches = settings.eval_batches * self.shares
+        batches = settings.eval_batches * self.batches_per_step
         for index in range(-(-batches // topology.dp.size)):
             # All ranks must run the same number of forward passes: the last round may repeat windows.
             place = index * topology.dp.size + topology.dp.index
-            batch = self._held_out.held_out(place % batches, batches)
+            batch = self._held_out.held_out_batch(place % batches, batches)
             with torch.no_grad():
                 loss = self._loss(batch)
             # All ranks of an MP group count the same targets.
@@ -286,7 +286,7 @@ class Trainer:
             # A batch of weight 0 runs because other ranks wait for its rows.
             if not weight:
                 self.model.eval()  # gates must not update their state
-            loss = self._loss(self._training.training(settings.seed, step, share))
+            loss = self._loss(self._training.training_batch(settings.seed, step, share))
             if self._buckets is not None and last:
                 # Earlier gradients are incomplete.
                 self._buckets.open(recorder)
@@ -324,7 +324,7 @@ class Trainer:
             aux_loss=aux / topology.dp.size,
             grad_norm=norm,
             dropped=lost / max(1.0, routed),
-            tokens=settings.model.batch * settings.model.seq_len * self.shares,
+            tokens=settings.model.batch * settings.model.seq_len * self.batches_per_step,
             seconds=seconds,
             stop=stop > 0,
         )
@@ -336,11 +336,11 @@ class Trainer:
         """
         replicas, own = self._topology.dp.size, self._topology.dp.index
         # Rounded up: the last ranks may have surplus batches.
-        each = -(-self.shares // replicas)
+        each = -(-self.batches_per_step // replicas)
         for share in range(own * each, (own + 1) * each):
             # Gradients are averaged over replicas; the weight turns this into the mean over all batches.
-            weight = replicas / self.shares if share < self.shares else 0.0
-            yield share % self.shares, weight, share == (own + 1) * each - 1
+            weight = replicas / self.batches_per_step if share < self.batches_per_step else 0.0
+            yield share % self.batches_per_step, weight, share == (own + 1) * each - 1
 
     def _loss(self, batch: ByteBatch) -> Loss:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.dtype == "bf16"):

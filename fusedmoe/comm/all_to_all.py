@@ -67,7 +67,7 @@ class AllToAll:
         sent = deduplicate_tokens(layout, self.group.size)
         return sent, None if sent.code_N is None else TokenCounts(sent.tokens.counts_E)
 
-    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+    def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
         """Return the traffic for row counts per rank. Collective for two-level algorithms."""
         raise NotImplementedError
 
@@ -107,11 +107,12 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
                 f"of {topology.ranks_per_node} ranks hold {nodes}. Use dispatch='direct' or another ranks_per_node."
             )
     grid = _by_node(group.ranks, topology.ranks_per_node)
-    node, place = divmod(group.index, len(grid[0]))
-    inside = topology.subgroup("ep in node", tuple(grid[node]))
-    talks = name == "2dh" or place == 0
-    across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)) if talks else None
-    return TwoLevel(group, inside, across, len(grid), name == "1dh")
+    node, local_rank = divmod(group.index, len(grid[0]))
+    intra_node_group = topology.subgroup("ep in node", tuple(grid[node]))
+    inter_node_group = None
+    if name == "2dh" or local_rank == 0:
+        inter_node_group = topology.subgroup("ep across nodes", tuple(ranks[local_rank] for ranks in grid))
+    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh")
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
@@ -131,14 +132,14 @@ class Direct(AllToAll):
     def identity(self) -> str:
         return f"direct over {self.group.identity}"
 
-    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+    def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return Traffic(send, recv)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation, agreed=True)
+        return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation, is_compared=True)
 
     def exchange_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        return all_to_all_rows(self.group, rows, traffic.recv, traffic.send, operation, agreed=True)
+        return all_to_all_rows(self.group, rows, traffic.recv, traffic.send, operation, is_compared=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +163,15 @@ class TwoLevel(AllToAll):
     """2DH and 1DH: send rows to their node, then forward them inside it.
 
     Attributes:
-        inside: the group's ranks on this node.
-        across: one rank per node, with which this rank exchanges; None on ranks that are not leaders (1DH).
+        intra_node_group: the group's ranks on this node.
+        inter_node_group: one rank per node, with which this rank exchanges; None on ranks that are not leaders (1DH).
         has_leader: True if the first rank of each node exchanges for the whole node (1DH).
     """
 
     group: Group
-    inside: Group
-    across: Group | None
-    nodes: int
+    intra_node_group: Group
+    inter_node_group: Group | None
+    num_nodes: int
     has_leader: bool
 
     @property
@@ -179,27 +180,28 @@ class TwoLevel(AllToAll):
 
     @property
     def identity(self) -> str:
-        across = "" if self.across is None else f", {self.across.identity}"
-        return f"{self.name} over {self.group.identity}, {self.inside.identity}{across}, {self.nodes} nodes"
+        groups = (self.group, self.intra_node_group, self.inter_node_group)
+        identities = ", ".join(group.identity for group in groups if group is not None)
+        return f"{self.name} over {identities}, {self.num_nodes} nodes"
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
         sent, tokens = super().select_tokens(layout, forwards)
         if tokens is None or not forwards:
             return sent, tokens
-        by_node = deduplicate_tokens(sent.tokens, self.nodes)
+        by_node = deduplicate_tokens(sent.tokens, self.num_nodes)
         return sent._replace(tokens=by_node.tokens), tokens._replace(by_node=by_node)
 
-    def traffic(self, send: list[int], recv: list[int]) -> TwoLevelTraffic:
+    def make_traffic(self, send: list[int], recv: list[int]) -> TwoLevelTraffic:
         ranks_npNP = self.all_gather_counts(torch.tensor(send, device=device_of(self.group)), recv)
         nodes_npN = ranks_npNP.sum(3)
-        node, place = self._coordinates
-        return TwoLevelTraffic(nodes_npN[node, place].tolist(), recv, nodes_npN, ranks_npNP)
+        node, local_rank = self._coordinates
+        return TwoLevelTraffic(nodes_npN[node, local_rank].tolist(), recv, nodes_npN, ranks_npNP)
 
     def uniform_traffic(self, count: int) -> TwoLevelTraffic:
         """Return the traffic of `count` rows between each pair of ranks, without communication."""
-        places, size = self.inside.size, self.group.size
-        ranks_npNP = np.full((self.nodes, places, self.nodes, places), count)
-        return TwoLevelTraffic([count * places] * self.nodes, [count] * size, ranks_npNP.sum(3), ranks_npNP)
+        local_size, size = self.intra_node_group.size, self.group.size
+        ranks_npNP = np.full((self.num_nodes, local_size, self.num_nodes, local_size), count)
+        return TwoLevelTraffic([count * local_size] * self.num_nodes, [count] * size, ranks_npNP.sum(3), ranks_npNP)
 
     def all_gather_counts(self, send_W: Tensor, recv: list[int]) -> np.ndarray:
         """Return every rank's send counts as [n, p, N, P]. Collective.
@@ -210,10 +212,10 @@ class TwoLevel(AllToAll):
         """
         group, operation = self.group, "exchange of counts"
         table = all_gather_rows(group, send_W.view(1, -1), [1] * group.size, operation).cpu().numpy()
-        places = self.inside.size
-        counts_npW = table.reshape(self.nodes, places, self.nodes, -1)
-        node, place = self._coordinates
-        sent_W, rows = counts_npW[:, :, node, place].reshape(-1), counts_npW.reshape(group.size, -1)
+        local_size = self.intra_node_group.size
+        counts_npW = table.reshape(self.num_nodes, local_size, self.num_nodes, -1)
+        node, local_rank = self._coordinates
+        sent_W, rows = counts_npW[:, :, node, local_rank].reshape(-1), counts_npW.reshape(group.size, -1)
         for rank, sent, counts_N, expected in zip(group.ranks, sent_W, rows, recv, strict=True):
             if sent != expected or (counts_N < 0).any():
                 raise foreign_data_error(group.board, operation, f"the {group}", rank)
@@ -221,7 +223,7 @@ class TwoLevel(AllToAll):
 
     @property
     def _coordinates(self) -> tuple[int, int]:
-        return divmod(self.group.index, self.inside.size)
+        return divmod(self.group.index, self.intra_node_group.size)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert isinstance(traffic, TwoLevelTraffic)
@@ -230,38 +232,38 @@ class TwoLevel(AllToAll):
     def exchange_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert isinstance(traffic, TwoLevelTraffic)
         rows = self._return_rows(rows, traffic, operation)
-        out_pN, in_np = self._crossing_counts(traffic.nodes_npN)
-        if self.across is not None:
-            rows = all_to_all_rows(self.across, rows, in_np.sum(1).tolist(), out_pN.sum(0).tolist(), operation, True)
+        out_pN, in_np = self._inter_node_counts(traffic.nodes_npN)
+        if self.inter_node_group is not None:
+            send, recv = in_np.sum(1).tolist(), out_pN.sum(0).tolist()
+            rows = all_to_all_rows(self.inter_node_group, rows, send, recv, operation, is_compared=True)
         if not self.has_leader:
             return rows
         # The leader holds rows by (source node, local index) and scatters them by local index.
-        places, scatter = self.inside.size, [0] * self.inside.size
-        if self.across is not None:
-            rows, scatter = regroup(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
-        home = _counts_for_one(0, sum(traffic.send), places)
-        return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
+        local_size, scatter = self.intra_node_group.size, [0] * self.intra_node_group.size
+        if self.inter_node_group is not None:
+            rows, scatter = transpose_blocks(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
+        home = _counts_for_one(0, sum(traffic.send), local_size)
+        return all_to_all_rows(self.intra_node_group, rows, scatter, home, operation, is_compared=True)
 
     def send_across_nodes(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
         """Send rows [n, ...], ordered by node; return the rows for this node, ordered by source rank. Collective.
 
         With 1dh only the leader receives rows.
         """
-        out_pN, in_np = self._crossing_counts(nodes_npN)
+        out_pN, in_np = self._inter_node_counts(nodes_npN)
         if self.has_leader:
-            places = self.inside.size
-            gathered = [0] * places if self.across is None else out_pN.sum(1).tolist()
-            rows = all_to_all_rows(
-                self.inside, rows, _counts_for_one(0, len(rows), places), gathered, operation, agreed=True
-            )
-            if self.across is None:
+            local_size = self.intra_node_group.size
+            gathered = [0] * local_size if self.inter_node_group is None else out_pN.sum(1).tolist()
+            to_leader = _counts_for_one(0, len(rows), local_size)
+            rows = all_to_all_rows(self.intra_node_group, rows, to_leader, gathered, operation, is_compared=True)
+            if self.inter_node_group is None:
                 return rows
-            rows = regroup(rows, out_pN, (1, 0))
-        assert self.across is not None
+            rows = transpose_blocks(rows, out_pN, (1, 0))
+        assert self.inter_node_group is not None
         send, recv = out_pN.sum(0).tolist(), in_np.sum(1).tolist()
-        return all_to_all_rows(self.across, rows, send, recv, operation, agreed=True)
+        return all_to_all_rows(self.inter_node_group, rows, send, recv, operation, is_compared=True)
 
-    def _crossing_counts(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _inter_node_counts(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the row counts that this rank sends, by (local index, node), and receives, by (node, local index)."""
         (node, _), mine = self._coordinates, self.crossing_indices
         return nodes_npN[node, mine], nodes_npN[:, mine, node]
@@ -269,38 +271,41 @@ class TwoLevel(AllToAll):
     @property
     def crossing_indices(self) -> slice:
         """Local indices whose rows this rank sends across nodes: its own with 2dh, all with 1dh."""
-        place = self._coordinates[1]
-        return slice(None) if self.has_leader else slice(place, place + 1)
+        local_rank = self._coordinates[1]
+        return slice(None) if self.has_leader else slice(local_rank, local_rank + 1)
 
     def _forward(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
-        node, place = self._coordinates
-        if self.across is not None:
-            held_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
-            rows = regroup(rows, held_npP, (2, 0, 1)) if traffic.layout is None else permute(rows, traffic.layout)
-        send, recv = self._inside_counts(traffic)
-        rows = all_to_all_rows(self.inside, rows, send, recv, operation, agreed=True)
+        node, local_rank = self._coordinates
+        if self.inter_node_group is not None:
+            arrived_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
+            layout = traffic.layout
+            rows = transpose_blocks(rows, arrived_npP, (2, 0, 1)) if layout is None else permute(rows, layout)
+        send, recv = self._intra_node_counts(traffic)
+        rows = all_to_all_rows(self.intra_node_group, rows, send, recv, operation, is_compared=True)
         # The leader's rows are already ordered by rank; other local ranks deliver the rows of one index on all nodes.
-        return rows if self.has_leader else regroup(rows, traffic.ranks_npNP[:, :, node, place].T, (1, 0))
+        return rows if self.has_leader else transpose_blocks(rows, traffic.ranks_npNP[:, :, node, local_rank].T, (1, 0))
 
     def _return_rows(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
-        node, place = self._coordinates
+        node, local_rank = self._coordinates
         if not self.has_leader:
-            rows = regroup(rows, traffic.ranks_npNP[:, :, node, place], (1, 0))
-        send, recv = self._inside_counts(traffic)
-        rows = all_to_all_rows(self.inside, rows, recv, send, operation, agreed=True)
-        if self.across is None:
+            rows = transpose_blocks(rows, traffic.ranks_npNP[:, :, node, local_rank], (1, 0))
+        send, recv = self._intra_node_counts(traffic)
+        rows = all_to_all_rows(self.intra_node_group, rows, recv, send, operation, is_compared=True)
+        if self.inter_node_group is None:
             return rows
         if traffic.layout is not None:
             return gather_sum(rows, traffic.layout)
-        return regroup(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
+        return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
 
-    def _inside_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
+    def _intra_node_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
         """Return the row counts that this rank forwards to, and receives from, each rank of its node."""
-        (node, place), places = self._coordinates, self.inside.size
+        (node, local_rank), local_size = self._coordinates, self.intra_node_group.size
         if self.has_leader:
-            send = [0] * places if self.across is None else traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist()
-            return send, _counts_for_one(0, sum(traffic.recv), places)
-        return traffic.ranks_npNP[:, place, node].sum(0).tolist(), traffic.ranks_npNP[:, :, node, place].sum(0).tolist()
+            is_leader = self.inter_node_group is not None
+            send = traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist() if is_leader else [0] * local_size
+            return send, _counts_for_one(0, sum(traffic.recv), local_size)
+        send_nP, recv_np = traffic.ranks_npNP[:, local_rank, node], traffic.ranks_npNP[:, :, node, local_rank]
+        return send_nP.sum(0).tolist(), recv_np.sum(0).tolist()
 
 
 def _counts_for_one(index: int, count: int, size: int) -> list[int]:
@@ -312,7 +317,7 @@ def chunk_size(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
     return counts * (part + 1) // degree - counts * part // degree
 
 
-def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
+def transpose_blocks(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
     """Reorder blocks of sizes[i, j, …] rows (last index fastest) as `transpose(axes)` reorders array entries.
 
     With sizes [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
@@ -321,7 +326,7 @@ def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
 
 
 def block_order(sizes: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the row indices of `regroup`, [rows] int64. Never synchronizes with the device."""
+    """Return the row indices of `transpose_blocks`, [rows] int64. Never synchronizes with the device."""
     # A row's source is its block's start before the transpose plus its offset in the block.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
     start, size = start.reshape(sizes.shape).transpose(axes).reshape(-1), sizes.transpose(axes).reshape(-1)

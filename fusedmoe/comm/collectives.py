@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.failure.blame import connection_lost_error, different_calls_error, foreign_data_error, timeout_error
-from fusedmoe.comm.failure.board import RENEWED_S, Note
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Note
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import POLL_S
@@ -56,7 +56,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     board, deadline = group.board, time.monotonic() + group.job.timeout_s
     has_recorded_wait, earlier = False, None
     # Overloaded hosts may renew notes seconds late.
-    renewal_s = max(RENEWED_S, min(10 * RENEWED_S, group.job.timeout_s / 10))
+    renewal_s = max(NOTE_RENEWAL_S, min(10 * NOTE_RENEWAL_S, group.job.timeout_s / 10))
     while True:
         try:
             work.wait(timedelta(seconds=POLL_S))
@@ -83,10 +83,10 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
 
 
 # An envelope: header (lengths of name and data, number of calls), name of the operation, data.
-_HEAD = struct.Struct("<HII")
-_ENVELOPE, _WORDS = 1024, 214
-_DATA = _HEAD.size + _WORDS
-MAX_DATA_BYTES = _ENVELOPE - _DATA
+_HEADER = struct.Struct("<HII")
+_ENVELOPE_BYTES, _NAME_BYTES = 1024, 214
+_DATA_OFFSET = _HEADER.size + _NAME_BYTES
+MAX_DATA_BYTES = _ENVELOPE_BYTES - _DATA_OFFSET
 
 
 def compare_calls(group: Group, operation: str, details: str = "", data: bytes = b"") -> list[bytes]:
@@ -105,32 +105,32 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
         return []
     board = group.board
     # After a verdict, pending data from other ranks belongs to aborted operations.
-    if board.standing is not None:
-        raise group.verdict_error(operation, board.standing)
+    if board.standing_verdict is not None:
+        raise group.verdict_error(operation, board.standing_verdict)
     if group.on_gpu:
         return []
-    words = f"{operation}\n{details}".encode()
+    name = f"{operation}\n{details}".encode()
     # Truncated with a checksum: different names must stay different.
-    if len(words) > _WORDS:
-        words = words[: _WORDS - 12] + f"... {zlib.crc32(words):08x}".encode()
+    if len(name) > _NAME_BYTES:
+        name = name[: _NAME_BYTES - 12] + f"... {zlib.crc32(name):08x}".encode()
     # If operations differ, the number of calls identifies the rank that left the common order.
     board.calls[operation] += 1
-    envelope = bytearray(_ENVELOPE)
-    _HEAD.pack_into(envelope, 0, len(words), len(data), board.calls[operation])
-    envelope[_HEAD.size : _HEAD.size + len(words)] = words
-    envelope[_DATA : _DATA + len(data)] = data
+    envelope = bytearray(_ENVELOPE_BYTES)
+    _HEADER.pack_into(envelope, 0, len(name), len(data), board.calls[operation])
+    envelope[_HEADER.size : _HEADER.size + len(name)] = name
+    envelope[_DATA_OFFSET : _DATA_OFFSET + len(data)] = data
     own = torch.frombuffer(envelope, dtype=torch.uint8)
-    envelopes = torch.empty(group.size * _ENVELOPE, dtype=torch.uint8, device="cpu")
+    envelopes = torch.empty(group.size * _ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
     wait(_all_gather_tensor(envelopes, own, group=handle, async_op=True), group, operation)
     received = envelopes.numpy().tobytes()
-    words_of_ranks, num_calls_of_ranks, data_of_ranks = [], [], []
-    for start in range(0, len(received), _ENVELOPE):
-        length, size, num_calls = _HEAD.unpack_from(received, start)
-        words_of_ranks.append(received[start + _HEAD.size : start + _HEAD.size + length])
+    names_of_ranks, num_calls_of_ranks, data_of_ranks = [], [], []
+    for start in range(0, len(received), _ENVELOPE_BYTES):
+        length, size, num_calls = _HEADER.unpack_from(received, start)
+        names_of_ranks.append(received[start + _HEADER.size : start + _HEADER.size + length])
         num_calls_of_ranks.append(num_calls)
-        data_of_ranks.append(received[start + _DATA : start + _DATA + size])
-    if words_of_ranks.count(words) < group.size:
-        calls = [words.decode(errors="replace") for words in words_of_ranks]
+        data_of_ranks.append(received[start + _DATA_OFFSET : start + _DATA_OFFSET + size])
+    if names_of_ranks.count(name) < group.size:
+        calls = [name.decode(errors="replace") for name in names_of_ranks]
         notes = map(Note, calls, num_calls_of_ranks, num_calls_of_ranks)
         raise different_calls_error(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
     return data_of_ranks
@@ -142,14 +142,14 @@ def all_to_all_rows(
     send: Sequence[int],
     recv: Sequence[int],
     operation: str = "all-to-all",
-    agreed: bool = False,
+    is_compared: bool = False,
 ) -> Tensor:
     """Send `send[i]` rows to the group's i-th rank; return the received rows in rank order. Collective.
 
     Args:
         rows: [sum(send), ...], ordered by destination.
         recv: number of rows received from each rank.
-        agreed: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
+        is_compared: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     Raises:
@@ -158,13 +158,13 @@ def all_to_all_rows(
     handle = group.handle
     if handle is None:
         return rows
-    if group.board.standing is not None:
-        raise group.verdict_error(operation, group.board.standing)
+    if group.board.standing_verdict is not None:
+        raise group.verdict_error(operation, group.board.standing_verdict)
     if not len(send) == len(recv) == group.size or sum(send) != len(rows):
         group.refuse(operation, f"{len(rows)} rows, but {list(send)} are to be sent and {list(recv)} received")
     # Detached: Gloo releases tensors on its own thread, which must not free an autograd graph.
     rows = rows.detach().contiguous()
-    if not agreed:
+    if not is_compared:
         sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= MAX_DATA_BYTES else b""
         sizes_of_ranks = compare_calls(group, operation, _describe_rows(rows), sizes)
         for rank, its_sizes, size in zip(group.ranks, sizes_of_ranks, recv, strict=False):
@@ -187,52 +187,51 @@ def _describe_rows(rows: Tensor) -> str:
 
 
 def all_gather_rows(
-    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather", agreed: bool = False
+    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather", is_compared: bool = False
 ) -> Tensor:
     """Return the rows of all ranks, [sum(counts), ...], in rank order. Collective.
 
-    `counts`: rows of each rank. `agreed`: as for `all_to_all_rows`.
+    `counts`: rows of each rank. `is_compared`: as for `all_to_all_rows`.
     """
     handle = group.handle
     if handle is None:
         return rows
-    if group.board.standing is not None:
-        raise group.verdict_error(operation, group.board.standing)
+    if group.board.standing_verdict is not None:
+        raise group.verdict_error(operation, group.board.standing_verdict)
     if len(counts) != group.size or counts[group.index] != len(rows):
         group.refuse(operation, f"this rank has {len(rows)} rows, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
-    if not (group.on_gpu or agreed):
-        small = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
+    if not (group.on_gpu or is_compared):
+        fits_envelope = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
         gathered = compare_calls(
-            group, operation, f"{_describe_rows(rows)} by {list(counts)}", _bytes(rows) if small else b""
+            group, operation, f"{_describe_rows(rows)} by {list(counts)}", _bytes(rows) if fits_envelope else b""
         )
-        if small:
+        if fits_envelope:
             return _tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
     if not group.on_gpu or len(set(counts)) > 1:
         # Backends all-gather equal or padded row counts only, so each rank sends its rows to every rank by all-to-all.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
-        return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, agreed=True)
+        return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, is_compared=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
     wait(_all_gather_tensor(out, rows, group=handle, async_op=True), group, operation)
     return out
 
 
 def reduce_scatter_rows(
-    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", agreed: bool = False
+    group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", is_compared: bool = False
 ) -> Tensor:
     """Sum over ranks and return this rank's part: `counts[index]` of the [sum(counts), ...] rows. Collective.
 
-    Sums run in rank order, in at least float32, on every backend, so equal inputs give equal bits. `agreed`: as for
-    `all_to_all_rows`.
+    Sums in rank order and at least float32, so equal inputs give equal bits. `is_compared`: as for `all_to_all_rows`.
     """
     if group.handle is None:
         return rows
     own = counts[group.index]
-    parts = all_to_all_rows(group, rows, counts, [own] * group.size, operation, agreed)
-    return _sum(parts.view(group.size, own, *rows.shape[1:]))
+    parts = all_to_all_rows(group, rows, counts, [own] * group.size, operation, is_compared)
+    return _sum_in_rank_order(parts.view(group.size, own, *rows.shape[1:]))
 
 
-def _sum(parts: Tensor) -> Tensor:
+def _sum_in_rank_order(parts: Tensor) -> Tensor:
     wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
@@ -247,12 +246,12 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
     handle = group.handle
     if handle is None:
         return tensor
-    small = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= MAX_DATA_BYTES
+    fits_envelope = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= MAX_DATA_BYTES
     details = f"of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}, {op}"
-    gathered = compare_calls(group, operation, details, _bytes(tensor.detach()) if small else b"")
-    if gathered and small:
+    gathered = compare_calls(group, operation, details, _bytes(tensor.detach()) if fits_envelope else b"")
+    if gathered and fits_envelope:
         parts = torch.stack([_tensor(part, tensor.dtype) for part in gathered])
-        result = _sum(parts) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0)
+        result = _sum_in_rank_order(parts) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0)
         with torch.no_grad():
             tensor.copy_(result.view(tensor.shape))
         return tensor
@@ -286,7 +285,7 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
     if not group.on_gpu and max(sizes) <= MAX_DATA_BYTES - len(size):
         return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    parts = all_gather_rows(group, rows, sizes, operation, agreed=True).cpu().split(sizes)
+    parts = all_gather_rows(group, rows, sizes, operation, is_compared=True).cpu().split(sizes)
     return [pickle.loads(_bytes(part)) for part in parts]
 
 

@@ -45,8 +45,8 @@ from fusedmoe.comm.metadata import (
     NonFinite,
     RowForm,
     TokenCounts,
-    refuse_forms,
     require_callable_experts,
+    require_equal_row_forms,
 )
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import ReceivedPairs, decode, find_invalid_codes, pack, pairs_from_counts, unpack
@@ -71,8 +71,8 @@ class RowExchange:
         compared: axes ("ep", "esp") over which ranks have compared this exchange's call; one set for all chunks. None:
             both, by the metadata exchange.
     Attributes:
-        rows: rows on this rank after dispatch and all-gather.
-        sent, received: rows that dispatch sends and receives.
+        num_rows: rows on this rank after dispatch and all-gather.
+        num_sent, num_received: rows that dispatch sends and receives.
     """
 
     def __init__(
@@ -88,31 +88,31 @@ class RowExchange:
         self._compared = {algorithm.group.axis, esp.axis} if compared is None else compared
         self.algorithm, self._esp = algorithm, esp
         self._traffic, self._gathered = traffic, recv_QP.sum(1).tolist()
-        self.rows, self.sent, self.received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
+        self.num_rows, self.num_sent, self.num_received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Send [sent, ...] rows, by destination, to the ranks of their experts; return [received, ...], by source."""
-        if rows.shape[:1] != (self.sent,) or self.algorithm.group.axis not in self._compared:
-            self._check_rows(self.algorithm.group, rows, self.sent, "dispatch")
+        """Send [num_sent, ...] rows, by destination, to the experts' ranks; return [num_received, ...], by source."""
+        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return rows to the ranks of their tokens. Inverse of `dispatch`."""
-        if rows.shape[:1] != (self.received,) or self.algorithm.group.axis not in self._compared:
-            self._check_rows(self.algorithm.group, rows, self.received, "combine")
+        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """All-gather [received, ...] rows over the shards of the experts; return [rows, ...] by (shard, source)."""
-        if rows.shape[:1] != (self.received,) or self._esp.axis not in self._compared:
-            self._check_rows(self._esp, rows, self.received, "all-gather of expert shards")
-        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
+        """All-gather [num_received, ...] rows over the experts' shards; return [num_rows, ...] by (shard, source)."""
+        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
+        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards and return each peer its own rows. Adjoint of `all_gather`."""
-        if rows.shape[:1] != (self.rows,) or self._esp.axis not in self._compared:
-            self._check_rows(self._esp, rows, self.rows, "reduce-scatter of expert shards")
-        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", agreed=True)
+        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
+        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
         """Make ranks compare their calls again at the first rows over each group."""
@@ -160,12 +160,12 @@ class ChunkedExchange(NamedTuple):
     """An exchange split into chunks.
 
     Attributes:
-        parts: the collectives of each chunk.
+        exchanges: the collectives of each chunk.
         sent_Gi, recv_Gi: rows of each contiguous segment of the unchunked rows (G) in chunk i. A segment has one
             destination or source, and one micro-batch or expert.
     """
 
-    parts: list[RowExchange]
+    exchanges: list[RowExchange]
     sent_Gi: np.ndarray
     recv_Gi: np.ndarray
 
@@ -174,7 +174,7 @@ class Exchange(RowExchange):
     """The exchange of a batch with known sizes, created by `exchange_metadata`.
 
     Args:
-        by_pairs: True if a row is sent for each pair; `pairs` is then the exchange itself.
+        has_row_per_pair: True if a row is sent for each pair; `pair_exchange` is then the exchange itself.
         ranks_QP: global source rank of the rows of each sharding peer and source, for errors; None if unknown.
         forwarding: two-level forwarding inside nodes; None: tokens are sent directly to each rank.
         agreed: values that all ranks agreed on; its fields become attributes.
@@ -188,7 +188,7 @@ class Exchange(RowExchange):
         esp: Group,
         sizes: ExchangeSizes,
         device: torch.device,
-        by_pairs: bool = False,
+        has_row_per_pair: bool = False,
         call: str = "an exchange",
         ranks_QP: np.ndarray | None = None,
         forwarding: Forwarding | None = None,
@@ -196,11 +196,11 @@ class Exchange(RowExchange):
     ) -> None:
         recv_QP = sizes.recv_QPp.sum(2)
         if forwarding is None:
-            traffic = algorithm.traffic(sizes.send_Pp.sum(1).tolist(), recv_QP[esp.index].tolist())
+            traffic = algorithm.make_traffic(sizes.send_Pp.sum(1).tolist(), recv_QP[esp.index].tolist())
         else:
-            traffic = forwarding.traffic()
+            traffic = forwarding.make_traffic()
         super().__init__(algorithm, esp, traffic, recv_QP, call)
-        self.sizes, self.by_pairs, self._device, self._ranks_QP = sizes, by_pairs, device, ranks_QP
+        self.sizes, self.has_row_per_pair, self._device, self._ranks_QP = sizes, has_row_per_pair, device, ranks_QP
         self._forwarding = forwarding
         self.agreed = agreed = agreed or AgreedMetadata()
         self.form, self.max_pairs, self.tokens_per_pair = agreed.form, agreed.max_pairs, agreed.tokens_per_pair
@@ -208,10 +208,10 @@ class Exchange(RowExchange):
         self.tokens_require_grad, self.weights_require_grad = agreed.tokens_require_grad, agreed.weights_require_grad
 
     @cached_property
-    def pairs(self) -> RowExchange:
+    def pair_exchange(self) -> RowExchange:
         """Collectives of pairs. First use is collective for two-level algorithms."""
         sizes = self.sizes
-        return self if self.by_pairs else self.part(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
+        return self if self.has_row_per_pair else self.with_row_counts(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
 
     @cached_property
     def counts_RE(self) -> Tensor:
@@ -219,35 +219,35 @@ class Exchange(RowExchange):
         return torch.from_numpy(np.ascontiguousarray(recv_QPE).reshape(-1, recv_QPE.shape[2])).to(self._device)
 
     @cached_property
-    def tokens_R(self) -> Tensor:
+    def token_counts_R(self) -> Tensor:
         """Number of tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
         return torch.from_numpy(np.ascontiguousarray(self.sizes.recv_QPp).reshape(-1)).to(self._device)
 
-    def part(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
+    def with_row_counts(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
         """Return a `RowExchange` between the same ranks for other row counts. Collective for two-level algorithms."""
-        traffic = self.algorithm.traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
+        traffic = self.algorithm.make_traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
         return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._compared)
 
     def split_chunks(self, degree: int) -> ChunkedExchange:
         """Split the exchange into `degree` chunks of equal size (`all_to_all.chunk_size`) per source and destination.
 
-        The destination is a rank or, with forwarding, a node; with `by_pairs` it is an expert. Collective for two-level
+        The destination is a rank; with forwarding a node; with `has_row_per_pair` an expert. Collective for two-level
         algorithms.
         """
         if self._forwarding is not None:
             traffics, recv_iQP = self._forwarding.chunks(degree)
             chunks = zip(traffics, recv_iQP, strict=True)
-            parts = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
+            exchanges = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
             sent_iG = np.array([traffic.send for traffic in traffics])
-            return ChunkedExchange(parts, sent_iG.T, recv_iQP.reshape(degree, -1).T)
+            return ChunkedExchange(exchanges, sent_iG.T, recv_iQP.reshape(degree, -1).T)
         send_Pp, recv_QPp = self.sizes.send_Pp, self.sizes.recv_QPp
-        if self.by_pairs:
+        if self.has_row_per_pair:
             send_Pp, recv_QPp = self.sizes.send_PE, self.sizes.recv_QPE
         ends = np.arange(degree + 1)
         sent_PpI, recv_QPpI = (np.diff(counts[..., None] * ends // degree) for counts in (send_Pp, recv_QPp))
         send_PI, recv_QPI = sent_PpI.sum(1), recv_QPpI.sum(2)
-        parts = [self.part(send_PI[:, i], recv_QPI[..., i]) for i in range(degree)]
-        return ChunkedExchange(parts, sent_PpI.reshape(-1, degree), recv_QPpI.reshape(-1, degree))
+        exchanges = [self.with_row_counts(send_PI[:, i], recv_QPI[..., i]) for i in range(degree)]
+        return ChunkedExchange(exchanges, sent_PpI.reshape(-1, degree), recv_QPpI.reshape(-1, degree))
 
     def exchange_pairs(
         self, code_N: Tensor | None, weight_N: Tensor | None, row_N: Tensor | None, k: int
@@ -264,10 +264,10 @@ class Exchange(RowExchange):
         Raises:
             RankError: a rank sent assignments that contradict its announced counts. They are not used.
         """
-        pairs = self.pairs
+        pairs = self.pair_exchange
         if weight_N is not None:
-            weight_N = weight_N[: pairs.sent] if row_N is None else weight_N[row_N[: pairs.sent]]
-        message = pack(None if code_N is None else code_N[: pairs.sent], weight_N)
+            weight_N = weight_N[: pairs.num_sent] if row_N is None else weight_N[row_N[: pairs.num_sent]]
+        message = pack(None if code_N is None else code_N[: pairs.num_sent], weight_N)
         if message is not None:
             message = pairs.all_gather(pairs.dispatch(message))
         code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
@@ -279,7 +279,7 @@ class Exchange(RowExchange):
         """Decode the received message of `pack` for assignments and weights of these dtypes."""
         if code is None:
             weight_P = None if message is None else message[:, 0]
-            return pairs_from_counts(self.counts_RE.view(-1, self.experts), self.rows), weight_P
+            return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.num_rows), weight_P
         assert message is not None
         code_P, weight_P = unpack(message, code, weight)
         self._check_codes(code_P, k)
@@ -299,21 +299,21 @@ class Exchange(RowExchange):
 
         `row_N`: as for `exchange_pairs`. Padding rows are zero.
         """
-        pairs = self.pairs
+        pairs = self.pair_exchange
         back_N = pairs.combine(pairs.reduce_scatter(dweight_P[:, None]))[:, 0]
         if row_N is None:
             return nn.functional.pad(back_N, (0, rows - len(back_N)))
         return back_N.new_zeros(rows).index_copy_(0, row_N[: len(back_N)], back_N)
 
     @property
-    def experts(self) -> int:
+    def num_local_experts(self) -> int:
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
         """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
-        wrong_R = find_invalid_codes(code_P, counts_RE, self.tokens_R, k)
+        wrong_R = find_invalid_codes(code_P, counts_RE, self.token_counts_R, k)
         if wrong_R.is_cuda:  # without a host synchronisation: the device aborts the process
             torch.ops.aten._assert_async.msg(~wrong_R.any(), "expert assignments contradict the counts that ranks sent")
         elif bool(wrong_R.any()):
@@ -365,8 +365,8 @@ def exchange_metadata(
         ep.job.board.clear_refusal()
     counts_PE = counts_E.long().view(ep.size, -1)
     tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
-    own = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
-    sent_PC = _metadata_message(counts_PE, tokens_Pp, own, nonfinite)
+    own_metadata = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
+    sent_PC = _metadata_message(counts_PE, tokens_Pp, own_metadata, nonfinite)
     number = 0
     if ep.handle is not None:
         number = _num_calls[ep.handle] = _num_calls.get(ep.handle, 0) + 1
@@ -377,21 +377,21 @@ def exchange_metadata(
     # Ranks on GPUs do not compare calls, so sizes may be data of another operation.
     if ep.size * esp.size > 1 and (sender := _foreign_sender(recv_QPC, received, E, ep, esp)) is not None:
         raise foreign_data_error(ep.board, _OPERATION, f"the {ep}", sender)
-    most = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
-    if most.is_refused or most.num_nonfinite:
+    maxima = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    if maxima.is_refused or maxima.num_nonfinite:
         _raise_refusals(received, reason, nonfinite, ep, esp)
-    if most.expert_calls:
+    if maxima.expert_calls:
         require_callable_experts(received, ep, esp)
-    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own[:_FORM]).any():
-        refuse_forms(received, ep, esp)
+    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own_metadata[:_FORM]).any():
+        require_equal_row_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = AgreedMetadata(
         form,
-        max_pairs=most.num_pairs,
+        max_pairs=maxima.num_pairs,
         tokens_per_pair=num_tokens / num_pairs if num_pairs else 1.0,
-        needs_module_calls=most.expert_calls == ExpertCalls.MODULE,
-        tokens_require_grad=bool(most.tokens_require_grad),
-        weights_require_grad=bool(most.weights_require_grad),
+        needs_module_calls=maxima.expert_calls == ExpertCalls.MODULE,
+        tokens_require_grad=bool(maxima.tokens_require_grad),
+        weights_require_grad=bool(maxima.weights_require_grad),
     )
     recv_QPC = recv_QPC[..., : E + p]
     if held is not None:
@@ -399,8 +399,8 @@ def exchange_metadata(
     sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], recv_QPC, p), None
     if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevel):
         forwarding = Forwarding(algorithm, esp, tokens.by_node, tokens.tokens_Wp, sizes.recv_QPp.sum(2))
-    by_pairs = tokens is None or tokens.by_pairs
-    return Exchange(algorithm, esp, sizes, counts_E.device, by_pairs, call, received.rank, forwarding, agreed)
+    has_row_per_pair = tokens is None or tokens.has_row_per_pair
+    return Exchange(algorithm, esp, sizes, counts_E.device, has_row_per_pair, call, received.rank, forwarding, agreed)
 
 
 def _counts_error(counts_E: Tensor, ranks: int) -> str:
@@ -438,13 +438,13 @@ def _exchange(
     sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exchange messages. Returns them on the host: sent [peer, …], received [sharding peer, source rank, …]."""
-    ones, data = [1] * ep.size, b""
+    one_per_rank, data = [1] * ep.size, b""
     if not sent_PC.is_cuda:
         table_PC = sent_PC.numpy()
         data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
     if sent_PC.is_cuda or len(data) > MAX_DATA_BYTES:
         compare_calls(ep, _OPERATION, details)
-        received_PC = all_to_all_rows(ep, sent_PC, ones, ones, _OPERATION, agreed=True)
+        received_PC = all_to_all_rows(ep, sent_PC, one_per_rank, one_per_rank, _OPERATION, is_compared=True)
     else:  # the envelopes of `compare_calls` carry the messages to all peers
         received_PC = sent_PC
         if envelopes := compare_calls(ep, _OPERATION, details, data):
@@ -465,9 +465,9 @@ def _exchange(
 def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
     """Return the rank whose metadata is inconsistent or states a wrong sender; None if all metadata is valid."""
     counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
-    wanted_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
-    wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
-    bad_QP = (received.rank != wanted_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
+    expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
+    expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks
+    bad_QP = (received.rank != expected_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
     bad_QP |= recv_QPC.sum(-1) != 2 * recv_QPC[..., -_COLUMNS - 1]
     bad_QP |= (received.dtype < 1) | (received.weights < 0)  # rows always have a dtype
     bad_QP |= np.maximum(received.dtype, received.weights) >= NUM_DTYPES

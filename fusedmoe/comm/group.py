@@ -181,19 +181,19 @@ class ProcessGroups:
     """This rank's process groups, for reuse by later topologies."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, float], Lease] = {}
-        self._last: dict[str, int] = {}
-        self._layers: Counter[tuple[int, ...]] = Counter()
+        self._leases: dict[tuple[str, float], Lease] = {}
+        self._last_numbers: dict[str, int] = {}
+        self._num_layers: Counter[tuple[int, ...]] = Counter()
 
     def next_layer_number(self, ranks: tuple[int, ...]) -> int:
         """Count another layer created over these ranks; return the count."""
-        self._layers[ranks] += 1
-        return self._layers[ranks]
+        self._num_layers[ranks] += 1
+        return self._num_layers[ranks]
 
     def group_numbers(self, timeout_s: float) -> dict[str, GroupNumber]:
         """Return the numbers of this rank's process groups by ranks and purpose, to compare with other ranks."""
-        alive = {key: made.number for key, made in self._made.items() if made.handle() is not None}
-        return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last.items()}
+        alive = {key: lease.number for key, lease in self._leases.items() if lease.handle() is not None}
+        return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last_numbers.items()}
 
     def lease(
         self,
@@ -223,21 +223,21 @@ class ProcessGroups:
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
             handle = _make_process_group(job, ranks, f"fusedmoe/{restart_count()}/{name}/{number}")
-            self._made[key], self._last[name] = Lease(key, ref(handle), number), number
-        self._made[key].leases += 1
-        return self._made[key]
+            self._leases[key], self._last_numbers[name] = Lease(key, ref(handle), number), number
+        self._leases[key].leases += 1
+        return self._leases[key]
 
     def release(self, leases: Iterable[Lease]) -> dict[str, int]:
         """End leases. Return the number of remaining leases of the same process groups, by ranks and purpose."""
         # Unleased process groups are kept for the next topology until `destroy`.
         for lease in leases:
             lease.leases -= 1
-        return {lease.key[0]: lease.leases for lease in leases if self._made.get(lease.key) is lease}
+        return {lease.key[0]: lease.leases for lease in leases if self._leases.get(lease.key) is lease}
 
     def destroy(self, lease: Lease) -> None:
         """Destroy a process group that no member uses, unless a newer one has replaced it in the pool."""
-        if self._made.get(lease.key) is lease:
-            del self._made[lease.key]
+        if self._leases.get(lease.key) is lease:
+            del self._leases[lease.key]
             handle = lease.handle()
             if handle is not None:  # None would mean the default group
                 destroy_group(handle)
@@ -266,7 +266,7 @@ def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.Pro
     try:
         with _without_bound_device():
             # In a thread that is abandoned on timeout: a client of a stopped store host blocks forever.
-            creation, has_recorded_wait = WorkerThread("fusedmoe-group").begin(make), False
+            creation, has_recorded_wait = WorkerThread("fusedmoe-group").submit(make), False
             while not (creation.done() or time.monotonic() > deadline or board.read() or board.ended_ranks(ranks)):
                 try:
                     creation.exception(POLL_S)

@@ -125,12 +125,12 @@ class TokenCounts(NamedTuple):
         tokens_Wp: [W] or [W, p] integers, tokens sent to each rank per micro-batch.
         by_node: the same tokens grouped by destination node, for two-level forwarding; None: tokens are sent directly
             to each rank.
-        by_pairs: True to send a row for each pair nevertheless.
+        has_row_per_pair: True to send a row for each pair nevertheless.
     """
 
     tokens_Wp: Tensor
     by_node: SentTokens | None = None
-    by_pairs: bool = False
+    has_row_per_pair: bool = False
 
 
 class AgreedMetadata(NamedTuple):
@@ -183,7 +183,7 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
         raise RankError(f"rank {ep.job.rank}: {CHECK}: {conflict}", agreed=True)
 
 
-def refuse_forms(received: Metadata, ep: Group, esp: Group) -> None:
+def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
     """Raise on all ranks for different row forms. If exactly one rank differs, the error names it."""
     me, ranks = ep.job.rank, received.rank.ravel().tolist()
     columns = zip(*(column.ravel().tolist() for column in received[: len(RowForm._fields)]), strict=True)

@@ -44,19 +44,19 @@ def init_process_group(
         raise ConfigError(
             f"{', '.join(missing)} must be set in the environment; torchrun does, or set {', '.join(_VARIABLES)}"
         )
-    size = environment.integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
-    own = environment.integer("RANK", 0, 0, size - 1) if rank is None else rank
-    port = environment.integer("MASTER_PORT", 0, 0, 65535) if port is None else port
+    size = environment.read_integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
+    own_rank = environment.read_integer("RANK", 0, 0, size - 1) if rank is None else rank
+    port = environment.read_integer("MASTER_PORT", 0, 0, 65535) if port is None else port
     address = os.environ["MASTER_ADDR"] if address is None else address
-    _wait_for_dns(own, address, port, timeout_s)
+    _wait_for_dns(own_rank, address, port, timeout_s)
     init_method = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"
-    rank_options: dict[str, Any] = {} if init_method == "env://" else {"rank": own, "world_size": size}
+    rank_options: dict[str, Any] = {} if init_method == "env://" else {"rank": own_rank, "world_size": size}
     try:
         dist.init_process_group(
             backend, init_method=init_method, timeout=timedelta(seconds=timeout_s), **rank_options, **options
         )
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        raise RankError(_unreachable_text(own, size, f"{address}:{port}", str(error), timeout_s)) from error
+        raise RankError(_unreachable_text(own_rank, size, f"{address}:{port}", str(error), timeout_s)) from error
 
 
 def _wait_for_dns(rank: int, address: str, port: int, timeout_s: float) -> None:

@@ -176,25 +176,23 @@ class Topology:
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
         if handle is None or len(ranks) == 1:
             return cls()
-        places = torch.arange(len(ranks), device="cpu").view(-1, 1) if experts is None else experts
-        if places.dim() not in (2, 3) or sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
+        indices = torch.arange(len(ranks), device="cpu").view(-1, 1) if experts is None else experts
+        if indices.dim() not in (2, 3) or sorted(indices.reshape(-1).tolist()) != list(range(len(ranks))):
             raise ConfigError(
-                f"experts = {places.tolist()} must hold each index in a group of {len(ranks)} ranks once, as [EP, ESP] "
-                "or [EDP, EP, ESP]"
+                f"experts = {indices.tolist()} must hold each index in a group of {len(ranks)} ranks once, as [EP, "
+                "ESP] or [EDP, EP, ESP]"
             )
         per_node = _ranks_per_node(ranks_per_node)
-        job, _ = _join_job(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
+        job, _ = _join_job(timeout_s, f"experts={indices.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
         # Other libraries' layers, which use this constructor, have no argument for it.
         topology._init_axes(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
-        grid = torch.tensor(ranks, device="cpu")[places.view(-1, *places.shape[-2:])]
+        grid = torch.tensor(ranks, device="cpu")[indices.view(-1, *indices.shape[-2:])]
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _ranks_along(grid, axis, job.rank)))
         # May be the group of `ep`. The given handle may be destroyed by its owner, so it is not kept.
-        everyone = topology.subgroup("dp", ranks)
-        topology.dp, topology.world = (
-            Group(name, ranks, everyone.index, everyone.handle, job) for name in ("dp", "world")
-        )
+        whole = topology.subgroup("dp", ranks)
+        topology.dp, topology.world = (Group(name, ranks, whole.index, whole.handle, job) for name in ("dp", "world"))
         topology._groups += [topology.dp, topology.world]
         topology.mp = topology.subgroup("mp", (job.rank,))
         return topology
@@ -203,7 +201,7 @@ class Topology:
     def _from_grids(
         cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, joined: _JoinedJob, duplex: bool
     ) -> Topology:
-        (job, held), topology, size = joined, cls.__new__(cls), experts.numel()
+        (job, numbers_of_ranks), topology, size = joined, cls.__new__(cls), experts.numel()
         if size == 1:
             topology._init_axes(Job(timeout_s=job.timeout_s), 1)
             return topology
@@ -212,18 +210,19 @@ class Topology:
             raise ConfigError("duplex=True is for Gloo on CPUs; NCCL already uses both directions of a link")
         topology._init_axes(job, size, ranks_per_node, duplex)
         topology.expert_grid, topology.dense_grid = experts, dense
-        everyone = tuple(sorted(experts.flatten().tolist()))
+        all_ranks = tuple(sorted(experts.flatten().tolist()))
         default: Any = dist.group.WORLD
         if nccl and size == dist.get_world_size():
             # NCCL's watchdog enforces the default group's timeout.
-            topology.world = Group("world", everyone, everyone.index(job.rank), default, job)
+            topology.world = Group("world", all_ranks, all_ranks.index(job.rank), default, job)
         else:
-            topology.world = topology._group("world", "world", everyone, held)
+            topology.world = topology._group("world", "world", all_ranks, numbers_of_ranks)
         # Separate process groups even over equal ranks: gradients may be reduced over one while rows are sent over
         # another.
         for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
             for axis, name in enumerate(names):
-                setattr(topology, name, topology._group(name, name, _ranks_along(grid, axis, job.rank), held))
+                ranks = _ranks_along(grid, axis, job.rank)
+                setattr(topology, name, topology._group(name, name, ranks, numbers_of_ranks))
         return topology
 
     def _init_axes(self, job: Job, size: int, ranks_per_node: int = 1, duplex: bool = False) -> None:
@@ -239,22 +238,24 @@ class Topology:
             finalize(self, process_groups().release, self._group_leases)
 
     def _group(
-        self, axis: str, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, GroupNumber]] | None = None
+        self,
+        axis: str,
+        purpose: str,
+        ranks: tuple[int, ...],
+        numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None,
     ) -> Group:
         if len(ranks) == 1:
             return Group(axis, ranks, 0, None, self.job)
-        group_numbers = held if held is None else [held[rank] for rank in ranks]
-        downward = self._lease(f"{purpose} down", ranks, group_numbers) if self._duplex and purpose != "world" else None
-        group = Group(
-            axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, group_numbers), self.job, downward
-        )
+        numbers = None if numbers_of_ranks is None else [numbers_of_ranks[rank] for rank in ranks]
+        downward = self._lease(f"{purpose} down", ranks, numbers) if self._duplex and purpose != "world" else None
+        group = Group(axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, numbers), self.job, downward)
         self._groups.append(group)
         return group
 
     def _lease(
-        self, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, GroupNumber]] | None = None
+        self, purpose: str, ranks: tuple[int, ...], numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None
     ) -> dist.ProcessGroup:
-        lease = process_groups().lease(self.job, purpose, ranks, held)
+        lease = process_groups().lease(self.job, purpose, ranks, numbers_of_ranks)
         self._group_leases.append(lease)
         handle = lease.handle()
         assert handle is not None
@@ -420,7 +421,7 @@ def _forget_failed_backward() -> None:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    launched = environment.integer("WORLD_SIZE", 1, 1)
+    launched = environment.read_integer("WORLD_SIZE", 1, 1)
     if launched > 1:
         raise ConfigError(
             f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group, so it would train a "
@@ -432,7 +433,7 @@ def _world_size() -> int:
 def _ranks_per_node(given: int | None) -> int:
     if given is not None and given < 1:
         raise ConfigError(f"topology: ranks_per_node = {given} must be at least 1; None uses LOCAL_WORLD_SIZE")
-    return given or environment.integer("LOCAL_WORLD_SIZE", _world_size(), 1)
+    return given or environment.read_integer("LOCAL_WORLD_SIZE", _world_size(), 1)
 
 
 def _ranks_along(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
@@ -465,4 +466,4 @@ def _join_job(timeout_s: float, arguments: str, ranks: Sequence[int] | None = No
                 f"topology: rank {rank} has {arguments}, rank {peer} has {its_arguments}. Pass the same on every rank; "
                 "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
             )
-    return Job(rank, timeout_s, board), [held for _, held, _ in facts]
+    return Job(rank, timeout_s, board), [numbers_of_ranks for _, numbers_of_ranks, _ in facts]

@@ -83,7 +83,7 @@ is_transform_active: Callable[[], bool] = _C._are_functorch_transforms_active
 #: Context in which operators skip their autograd kernels.
 below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
 KEYS_AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
-version_of: Callable[[Tensor], int] = attrgetter("_version")
+tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 schema_of_operator: Callable[[Any], Any] = attrgetter("_schema")
 is_profiler_active: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
 #: Id of this thread's backward pass; −1 outside of one.
@@ -118,7 +118,7 @@ def unsupported_version_error(what: str) -> ConfigError:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def autograd_recording() -> Iterator[None]:
     """Context in which autograd records, also in an operator's body, which otherwise runs below autograd."""
     key = torch.DispatchKey.AutogradFunctionality
     was_below = _C._dispatch_tls_is_dispatch_key_excluded(key)
@@ -198,14 +198,14 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 class WatchedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel whose collectives before a forward run inside the context `around_agreement`."""
+    """DistributedDataParallel whose collectives before a forward run inside `pre_forward_context`."""
 
-    def around_agreement(self) -> AbstractContextManager[Any]:
+    def pre_forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which DDP's collectives before a forward run."""
         raise NotImplementedError
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self.around_agreement():
+        with self.pre_forward_context():
             return super()._pre_forward(*inputs, **kwargs)
 
 
@@ -269,11 +269,11 @@ class Recomputation(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint's object in the first forward, in `checkpoints()`.
-        run: identifies this recomputation: a retained graph has one per backward pass.
+        run_id: identifies this recomputation: a retained graph has one per backward pass.
     """
 
     checkpoint: Any
-    run: Any
+    run_id: Any
 
 
 class Checkpoints(NamedTuple):
@@ -281,11 +281,11 @@ class Checkpoints(NamedTuple):
 
     Attributes:
         forward: checkpoints in whose first forward this call runs.
-        again: the innermost checkpoint that recomputes this call, if any.
+        recomputation: the innermost checkpoint that recomputes this call, if any.
     """
 
     forward: list[Any]
-    again: Recomputation | None
+    recomputation: Recomputation | None
 
 
 def checkpoints() -> Checkpoints:
@@ -399,7 +399,7 @@ def require_checkpoints() -> None:
 
             x = torch.ones(1, device="cpu", requires_grad=True)
             checkpoint.checkpoint(run, x, use_reentrant=reentrant, preserve_rng_state=False).backward()
-            again = seen[-1].again
+            again = seen[-1].recomputation
             if len(seen) != 2 or again is None or seen[0].forward != [again.checkpoint]:
                 raise unsupported_version_error(f"torch.utils.checkpoint(use_reentrant={reentrant})")
 
@@ -425,7 +425,7 @@ class RefuseCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_OF_ALL = "_global"  # prefix of hooks registered for all modules
+_GLOBAL_PREFIX = "_global"  # prefix of hooks registered for all modules
 
 
 def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
@@ -435,11 +435,11 @@ def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
         handle = getattr(probe, f"register_{kind}_hook")(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         names += [name for name, value in vars(probe).items() if isinstance(value, dict) and value is hooks]
-    of_all = [_OF_ALL + name for name in names]  # registering one would affect full backward hooks
-    require_names("torch", torch.__version__, CHECKED, _module, *of_all)
+    global_names = [_GLOBAL_PREFIX + name for name in names]  # registering one would affect full backward hooks
+    require_names("torch", torch.__version__, CHECKED, _module, *global_names)
     if len(set(names)) != len(HOOK_KINDS):
         raise unsupported_version_error(f"the hooks of a module ({', '.join(names) or 'none found'})")
-    return tuple(names), tuple(getattr(_module, name) for name in of_all)
+    return tuple(names), tuple(getattr(_module, name) for name in global_names)
 
 
 #: Kinds of hooks that a call of a module runs.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.experts import WeightParts, cast_down, parts_need_grad, shape_only
+from fusedmoe.autograd.experts import WeightParts, cast_down, parts_need_grad, placeholder_like
 from fusedmoe.autograd.moves import Compute
 from fusedmoe.compat.torch import RefuseCollectives, retains_graph
 from fusedmoe.kernels.activation import ACTIVATIONS
@@ -67,7 +67,7 @@ class ChunkExperts(Protocol):
         ...
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         """Return the gradients of rows and router weights, and the parameter gradients summed over the chunks so far.
 
@@ -78,7 +78,7 @@ class ChunkExperts(Protocol):
         ...
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         """Return the gradients of rows and router weights, and a function that adds parameter gradients to totals."""
         ...
@@ -120,36 +120,32 @@ class GroupedExperts:
         return experts_forward(x_RM, layout, weight_R, self.weights, self.activation, shared=True)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         # Kernels accumulate into the totals: no second tensor of the parameters' size.
         given = (layout, weight_R, self.weights, self.activation, _gradients(totals), self.needs_grad)
-        grads = experts_backward(dy_RM, x_RM, kept, *given, shared=True)
+        grads = experts_backward(dy_RM, x_RM, saved, *given, shared=True)
         return grads.x_SM, grads.weight_N, grads.parameters
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         given = (layout, weight_R, self.weights, self.activation, self.needs_grad)
-        dx_RM, dweight_R, left = experts_backward_rows(dy_RM, kept, *given, shared=True)
-        return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
+        dx_RM, dweight_R, intermediates = experts_backward_rows(dy_RM, saved, *given, shared=True)
+        return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, intermediates, layout, weight_R)
 
     def weight_gradients(
         self,
         dy_RM: Tensor,
         x_RM: Tensor | None,
-        left: HiddenRows,
+        intermediates: HiddenRows,
         layout: Layout,
         weight_R: Tensor | None,
         totals: Totals,
     ) -> Totals:
-        """Return the totals plus this chunk's parameter gradients.
-
-        Args:
-            left: intermediate results of `backward_rows`.
-        """
+        """Return the totals plus this chunk's parameter gradients. `intermediates`: from `backward_rows`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.needs_grad)
-        return experts_backward_weights(dy_RM, x_RM, left, *given, shared=True).parameters
+        return experts_backward_weights(dy_RM, x_RM, intermediates, *given, shared=True).parameters
 
 
 def grad_flags(parameters: Sequence[Tensor | None]) -> list[bool]:
@@ -164,59 +160,59 @@ class _SplitTotals(list["Tensor | None"]):
         self.joined = joined
 
 
-class PartExperts:
+class JoinedExperts:
     """`GroupedExperts` whose weights are joined from several tensors in each pass, and freed after it."""
 
     can_regroup = tokens_require_grad = weights_require_grad = True
 
-    def __init__(self, parts: Sequence[Tensor], how: WeightParts, activation: str) -> None:
-        self.parameters, self._how, self._activation = tuple(parts), how, activation
+    def __init__(self, parts: Sequence[Tensor], weight_parts: WeightParts, activation: str) -> None:
+        self.parameters, self._weight_parts, self._activation = tuple(parts), weight_parts, activation
         self._needs_grad = grad_flags(parts)
         self.needs_input_rows = any(self._needs_grad)
-        self._joined: GroupedExperts | None = None
+        self._grouped: GroupedExperts | None = None
 
-    def for_backward(self) -> PartExperts:
+    def for_backward(self) -> JoinedExperts:
         # A graph that held the joined weights would hold a copy of all experts.
         experts = copy(self)
-        experts._joined = None
+        experts._grouped = None
         return experts
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._experts(x_RM).forward(x_RM, layout, weight_R)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         dx_RM, dweight_R, joined = self._experts(dy_RM).backward(
-            dy_RM, x_RM, kept, layout, weight_R, _joined_totals(totals)
+            dy_RM, x_RM, saved, layout, weight_R, _joined_totals(totals)
         )
         return dx_RM, dweight_R, self._split(joined)
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
-        dx_RM, dweight_R, rest = self._experts(dy_RM).backward_rows(dy_RM, x_RM, kept, layout, weight_R)
-        return dx_RM, dweight_R, lambda totals: self._split(rest(_joined_totals(totals)))
+        dx_RM, dweight_R, add_grads = self._experts(dy_RM).backward_rows(dy_RM, x_RM, saved, layout, weight_R)
+        return dx_RM, dweight_R, lambda totals: self._split(add_grads(_joined_totals(totals)))
 
     def _experts(self, like: Tensor) -> GroupedExperts:
-        if self._joined is None:
-            w1, w2 = self._how.join([part.to(like.dtype) for part in self.parameters])
-            needs_grad = (*parts_need_grad(self._how, w1, w2, self._needs_grad), False, False)
-            self._joined = GroupedExperts(Weights(w1, w2, None, None, 0), self._activation, needs_grad)
-            self._joined.tokens_require_grad = self.tokens_require_grad
-            self._joined.weights_require_grad = self.weights_require_grad
-        return self._joined
+        if self._grouped is None:
+            w1, w2 = self._weight_parts.join([part.to(like.dtype) for part in self.parameters])
+            needs_grad = (*parts_need_grad(self._weight_parts, w1, w2, self._needs_grad), False, False)
+            self._grouped = GroupedExperts(Weights(w1, w2, None, None, 0), self._activation, needs_grad)
+            self._grouped.tokens_require_grad = self.tokens_require_grad
+            self._grouped.weights_require_grad = self.weights_require_grad
+        return self._grouped
 
     def _split(self, joined: Totals) -> Totals:
-        assert joined is not None and self._joined is not None
-        weights = self._joined.weights.w1, self._joined.weights.w2
-        grads = (shape_only(w) if grad is None else grad for w, grad in zip(weights, joined, strict=False))
-        return _SplitTotals(joined, self._how.split(*grads), self._needs_grad)
+        assert joined is not None and self._grouped is not None
+        weights = self._grouped.weights.w1, self._grouped.weights.w2
+        grads = (placeholder_like(w) if grad is None else grad for w, grad in zip(weights, joined, strict=False))
+        return _SplitTotals(joined, self._weight_parts.split(*grads), self._needs_grad)
 
 
 # (phase, training) pairs of each owner that ran without a collective. A dispatch mode costs microseconds per operator,
 # and a compiler skips functions called under one, so only one chunk of each pair is checked.
-_CHECKED: WeakKeyDictionary[Any, set[tuple[str, bool]]] = WeakKeyDictionary()
+_COLLECTIVE_FREE: WeakKeyDictionary[Any, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
 class AutogradExperts:
@@ -251,8 +247,8 @@ class AutogradExperts:
         self._training = bool(getattr(owner, "training", True))
         # Owners of other types are checked in each call. A graph that looked up owners would be specialized on their
         # number.
-        known = isinstance(owner, torch.nn.Module) and not torch.compiler.is_compiling()
-        self._checked = _CHECKED.setdefault(owner, set()) if known else set()
+        is_module = isinstance(owner, torch.nn.Module) and not torch.compiler.is_compiling()
+        self._checked = _COLLECTIVE_FREE.setdefault(owner, set()) if is_module else set()
 
     def for_backward(self) -> AutogradExperts:
         experts = copy(self)
@@ -270,32 +266,32 @@ class AutogradExperts:
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         totals = totals or (None,) * len(self.parameters)
-        y_RM, own_x_RM, own_weight_R = kept
+        y_RM, own_x_RM, own_weight_R = saved
         # Frozen tensors have no gradient; a parameter that these rows did not use has None.
-        learned = own_x_RM, own_weight_R, *self._leaves
-        inputs = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
+        differentiated = own_x_RM, own_weight_R, *self._leaves
+        inputs = [tensor for tensor in differentiated if tensor is not None and tensor.requires_grad]
         grads: Iterator[Tensor | None] = iter(())
         if y_RM.requires_grad:
             # As the surrounding backward (`retain_graph`): another one may follow.
-            again = retains_graph()
+            retain_graph = retains_graph()
             with self._without_collectives("backward", len(dy_RM)):
-                grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=again, allow_unused=True))
-        dx_RM, dweight_R, *own = (
-            next(grads, None) if tensor is not None and tensor.requires_grad else None for tensor in learned
+                grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=retain_graph, allow_unused=True))
+        dx_RM, dweight_R, *dparameters = (
+            next(grads, None) if tensor is not None and tensor.requires_grad else None for tensor in differentiated
         )
         # Send zeros: the other ranks wait for as many gradients as they sent rows.
         if dx_RM is None and own_x_RM.requires_grad:
             dx_RM = torch.zeros_like(own_x_RM)
-        return dx_RM, dweight_R, add_all(totals, tuple(own))
+        return dx_RM, dweight_R, add_to_totals(totals, tuple(dparameters))
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Any, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
-        dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
-        return dx_RM, dweight_R, lambda totals: add_all(totals, grads)
+        dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, saved, layout, weight_R, None)
+        return dx_RM, dweight_R, lambda totals: add_to_totals(totals, grads)
 
     @contextmanager
     def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
@@ -303,18 +299,18 @@ class AutogradExperts:
 
         Only checks chunks up to the first non-empty one of each phase, once in training and once in evaluation.
         """
-        kind = phase, self._training
-        if kind in self._checked:
+        phase_and_mode = phase, self._training
+        if phase_and_mode in self._checked:
             yield
             return
         what = f"the experts {self._name} call"
         with RefuseCollectives(what, "Communicate before or after the layer, or run it without a schedule"):
             yield
         if rows:
-            self._checked.add(kind)
+            self._checked.add(phase_and_mode)
 
 
-class LowRankChunks:
+class LowRankExperts:
     """Frozen experts with trainable LoRA adapters. Each chunk saves its hidden activations, hidden_NL."""
 
     can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
@@ -324,28 +320,28 @@ class LowRankChunks:
         self.activation = ACTIVATIONS[activation]
         self.parameters = tuple(factor for adapter in self.adapters if adapter is not None for factor in adapter[:2])
 
-    def for_backward(self) -> LowRankChunks:
+    def for_backward(self) -> LowRankExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         return low_rank_forward(x_RM, layout, weight_R, self.weights, self.adapters, self.activation)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
-        given = (dy_RM, x_RM, kept, layout, weight_R, self.weights, self.adapters, self.activation)
+        given = (dy_RM, x_RM, saved, layout, weight_R, self.weights, self.adapters, self.activation)
         trained = any(factor.requires_grad for factor in self.parameters)
         dx_RM, dweight_R, factors = low_rank_backward(*given, trained, self.tokens_require_grad)
         grads = [grad for grad in factors if grad is not None] if trained else [None] * len(self.parameters)
-        return dx_RM, dweight_R, add_all(totals, grads)
+        return dx_RM, dweight_R, add_to_totals(totals, grads)
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         """Compute the adapters' gradients immediately, because they are small; the returned function adds them."""
-        dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
-        return dx_RM, dweight_R, partial(add_all, grads=grads)
+        dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, saved, layout, weight_R, None)
+        return dx_RM, dweight_R, partial(add_to_totals, grads=grads)
 
 
 def _gradients(totals: Totals) -> Gradients | None:
@@ -357,12 +353,12 @@ def _joined_totals(totals: Totals) -> Any:
     return None if totals is None else totals.joined
 
 
-def gradients_of(totals: Totals, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+def cast_totals(totals: Totals, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
     return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
 
 
-def add_all(totals: Totals, grads: Totals) -> Totals:
+def add_to_totals(totals: Totals, grads: Totals) -> Totals:
     if totals is None or grads is None:
         return grads if totals is None else totals
     return tuple(_add(total, grad) for total, grad in zip(totals, grads, strict=True))

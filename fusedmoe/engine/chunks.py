@@ -41,19 +41,19 @@ class RowChunks:
 
     def __init__(self, exchange: Exchange, tokens: Layout, pairs: ReceivedPairs, k: int, degree: int) -> None:
         self.layout = tokens
-        self.parts: list[RowExchange] = [exchange]
+        self.exchanges: list[RowExchange] = [exchange]
         # Index in the whole batch of each received token and pair, in chunk order; None: identity.
         self._token_R: Tensor | None = None
         self._pair_P: Tensor | None = None
         chunks = [pairs]
         if degree > 1:
             cut, device = exchange.split_chunks(degree), tokens.pair_N.device
-            self.parts = cut.parts
+            self.exchanges = cut.exchanges
             self.layout = reorder(tokens, block_order(cut.sent_Gi, (1, 0), device))
             self._token_R = block_order(cut.recv_Gi, (1, 0), device)
-            self._pair_P, chunks = pairs.in_chunks(self._token_R, [part.rows for part in self.parts])
-        rows = [part.rows for part in self.parts]
-        experts = exchange.experts
+            self._pair_P, chunks = pairs.in_chunks(self._token_R, [each.num_rows for each in self.exchanges])
+        rows = [each.num_rows for each in self.exchanges]
+        experts = exchange.num_local_experts
         sorted_chunks = [chunk.sort(count, experts, k) for chunk, count in zip(chunks, rows, strict=True)]
         self.received = [layout for layout, _ in sorted_chunks]
         self._orders = [order_N for _, order_N in sorted_chunks]
@@ -77,7 +77,7 @@ class RowChunks:
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
     def tokens(self) -> Sequence[Tensor]:
-        rows = [part.rows for part in self.parts]
+        rows = [each.num_rows for each in self.exchanges]
         token_R = self._token_R
         if token_R is None:
             token_R = torch.arange(sum(rows), device=self._orders[0].device)

@@ -31,10 +31,11 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import (
     Dispatcher,
+    ForwardDecision,
     Handle,
     LocalExperts,
     Routed,
-    SinceForward,
+    SharedExpert,
     call_module,
     has_saved_tensor_hooks,
     is_in_selective_checkpoint,
@@ -86,28 +87,28 @@ class Collectives(Dispatcher):
     """Dispatches by all-to-alls over EP and all-gathers over ESP; combines by reduce-scatters and all-to-alls.
 
     Attributes:
-        choose: called with the first batch, returns the all-to-all algorithm for it and all later batches, the same on
-            every rank; None: `all_to_all` is used.
+        choose_algorithm: returns the all-to-all algorithm of all batches from the first batch, the same on every
+            rank; None: `all_to_all` is used.
         hooks: called with the rows before and after dispatch and combine.
-        local: experts that compiled operators call under autograd; None: there are none. `GroupedExperts` do not need
-            it, because their weights are arguments of the operators.
-        number: int64 scalar on the host, the key by which compiled operators find this dispatcher.
+        graph_module: experts that compiled operators call under autograd; None for `GroupedExperts`, whose weights are
+            arguments of the operators.
+        handle_number: int64 scalar on the host, the key by which compiled operators find this dispatcher.
     """
 
     compiles = follows_plans = True
 
     topology: Topology
     all_to_all: AllToAll
-    plans: FindPlans = find_no_plans
+    find_plans: FindPlans = find_no_plans
     hooks: Sequence[Hooks] = ()
     name: str = "MoELayer"
-    local: nn.Module | None = None
-    choose: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
+    graph_module: nn.Module | None = None
+    choose_algorithm: Callable[[Tensor], AllToAll] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.route = CollectiveRoute(self.topology, self.all_to_all)
         self.runner = Runner(self.topology, self.name, self.hooks)
-        self._call_reason = SinceForward[str]()
+        self._call_reason = ForwardDecision[str]()
         # Compared in each exchange: a rank that skipped a layer is reported before any rows are sent.
         self._call = f"{self.name} {self.topology.next_layer_number()}"
         self._register_handle()
@@ -115,7 +116,7 @@ class Collectives(Dispatcher):
     def _register_handle(self) -> None:
         # A graph input, like a parameter, so that one graph serves all layers.
         number = next(_new_number)
-        self.number = torch.tensor(number, device="cpu")
+        self.handle_number = torch.tensor(number, device="cpu")
         self._handle = handles.register(f"dispatcher {number}", self)
 
     @property
@@ -134,16 +135,16 @@ class Collectives(Dispatcher):
         `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
         `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
         """
-        if self.choose is not None:
-            self.all_to_all = self.choose(routed.x_SM)
-            self.route, self.choose = CollectiveRoute(self.topology, self.all_to_all), None
-        x_SM, layout, weight_SK, refusal = routed
+        if self.choose_algorithm is not None:
+            self.all_to_all = self.choose_algorithm(routed.x_SM)
+            self.route, self.choose_algorithm = CollectiveRoute(self.topology, self.all_to_all), None
+        x_SM, layout, weight_SK, refusal, _ = routed
         # Hooks may change rows to a format that intermediate ranks cannot sum.
         sent, tokens = self.all_to_all.select_tokens(layout, by_node and not self.hooks)
         weights = weight_N if weight_SK is None else weight_SK
         form = RowForm(x_SM.dtype, x_SM.shape[1], layout.row_SK.shape[1], None if weights is None else weights.dtype)
         grad = torch.is_grad_enabled()
-        exchange = self.exchange(
+        exchange = self.exchange_counts(
             layout.counts_E,
             form,
             refusal,
@@ -153,12 +154,14 @@ class Collectives(Dispatcher):
             weights_require_grad=grad and weight_SK is not None and weight_SK.requires_grad,
         )
         # Padding is not sent. The host knows its amount now.
-        pairs = exchange.pairs.sent
-        self.sent_counts = pairs, exchange.sent
+        pairs = exchange.pair_exchange.num_sent
+        self.sent_counts = pairs, exchange.num_sent
         weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
-        return CountedBatch(*exchange.with_grads(x_SM, weight_N), sent.exact(exchange.sent, pairs), exchange)
+        return CountedBatch(*exchange.with_grads(x_SM, weight_N), sent.exact(exchange.num_sent, pairs), exchange)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
         """Call `comm.exchange.exchange_metadata` over this dispatcher's ranks. Collective."""
         why = self._call_reason.value
         with (
@@ -207,7 +210,7 @@ class Collectives(Dispatcher):
 
     def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[SentTokens, tuple[Tensor, Tensor]]:
         """Return the tokens to send and the sizes of the exchange, as `exchange_metadata` does. Capturable."""
-        x_SM, layout, weights, _ = routed
+        x_SM, layout, weights, *_ = routed
         form, sent, tokens_W = RowForm.of(x_SM, layout, weights), SentTokens(layout), None
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
@@ -234,9 +237,9 @@ class Collectives(Dispatcher):
         return self.combine_by_operators(experts(x_RM, handle.layout, handle.weight_N), handle)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        calls = self.calls(experts)
+        calls = self.find_expert_calls(experts)
         if not is_in_selective_checkpoint():
-            return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
+            return self.send_through_experts(self.exchange_metadata(routed, calls), experts, shared=routed.shared)
         if not isinstance(routed.refusal, str) and not self.hooks:
             # A selective checkpoint caches the results of operators, so the metadata exchange must be one of them.
             self.sent_counts = None
@@ -244,18 +247,25 @@ class Collectives(Dispatcher):
         with without_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
 
-    def calls(self, experts: Any) -> ExpertCalls:
+    def find_expert_calls(self, experts: Any) -> ExpertCalls:
         """Return `ExpertCalls.MODULE` if the experts must be called as a module, as when they have hooks."""
-        why = self._call_reason.renew(lambda: call_reason(experts) if needs_module_call(experts) else None)
+        why = self._call_reason.decide(lambda: call_reason(experts) if needs_module_call(experts) else None)
         return ExpertCalls.EITHER if why is None else ExpertCalls.MODULE
 
     def send_through_experts(
-        self, counted: CountedBatch, experts: LocalExperts, replicas: ReplicaTransport | None = None
+        self,
+        counted: CountedBatch,
+        experts: LocalExperts,
+        replicas: ReplicaTransport | None = None,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
-        """Send a batch through the experts, some of which may be `replicas`. Collective."""
+        """Send a batch through the experts, some of which may be `replicas`. Collective.
+
+        A plan also computes the `shared` expert, unless it must be called as a module.
+        """
         x_SM, weight_N, sent, exchange = counted
         in_chunks = cache(partial(self.in_chunks, experts, x_SM))  # parametrisations are evaluated once
-        assigned = self.plans(x_SM, exchange, None if exchange.needs_module_calls else in_chunks)
+        assigned = self.find_plans(x_SM, exchange, None if exchange.needs_module_calls else in_chunks)
         chunk_experts = None if assigned is None or exchange.needs_module_calls else in_chunks()
         if chunk_experts is not None and not self.can_chunk(chunk_experts):
             chunk_experts = None
@@ -270,13 +280,25 @@ class Collectives(Dispatcher):
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
         run = self.runner.start(assigned, x_SM.device, active_recorder(), replicas)
-        batch = PlannedBatch(sent, exchange, chunk_experts, run)
-        return PlannedFunction.apply(x_SM, weight_N, batch, *chunk_experts.parameters)
+        shared_experts = None if shared is None else self._shared_in_chunks(shared)
+        batch = PlannedBatch(sent, exchange, chunk_experts, run, shared_experts)
+        if shared is None or shared_experts is None:
+            return PlannedFunction.apply(x_SM, weight_N, batch, None, *chunk_experts.parameters)
+        parameters = *chunk_experts.parameters, *shared_experts.parameters
+        y_SM, shared.result = PlannedFunction.apply(x_SM, weight_N, batch, shared.x_SM, *parameters)
+        return y_SM
+
+    def _shared_in_chunks(self, shared: SharedExpert) -> ChunkExperts | None:
+        """Return the shared expert for a plan, in one chunk; None if it must be called as a module after the plan."""
+        if needs_module_call(shared.module):
+            return None
+        experts = shared.module.in_chunks(shared.x_SM)
+        experts.tokens_require_grad = torch.is_grad_enabled() and shared.x_SM.requires_grad
+        return experts if self.can_chunk(experts) else None
 
     def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
         return experts.in_chunks(x_SM)
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
-        """Return whether a plan may compute these experts in chunks."""
         # An activation checkpoint would recompute the whole call from the middle of each chunk's backward.
         return experts.can_regroup or not has_saved_tensor_hooks()

@@ -9,6 +9,7 @@ PlacedDispatcher  experts placed by a `Placement`                               
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,6 +39,20 @@ class LocalExperts(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class SharedExpert:
+    """A shared expert and its tokens in one forward pass, for a dispatcher that may compute it within a plan.
+
+    Attributes:
+        x_SM: tokens of this rank.
+        result: [S, M]; None: not computed by a plan.
+    """
+
+    module: LocalExperts
+    x_SM: Tensor
+    result: Tensor | None = None
+
+
 class Routed(NamedTuple):
     """Routed tokens of this rank.
 
@@ -45,12 +60,14 @@ class Routed(NamedTuple):
         weight_SK: [S, K] router weights, or None for 1.
         refusal: error message of this rank, which all ranks then raise; None: no error. `Collectives` also accept a
             count of non-finite values on the device, which the ranks exchange with the sizes.
+        shared: the layer's shared expert, which `Collectives` compute within a plan; None: there is none.
     """
 
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
     refusal: str | NonFinite | None = None
+    shared: SharedExpert | None = None
 
 
 class Handle(NamedTuple):
@@ -172,7 +189,6 @@ def refuse(topology: Topology, refusal: str | None) -> None:
 
 
 def is_in_selective_checkpoint() -> bool:
-    """Return whether a selective activation checkpoint is active."""
     if saved_tensor_hooks(True) is None:
         return False
     with disable_current_modes() as modes:
@@ -189,7 +205,7 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
-class SinceForward(Generic[Value]):
+class ForwardDecision(Generic[Value]):
     """Decision of the last forward (`value`), reused when an activation checkpoint recomputes that forward.
 
     Checkpoints compare the saved tensors, so a recomputation must take the same decision as its forward. Copies of this
@@ -200,10 +216,10 @@ class SinceForward(Generic[Value]):
         self.value: Value | None = None
 
     def __reduce__(self) -> Any:
-        return SinceForward, ()
+        return ForwardDecision, ()
 
-    def renew(self, find: Callable[[], Value | None]) -> Value | None:
-        """Store and return the result of `find()`; in a recomputation, return the stored result instead."""
+    def decide(self, compute: Callable[[], Value | None]) -> Value | None:
+        """Store and return the result of `compute()`; in a recomputation, return the stored result instead."""
         if not is_recomputing():
-            self.value = find()
+            self.value = compute()
         return self.value

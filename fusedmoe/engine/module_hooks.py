@@ -27,11 +27,7 @@ def has_hooks(module: Any) -> bool:
 
 
 def find_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
-    """Describe the first hook that `has_hooks` finds; None if there is none.
-
-    Args:
-        ignored: packages whose hooks do not count.
-    """
+    """Describe the first hook outside the `ignored` packages; None if there is none (`has_hooks`)."""
     for kind, hooks in zip(HOOK_KINDS, GLOBAL_HOOKS, strict=True):
         for hook in hooks.values():
             if not _is_from(hook, ignored):

@@ -27,14 +27,14 @@ class KernelTransport(NamedTuple):
     """The fused operation chosen for a layer.
 
     Attributes:
-        tokens: maximum tokens of a rank.
-        rows: maximum rows received by a rank's experts, divided by the choices per token, K; None: unlimited.
+        max_tokens: maximum tokens of a rank.
+        max_rows_per_choice: maximum rows received by a rank's experts, divided by K; None: unlimited.
     """
 
     kind: str
     degrees: tuple[int, int]
-    tokens: int
-    rows: int | None = None
+    max_tokens: int
+    max_rows_per_choice: int | None = None
 
 
 class OneSided(Collectives):
@@ -43,27 +43,28 @@ class OneSided(Collectives):
     `dispatch`, `combine` and compiled graphs use collectives: the kernels have no intermediate result to return.
 
     Args:
-        transport: returns the fused operation for tokens like these; None: collectives. The first call is collective.
+        find_transport: returns the fused operation for tokens like these, or None for collectives. The first call is
+            collective.
     """
 
     compiles = True
 
-    def __init__(self, transport: Callable[[Tensor], KernelTransport | None], *args: Any, **more: Any) -> None:
+    def __init__(self, find_transport: Callable[[Tensor], KernelTransport | None], *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._transport = transport
+        self._find_transport = find_transport
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        x_SM, layout, weight_SK, refusal = routed
+        x_SM, layout, weight_SK, refusal, _ = routed
         # The host does not count the rows that kernels send.
         self.sent_counts = None
-        needs_module_calls = self.calls(experts) == ExpertCalls.MODULE  # kernels do not call modules
-        transport = None if weight_SK is None or needs_module_calls else self._transport(x_SM)
+        needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE  # kernels do not call modules
+        transport = None if weight_SK is None or needs_module_calls else self._find_transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         deferred = None
         if isinstance(refusal, NonFinite):
             # No message carries the count to the other ranks: without a host synchronization, report it later.
-            deferred = refusal if transport.rows is not None else None
+            deferred = refusal if transport.max_rows_per_choice is not None else None
             refusal = refusal.text if deferred is None and int(refusal.number) else None
         refuse(self.topology, refusal)
         own = experts.in_chunks(x_SM)
@@ -96,12 +97,12 @@ def choose_transport(
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
     # Buffers have the same addresses on all ranks, and so the size for the rank with the most tokens.
     largest = int(all_reduce(group, tokens, "max", "tokens of the ranks"))
-    most = round_up_tokens(largest)
-    plans = plans_for(most)
+    max_tokens = round_up_tokens(largest)
+    plans = plans_for(max_tokens)
     if any(task.kind != kind for task in plans.forward):
         return None
     rows = None if row_factor is None else max(1, math.ceil(row_factor * largest))
-    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most, rows)
+    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), max_tokens, rows)
 
 
 def fused_experts(
@@ -137,19 +138,19 @@ def fused_experts(
     try:
         if bad is not None:
             buffers.record_fault(*bad)
-        rows = None if transport.rows is None else transport.rows * layout.k
-        measured = one_sided_experts.FusedRecording(recorder, transport.kind, resources_of(transport.kind)[1:])
-        more = (transport.degrees, measured, rows, name)
+        rows = None if transport.max_rows_per_choice is None else transport.max_rows_per_choice * layout.k
+        recording = one_sided_experts.FusedRecording(recorder, transport.kind, resources_of(transport.kind)[1:])
+        more = (transport.degrees, recording, rows, name)
         return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, *more)
     except BaseException:
         # Peers may still write into these buffers, so no later batch may use them.
-        _shared.pop(topology, None)
+        _shared_buffers.pop(topology, None)
         buffers.heap.abandon()
         raise
 
 
 # Per topology, and freed with it. Layers share buffers because they run one at a time.
-_shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
+_shared_buffers: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
 def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
@@ -158,11 +159,11 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
 
     # Chunks need hardly any memory, so buffers serve layers with any number of chunks.
     degree = max(BufferSizes.degree, *transport.degrees)
-    sizes = BufferSizes(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, degree)
-    known = _shared.setdefault(topology, {})
-    if (group.axis, sizes) not in known:
-        known[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)
-    return known[group.axis, sizes]
+    sizes = BufferSizes(transport.max_tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, degree)
+    buffers_by_sizes = _shared_buffers.setdefault(topology, {})
+    if (group.axis, sizes) not in buffers_by_sizes:
+        buffers_by_sizes[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)
+    return buffers_by_sizes[group.axis, sizes]
 
 
 def _group(topology: Topology) -> Group | None:

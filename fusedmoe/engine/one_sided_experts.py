@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
-from fusedmoe.engine.chunk_experts import GroupedExperts, Totals, gradients_of
+from fusedmoe.engine.chunk_experts import GroupedExperts, Totals, cast_totals
 from fusedmoe.engine.chunks import concat, select_rows
 from fusedmoe.engine.route import Route
 from fusedmoe.kernels.derivatives import Function
@@ -35,14 +35,14 @@ class FusedRecording(NamedTuple):
     links: tuple[str, ...]
 
 
-def _span(measured: FusedRecording | None, phase: str, chunk: int) -> AbstractContextManager[None]:
-    if measured is None:
+def _span(recording: FusedRecording | None, phase: str, chunk: int) -> AbstractContextManager[None]:
+    if recording is None:
         return nullcontext()
-    recorder, kind, links = measured
+    recorder, kind, links = recording
     return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
-class Forward:
+class FusedForward:
     """The forward pass of `fused_experts` in three steps: `send`, `compute`, `finish`.
 
     Virtual ranks of one process can take the steps alternately.
@@ -53,81 +53,82 @@ class Forward:
     """
 
     def __init__(
-        self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: FusedRecording | None = None
+        self, x_SM: Tensor, route: Route, experts: GroupedExperts, recording: FusedRecording | None = None
     ) -> None:
-        self._x_SM, self.route, self.experts, self.measured = x_SM, route, experts, measured
+        self._x_SM, self.route, self.experts, self.recording = x_SM, route, experts, recording
         self.x: list[Tensor | None] = []
         self.h: list[Tensor] = []
-        self._tokens = self._results = 0
+        self._token_slot = self._result_slot = 0
 
     def send(self) -> None:
-        self._tokens = self.route.put_tokens(self._x_SM)
+        self._token_slot = self.route.put_tokens(self._x_SM)
 
     def compute(self) -> None:
         route = self.route
-        self._results = route.begin_results()
+        self._result_slot = route.begin_results()
         chunks = route.forward
         for chunk, arrivals in enumerate(chunks.arrivals):
-            x_CM, layout, wait = chunks.rows_in_flight(chunk, self._tokens)
-            put = chunks.make_put(chunk, self._results, arrivals.weight_R)
-            with route.buffers.watch.guard_launches(), _span(self.measured, "forward", chunk):
+            x_CM, layout, wait = chunks.rows_in_flight(chunk, self._token_slot)
+            put = chunks.make_put(chunk, self._result_slot, arrivals.weight_R)
+            with route.buffers.watch.guard_launches(), _span(self.recording, "forward", chunk):
                 given = (x_CM, layout, chunks.tiles(chunk), self.experts.weights, self.experts.activation)
                 h_RH = forward_in_flight(*given, wait, put)
             self.h.append(h_RH)
-        there = route.backward
-        self.x = [*there.copy_rows(self._tokens)] if self.experts.needs_input_rows else [None] * len(there)
-        route.mark_as_read(self._tokens)
+        backward = route.backward
+        self.x = [*backward.copy_rows(self._token_slot)] if self.experts.needs_input_rows else [None] * len(backward)
+        route.mark_as_read(self._token_slot)
 
     def finish(self) -> Tensor:
-        return self.route.wait_for_results(self._results, len(self.route.forward))
+        return self.route.wait_for_results(self._result_slot, len(self.route.forward))
 
 
-class Backward:
-    """The backward pass of `fused_experts` in the three steps of `Forward`."""
+class FusedBackward:
+    """The backward pass of `fused_experts` in the three steps of `FusedForward`."""
 
-    def __init__(self, forward: Forward, dy_SM: Tensor) -> None:
+    def __init__(self, forward: FusedForward, dy_SM: Tensor) -> None:
         self._route, self._experts, self._dy_SM = forward.route, forward.experts, dy_SM
-        self._x, self._h, self._measured = forward.x, forward.h, forward.measured
-        self._tokens = self._results = 0
+        self._x, self._h, self._recording = forward.x, forward.h, forward.recording
+        self._token_slot = self._result_slot = 0
         self.totals: Totals = None
 
     def send(self) -> None:
-        self._tokens = self._route.put_tokens(self._dy_SM)
+        self._token_slot = self._route.put_tokens(self._dy_SM)
 
     def compute(self) -> None:
         route, chunks, experts = self._route, self._route.backward, self._experts
-        self._results = route.begin_results()
-        left = []
+        self._result_slot = route.begin_results()
+        intermediates = []
         for chunk, (arrivals, h_RH) in enumerate(zip(chunks.arrivals, self._pre_activations(), strict=True)):
-            dy_CM, layout, wait = chunks.rows_in_flight(chunk, self._tokens)
-            put, values = chunks.make_put(chunk, self._results), chunks.value_addresses(chunk, self._results)
-            with route.buffers.watch.guard_launches(), _span(self._measured, "backward", chunk):
+            dy_CM, layout, wait = chunks.rows_in_flight(chunk, self._token_slot)
+            put, values = chunks.make_put(chunk, self._result_slot), chunks.value_addresses(chunk, self._result_slot)
+            with route.buffers.watch.guard_launches(), _span(self._recording, "backward", chunk):
                 dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, h_RH, layout, chunks.tiles(chunk), arrivals.weight_R, experts.weights, experts.activation,
                     wait, put, values, experts.needs_grad,
                 )  # fmt: skip
-            left.append((dy_RM, hidden))
+            intermediates.append((dy_RM, hidden))
         if experts.needs_grad.parameters and experts.weights.b2 is None:
-            left = [(dy_RM, hidden) for dy_RM, (_, hidden) in zip(chunks.copy_rows(self._tokens), left, strict=True)]
-        route.mark_as_read(self._tokens)
+            dy = chunks.copy_rows(self._token_slot)
+            intermediates = [(dy_RM, hidden) for dy_RM, (_, hidden) in zip(dy, intermediates, strict=True)]
+        route.mark_as_read(self._token_slot)
         # Weight gradients last: gradients that other ranks wait for have been sent by now.
-        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._x, chunks.arrivals, strict=True):
+        for (dy_RM, hidden), x_RM, arrivals in zip(intermediates, self._x, chunks.arrivals, strict=True):
             if experts.needs_grad.parameters:
                 assert dy_RM is not None
                 given = (dy_RM, x_RM, hidden, without_sources(arrivals), arrivals.weight_R)
                 self.totals = experts.weight_gradients(*given, self.totals)
 
     def _pre_activations(self) -> Iterator[Tensor]:
-        there, here = self._route.forward, self._route.backward
-        if here is there:
+        forward, backward = self._route.forward, self._route.backward
+        if backward is forward:
             yield from self._h
             return
         h_RH = concat(self._h)
-        yield from (select_rows(h_RH, index_R) for index_R in here.indices_in(there))
+        yield from (select_rows(h_RH, index_R) for index_R in backward.indices_in(forward))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return gradients of the tokens, [S, M], and of the router weights, [S, K] float32."""
-        return self._route.wait_for_results_and_values(self._results, len(self._route.backward))
+        return self._route.wait_for_results_and_values(self._result_slot, len(self._route.backward))
 
 
 class _FusedExperts(Function):
@@ -140,10 +141,10 @@ class _FusedExperts(Function):
         weight_SK: Tensor | None,
         route: Route,
         experts: GroupedExperts,
-        measured: FusedRecording | None,
+        recording: FusedRecording | None,
         *parameters: Tensor | None,
     ) -> Tensor:
-        run = Forward(x_SM, route, experts, measured)
+        run = FusedForward(x_SM, route, experts, recording)
         run.send()
         run.compute()
         ctx.run, ctx.weighted = run, None if weight_SK is None else weight_SK.dtype
@@ -153,12 +154,12 @@ class _FusedExperts(Function):
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         # Free rows and pre-activations after this pass: the graph may live longer.
         forward, ctx.run = ctx.run, None
-        run = Backward(forward, dy_SM)
+        run = FusedBackward(forward, dy_SM)
         run.send()
         run.compute()
         dx_SM, dweight_SK = run.finish()
         dweight = None if ctx.weighted is None else dweight_SK.to(ctx.weighted)
-        return dx_SM, dweight, None, None, None, *gradients_of(run.totals, forward.experts.parameters)
+        return dx_SM, dweight, None, None, None, *cast_totals(run.totals, forward.experts.parameters)
 
 
 def fused_experts(
@@ -168,7 +169,7 @@ def fused_experts(
     buffers: ReceiveBuffers,
     experts: GroupedExperts,
     degree: int | tuple[int, int] = 1,
-    measured: FusedRecording | None = None,
+    recording: FusedRecording | None = None,
     rows: int | None = None,
     name: str = "fused_experts",
 ) -> Tensor:
@@ -192,4 +193,4 @@ def fused_experts(
             call received more rows than `rows`; names rank, `name` and both numbers.
     """
     route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name)
-    return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
+    return _FusedExperts.apply(x_SM, weight_SK, route, experts, recording, *experts.parameters)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.compat.torch import retains_graph
-from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, gradients_of
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, cast_totals
 from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
+from fusedmoe.engine.shared_expert_task import SharedExpertTask, single_expert_layout
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import ReceivedPairs, SentTokens
 from fusedmoe.kernels.derivatives import Function
@@ -34,13 +35,15 @@ class PlannedBatch:
     exchange: Exchange
     experts: ChunkExperts
     run: Run
+    shared: ChunkExperts | None = None
 
     def chunks(self, pairs: ReceivedPairs, degree: int) -> RowChunks:
         return RowChunks(self.exchange, self.sent.tokens, pairs, self.sent.k, degree)
 
     def for_backward(self) -> PlannedBatch:
         """Return the batch without references to modules (`ChunkExperts.for_backward`)."""
-        return replace(self, experts=self.experts.for_backward())
+        shared = None if self.shared is None else self.shared.for_backward()
+        return replace(self, experts=self.experts.for_backward(), shared=shared)
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class SavedForward:
         activations: saved by the experts: pre-activations [P, H] (gated [P, 2, H]), or an autograd graph.
         weight_R: router weights of received pairs, sorted by expert; None: all weights are 1.
         num_weights: N, the router weights on this rank, padding included; None: all weights are 1.
+        shared: the shared expert's task; None: the plan computes none.
     """
 
     pairs: ReceivedPairs
@@ -60,6 +64,7 @@ class SavedForward:
     activations: list[Any]
     weight_R: list[Tensor | None]
     num_weights: int | None
+    shared: SharedExpertTask | None = None
 
 
 class PlannedGradients(NamedTuple):
@@ -71,53 +76,69 @@ class PlannedGradients(NamedTuple):
 
 
 def run_forward(
-    batch: PlannedBatch, x_SM: Tensor, weight_N: Tensor | None, *, keep: bool = True
+    batch: PlannedBatch,
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    shared_x_SM: Tensor | None = None,
+    *,
+    save_for_backward: bool = True,
 ) -> tuple[Tensor, SavedForward]:
     """Send tokens through the experts in the order of the forward plan. Collective.
 
     Args:
         weight_N: [N], router weights of the rows sorted by expert; None: all weights are 1.
-        keep: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
+        shared_x_SM: [S, M], tokens of the shared expert; None: the plan computes no shared expert.
+        save_for_backward: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
     Returns:
         [S, M], the sum over the experts of each token, and the input of `run_backward`.
     """
     # Expert ids and router weights of all chunks take one message before the first chunk.
     pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
-    weight_R: list[Tensor | None] = [None] * len(chunks.parts) if weight_P is None else [*chunks.split(weight_P)]
+    weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
-    forward.keep = keep
+    forward.saves_for_backward = save_for_backward
+    if batch.shared is not None and shared_x_SM is not None:
+        forward.shared = SharedExpertTask(batch.shared, single_expert_layout(shared_x_SM), shared_x_SM)
     out_TM = forward.run()
+    forward.finish_shared_expert()
     assert out_TM is not None
-    x_RM, activations = ([getattr(chunk, name) for chunk in forward.own.values()] for name in ("x_RM", "activations"))
+    done = forward.layer_chunks.values()
+    x_RM, activations = ([getattr(chunk, name) for chunk in done] for name in ("x_RM", "activations"))
     num_weights = None if weight_N is None else len(weight_N)
-    saved = SavedForward(pairs, chunks, x_RM, activations, weight_R, num_weights)
+    saved = SavedForward(pairs, chunks, x_RM, activations, weight_R, num_weights, forward.shared)
     return kernels.gather_sum(out_TM, chunks.layout), saved
 
 
-def run_backward(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> PlannedGradients:
+def run_backward(
+    batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor, shared_dy_SM: Tensor | None = None
+) -> PlannedGradients:
     """Send gradients through the experts in the order of the backward plan, which may have other chunks. Collective.
 
     Clears the lists of `saved`, so that each chunk frees its memory once it is done.
 
     Args:
         dy_SM: [S, M], gradient of the result of `run_forward`.
+        shared_dy_SM: [S, M], gradient of `saved.shared.result`, whose task then has the gradients.
     """
     exchange, run = batch.exchange, batch.run
     # Compare calls first: a rank without a backward pass is reported before any rows are sent.
     exchange.begin_backward()
     first, backward = saved.weight_R[0], _backward_pass(batch, saved, dy_SM)
+    backward.shared, backward.shared_dy_SM = saved.shared, shared_dy_SM
     chunks, dx_TM, dweight_N = backward.row_chunks, backward.run(), None
+    backward.finish_shared_expert()
     dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
     if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
         # Gradients of the weights of all chunks take one message after the last chunk.
-        dweights = [chunk.weight_R.to(first.dtype) for chunk in backward.own.values() if chunk.weight_R is not None]
+        parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
+        dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
         dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
     if run.gradients is not None:
-        run.gradients.begin(run.beside, sent)
+        run.gradients.begin(run.trailing_all_reduces, sent)
     return PlannedGradients(dx_SM, dweight_N, totals)
 
 
@@ -125,41 +146,59 @@ class PlannedFunction(Function):
     """`run_forward` and `run_backward` as a function for autograd.
 
     Saves for backward: received tokens, R·M, if the experts' backward reads them (`ChunkExperts.needs_input_rows`), and
-    the pre-activations of P pairs, P·H (gated 2·P·H). If the two plans differ in degree, backward copies both once.
+    the pre-activations of P pairs, P·H (gated 2·P·H). If the two plans differ in degree, backward copies both once. For
+    a shared expert, its tokens S·M and pre-activations.
+
+    With a shared expert in `batch`, it is applied to `shared_x_SM`, its parameters follow the experts' parameters, and
+    the results are ([S, M] of the routed experts, [S, M] of the shared expert).
     """
 
     operation = "the way through the experts of several ranks (MoELayer, moe_layer)"
 
     @staticmethod
     def forward(
-        ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: PlannedBatch, *parameters: Tensor | None
-    ) -> Tensor:
-        y_SM, saved = run_forward(batch, x_SM, weight_N)
+        ctx: Any,
+        x_SM: Tensor,
+        weight_N: Tensor | None,
+        batch: PlannedBatch,
+        shared_x_SM: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y_SM, saved = run_forward(batch, x_SM, weight_N, shared_x_SM)
         tensors = saved.activations if batch.experts.can_regroup else ()
-        ctx.save_for_backward(*saved.x_RM, *saved.weight_R, *tensors, *parameters)
+        of_shared, ctx.shared = ((), None) if saved.shared is None else saved.shared.save()
+        ctx.save_for_backward(*saved.x_RM, *saved.weight_R, *tensors, *of_shared, *parameters)
         ctx.graphs = [] if tensors else saved.activations
-        ctx.batch, ctx.saved = batch.for_backward(), replace(saved, x_RM=[], weight_R=[], activations=[])
-        return y_SM
+        ctx.batch, ctx.saved = batch.for_backward(), replace(saved, x_RM=[], weight_R=[], activations=[], shared=None)
+        return y_SM if saved.shared is None else (y_SM, saved.shared.take_result())
 
     @staticmethod
-    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_SM: Tensor, shared_dy_SM: Tensor | None = None) -> tuple[Tensor | None, ...]:
         batch: PlannedBatch = ctx.batch
-        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.parts)
+        tensors, count = [*ctx.saved_tensors], len(ctx.saved.chunks.exchanges)
         x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
         del tensors[: 2 * count]
         activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
         if batch.experts.can_regroup:
             activations, tensors = tensors[:count], tensors[count:]
-        saved = replace(ctx.saved, x_RM=x_RM, weight_R=weight_R, activations=activations)
+        batch, shared = batch.for_backward(), None
+        if batch.shared is not None:
+            shared, tensors = SharedExpertTask.restored(batch.shared, tensors[:2], ctx.shared), tensors[2:]
+            ctx.shared = ctx.shared if retains_graph() else None
+        saved = replace(ctx.saved, x_RM=x_RM, weight_R=weight_R, activations=activations, shared=shared)
         # Local names would keep every chunk's memory to the end of the pass.
         del x_RM, weight_R, activations
         # Weights that experts join for a pass live as long as that pass.
-        gradients = run_backward(batch.for_backward(), saved, dy_SM)
-        return gradients.dx_SM, gradients.dweight_N, None, *gradients_of(gradients.totals, tensors)
+        dx_SM, dweight_N, totals = run_backward(batch, saved, dy_SM, shared_dy_SM)
+        own = len(batch.experts.parameters)
+        grads = cast_totals(totals, tensors[:own])
+        if shared is None:
+            return dx_SM, dweight_N, None, None, *grads
+        return dx_SM, dweight_N, None, shared.result, *grads, *cast_totals(shared.totals, tensors[own:])
 
 
 def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> TokensBackward:
-    degree, count = batch.run.plans.degrees[1], len(saved.chunks.parts)
+    degree, count = batch.run.plans.degrees[1], len(saved.chunks.exchanges)
     chunks, weight_R = saved.chunks, saved.weight_R
     if degree != count:
         chunks = batch.chunks(saved.pairs, degree)
@@ -182,24 +221,25 @@ class _TokensPass(PassRun):
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
-        parts = zip(row_chunks.parts, row_chunks.received, weight_R, strict=True)
-        self.own = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
-        self.chunks[layer] = self.own
-        self._rows: list[Tensor | None] = [*rows_TM.split([part.sent for part in row_chunks.parts])]
+        parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
+        self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.chunks[layer] = self.layer_chunks
+        self.shared: SharedExpertTask | None = None
+        self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
         # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
         # streams have joined, at the end of `execute`.
-        self._alive: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
 
     def start(self, task: Task) -> None:
         number = task.chunk or 0
-        self.own[number].rows, self._rows[number] = self._rows[number], None
+        self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
 
     def finish(self, task: Task, rows: Tensor) -> None:
         self._rows[task.chunk or 0] = rows
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
         if self.settings.streams is not None:
-            self._alive.append(tensor)
+            self._kept_alive.append(tensor)
         return tensor
 
     def run(self) -> Tensor | None:
@@ -216,8 +256,18 @@ class _TokensPass(PassRun):
 class TokensForward(_TokensPass, ForwardPass):
     """The forward pass of a layer, after the gate and the metadata exchange."""
 
+    def shared_expert(self, task: Task) -> None:
+        self.finish_shared_expert()
+
+    def finish_shared_expert(self) -> None:
+        """Compute the shared expert, if there is one and no task of the plan has computed it."""
+        if self.shared is not None and self.shared.result is None:
+            self.shared.forward(self.saves_for_backward)
+
 
 class TokensBackward(_TokensPass, BackwardPass):
+    shared_dy_SM: Tensor | None = None
+
     def __init__(
         self,
         batch: PlannedBatch,
@@ -228,17 +278,26 @@ class TokensBackward(_TokensPass, BackwardPass):
     ) -> None:
         super().__init__(batch, row_chunks, rows_TM, weight_R)
         # Rows of each chunk among those of the forward pass, as received and as sorted; None: the chunks are the same.
-        self._places = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
-        if self._places is None:
-            for chunk, x_RM, activations in zip(self.own.values(), saved.x_RM, saved.activations, strict=True):
+        self._saved_indices = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
+        if self._saved_indices is None:
+            for chunk, x_RM, activations in zip(self.layer_chunks.values(), saved.x_RM, saved.activations, strict=True):
                 chunk.x_RM, chunk.activations = x_RM, activations
         else:
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
             self._activations = SavedRows(saved.activations)
 
+    def shared_expert(self, task: Task) -> None:
+        self.finish_shared_expert()
+
+    def finish_shared_expert(self) -> None:
+        """Compute the gradients of the shared expert, if there is one and no task of the plan has computed them."""
+        dy_SM, self.shared_dy_SM = self.shared_dy_SM, None
+        if self.shared is not None and dy_SM is not None:
+            self.shared.backward(dy_SM)
+
     def regroup_saved(self, task: Task) -> None:
-        if self._places is not None:
+        if self._saved_indices is not None:
             number = task.chunk or 0
-            chunk, (received, in_order) = self.own[number], self._places[number]
+            chunk, (received, in_order) = self.layer_chunks[number], self._saved_indices[number]
             chunk.x_RM = None if self._x_RM is None else self._x_RM.rows(received)
             chunk.activations = self._activations.rows(in_order)

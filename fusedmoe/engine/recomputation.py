@@ -30,7 +30,7 @@ def is_counting_tokens() -> bool:
         return False
     if not is_recomputing():
         return True
-    again = checkpoints().again
+    again = checkpoints().recomputation
     return again is not None and isinstance(again.checkpoint, torch.autograd.function.BackwardCFunction)
 
 
@@ -51,28 +51,29 @@ class CheckpointedValues(Generic[Value]):
 
     def __init__(self) -> None:
         require_checkpoints()
-        self._kept: WeakKeyDictionary[Any, _ForwardValues[Value]] = WeakKeyDictionary()
+        self._values_by_checkpoint: WeakKeyDictionary[Any, _ForwardValues[Value]] = WeakKeyDictionary()
 
     def __bool__(self) -> bool:
         """Return whether a checkpoint may still need a value."""
-        return any(True for _ in self._kept)
+        return any(True for _ in self._values_by_checkpoint)
 
     def __reduce__(self) -> Any:
         return CheckpointedValues, ()
 
-    def keep(self, value: Value, around: Checkpoints) -> None:
-        again = None if around.again is None else self._kept.get(around.again.checkpoint)
-        for key in around.forward:
+    def store(self, value: Value, enclosing: Checkpoints) -> None:
+        current = enclosing.recomputation
+        recomputed = None if current is None else self._values_by_checkpoint.get(current.checkpoint)
+        for key in enclosing.forward:
             # A checkpoint that runs backward inside another's forward recomputes for itself, not for the outer one.
-            if again is None or key not in again.outer:
-                self._kept.setdefault(key, _ForwardValues(around.forward)).all.append(value)
+            if recomputed is None or key not in recomputed.outer:
+                self._values_by_checkpoint.setdefault(key, _ForwardValues(enclosing.forward)).values.append(value)
 
-    def stored_value(self, around: Checkpoints) -> Value | None:
+    def stored_value(self, enclosing: Checkpoints) -> Value | None:
         """Return the stored value of the forward that is being recomputed; None if it had none."""
-        if around.again is None:
+        if enclosing.recomputation is None:
             return None
-        values = self._kept.get(around.again.checkpoint)
-        return None if values is None else values.next(around.again.run)
+        values = self._values_by_checkpoint.get(enclosing.recomputation.checkpoint)
+        return None if values is None else values.next(enclosing.recomputation.run_id)
 
     def on_release(self, call: Callable[[], None]) -> None:
         """Call `call` as soon as no checkpoint holds a value: immediately if none does now."""
@@ -81,7 +82,7 @@ class CheckpointedValues(Generic[Value]):
             if not self:
                 call()
 
-        for key in list(self._kept):
+        for key in list(self._values_by_checkpoint):
             finalize(key, call_if_empty)
         call_if_empty()
 
@@ -94,18 +95,18 @@ class _ForwardValues(Generic[Value]):
     """
 
     def __init__(self, outer: list[Any]) -> None:
-        self.all: list[Value] = []
+        self.values: list[Value] = []
         self.outer: WeakSet[Any] = WeakSet(outer)
         self._run: Any = None
-        self._taken = 0
+        self._num_returned = 0
 
     def next(self, run: Any) -> Value:
         if run != self._run:
-            self._run, self._taken = run, 0
-        if self._taken == len(self.all):
+            self._run, self._num_returned = run, 0
+        if self._num_returned == len(self.values):
             raise ConfigError(
                 f"an activation checkpoint calls a module more often in its recomputation than in its forward "
-                f"({self._taken} times); both must call the same modules"
+                f"({self._num_returned} times); both must call the same modules"
             )
-        self._taken += 1
-        return self.all[self._taken - 1]
+        self._num_returned += 1
+        return self.values[self._num_returned - 1]

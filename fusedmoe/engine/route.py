@@ -62,20 +62,20 @@ class RouteChunks:
     def make_put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
         """Return the `Put` for the results of a chunk. In forward it includes their router weights, `weight_R`."""
         buffers, received = self.buffers, self._chunks[chunk]
-        mark = buffers.result_mark(chunk, slot)
+        signal = buffers.result_signal(chunk, slot)
         counter_W = received.counters[weight_R is None]
         addresses, num_rows_W = received.results[slot], received.arrivals.num_rows_W
-        ends = (num_rows_W, counter_W, buffers.result_signal_addresses(mark), buffers.results.epochs[slot])
-        return Put(buffers.results.rows, addresses, weight_R, *ends, mark)
+        ends = (num_rows_W, counter_W, buffers.result_signal_addresses(signal), buffers.results.epochs[slot])
+        return Put(buffers.results.rows, addresses, weight_R, *ends, signal)
 
     def value_addresses(self, chunk: int, slot: int) -> Addresses:
         """Return the addresses for one scalar per row of a chunk. The scalars are put before the chunk's rows."""
         return self._chunks[chunk].values[slot]
 
-    def indices_in(self, there: RouteChunks) -> list[Tensor]:
-        """Return, per chunk, the indices of its rows in the joined chunks of `there`, which hold the same rows."""
+    def indices_in(self, other: RouteChunks) -> list[Tensor]:
+        """Return, per chunk, the indices of its rows in the joined chunks of `other`, which hold the same rows."""
         results = self.buffers.results
-        return match_rows(there.arrivals, self.arrivals, results.peers, results.rows.shape[2])
+        return match_rows(other.arrivals, self.arrivals, results.peers, results.rows.shape[2])
 
 
 class Route:
@@ -118,13 +118,13 @@ class Route:
         self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
         peers = buffers.heap.group.size
         self._sends: Sends = plan_sends(layout, weight_SK, peers, math.lcm(*degrees), self._capacity, lines)
-        self._metadata_slot, self._limit = 0, None
+        self._metadata_slot, self._row_limit = 0, None
         self._metadata_put = False
         if rows is not None:
-            text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_MORE_ROOM}"
-            self._limit = RowLimit(rows, buffers.faults.own, buffers.watch.fault_number(text))
+            text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_ROW_LIMIT_FIX}"
+            self._row_limit = RowLimit(rows, buffers.faults.own, buffers.watch.fault_number(text))
         # Buffers and slots that were read, for which peers have no credit yet.
-        self._read: list[tuple[ReceiveBuffer, int]] = []
+        self._slots_to_credit: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
         """Send the routing metadata to each rank, before the tokens."""
@@ -165,18 +165,19 @@ class Route:
 
         def read(degree: int) -> RouteChunks:
             sizes = buffers.experts, degree, self._capacity, self._max_rows(metadata_WC2, degree)
-            ways = buffers.returned, buffers.returned_values, tile_heights(buffers.sizes.dtype, metadata_WC2.device)
-            chunks = read_metadata(metadata_WC2, *sizes, *ways, self._limit, arrival_tile)
+            destinations = buffers.returned, buffers.returned_values
+            heights = tile_heights(buffers.sizes.dtype, metadata_WC2.device)
+            chunks = read_metadata(metadata_WC2, *sizes, *destinations, heights, self._row_limit, arrival_tile)
             return RouteChunks(buffers, chunks, by_arrival)
 
-        there, back = self.degrees
-        forward = read(there)
-        found = forward, forward if back == there else read(back)
-        self._read.append((metadata, self._metadata_slot))
-        if self._limit is not None:
+        forward_degree, backward_degree = self.degrees
+        forward = read(forward_degree)
+        passes = forward, forward if backward_degree == forward_degree else read(backward_degree)
+        self._slots_to_credit.append((metadata, self._metadata_slot))
+        if self._row_limit is not None:
             # Before this rank puts results, with which all ranks receive the fault.
             send_faults(buffers.faults, buffers.results.me, buffers.network)
-        return found
+        return passes
 
     def put_tokens(self, x_SM: Tensor) -> int:
         """Put each token (or its gradient) to every rank that has experts for it; return the slot.
@@ -193,16 +194,16 @@ class Route:
 
     def mark_as_read(self, slot: int) -> None:
         """Mark the tokens in this slot as read: their senders may overwrite them once they get the next credit."""
-        self._read.append((self.buffers.tokens, slot))
+        self._slots_to_credit.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
         """Return credit for all slots read so far, which permits the other ranks to overwrite them.
 
         Needed only if no results are received afterwards: `wait_for_results` also returns the credit.
         """
-        (buffer, slot), *others = self._read
+        (buffer, slot), *others = self._slots_to_credit
         give_credit(buffer, slot, *others, faults=self._peer_faults)
-        self._read.clear()
+        self._slots_to_credit.clear()
 
     def begin_results(self) -> int:
         """Begin an exchange of results; return its slot, which is reused only after every peer has read it.
@@ -234,27 +235,27 @@ class Route:
         with buffers.watch.guard_launches():
             awaited = buffers.result_signal_indices(degree, slot)
             wait_signals(results.signals, awaited, results.epochs[slot], buffers.bounds, buffers.network)
-        read, self._read = [*self._read, (results, slot)], []
-        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.done, read, self._peer_faults)
+        read, self._slots_to_credit = [*self._slots_to_credit, (results, slot)], []
+        return receive(buffers.result_rows[slot], self.layout, value_R, buffers.num_finished, read, self._peer_faults)
 
     @property
     def _peer_faults(self) -> Faults | None:
         """Faults reported by peers, to check when credit is returned; None without a row limit."""
-        return None if self._limit is None else self.buffers.faults
+        return None if self._row_limit is None else self.buffers.faults
 
     def _max_rows(self, metadata_WC2: Tensor, degree: int) -> int:
         """Return the rows of the largest chunk; on a GPU or with a row limit, an upper bound without synchronizing."""
         sizes, local, peers = self.buffers.sizes, self.buffers.experts, len(metadata_WC2)
-        if metadata_WC2.is_cuda or self._limit is not None:
-            most = sizes.tokens * sizes.k * peers
-            most = most if self._limit is None else min(most, self._limit.max_rows)
+        if metadata_WC2.is_cuda or self._row_limit is not None:
+            max_rows = sizes.tokens * sizes.k * peers
+            max_rows = max_rows if self._row_limit is None else min(max_rows, self._row_limit.max_rows)
             # Rounding adds up to one row per expert and source to a chunk.
-            return -(-most // degree) + local * peers
+            return -(-max_rows // degree) + local * peers
         count_G = metadata_WC2.numpy()[:, :local, 0].ravel().tolist()
         return max(sum(count * (j + 1) // degree - count * j // degree for count in count_G) for j in range(degree))
 
 
-_MORE_ROOM = (
+_ROW_LIMIT_FIX = (
     "results since then are wrong. Give more room (row_factor of a Schedule, rows of fused_experts), or have the gate "
     "spread tokens more evenly"
 )

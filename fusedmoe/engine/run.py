@@ -25,7 +25,7 @@ from fusedmoe.comm.exchange import RowExchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AddGrads, ChunkExperts, Totals
 from fusedmoe.errors import ConfigError
-from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_rows
+from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_with_hooks
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams, execute
@@ -108,12 +108,12 @@ class AssignedPlans(NamedTuple):
 
     Attributes:
         gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
-        beside: gradient all-reduces that start after the backward plan and overlap with later tasks.
+        trailing_all_reduces: gradient all-reduces that start after the backward plan and overlap with later tasks.
     """
 
     plans: Plans
     gradients: GradientReducer | None = None
-    beside: Sequence[Task] = ()
+    trailing_all_reduces: Sequence[Task] = ()
 
 
 class _ReduceInBackward(Function):
@@ -126,12 +126,12 @@ class _ReduceInBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        plans, gradients, beside = ctx.assigned
+        plans, gradients, trailing_all_reduces = ctx.assigned
         gradients.wait()
         for task in plans.backward:
             if task.kind == TaskKind.GRADIENT_ALL_REDUCE:
                 gradients.reduce(task)
-        gradients.begin(beside)
+        gradients.begin(trailing_all_reduces)
         return grads[0], None
 
 
@@ -151,16 +151,16 @@ class Run:
     """Settings of one forward call and its backward. An autograd graph can keep it: it holds no tensors or modules.
 
     Attributes:
-        stop: reports this rank's exception to the other ranks, which then raise instead of waiting.
+        report_error: reports this rank's exception to the other ranks, which then raise instead of waiting.
     """
 
     plans: Plans
-    stop: Callable[[BaseException], None]
+    report_error: Callable[[BaseException], None]
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | None = None
     streams: Mapping[str, torch.cuda.Stream] | None = None
     gradients: GradientReducer | None = None
-    beside: Sequence[Task] = ()
+    trailing_all_reduces: Sequence[Task] = ()
     replicas: ReplicaTransport | None = None
 
 
@@ -183,10 +183,10 @@ class Runner:
         replicas: ReplicaTransport | None = None,
     ) -> Run:
         """Return the settings of one call that follows these plans."""
-        plans, gradients, beside = assigned
+        plans, gradients, trailing_all_reduces = assigned
         streams = None if self.streams is None else self.streams.on(device)
-        stop = partial(self._topology.stop, self._name)
-        return Run(plans, stop, self._hooks, recorder, streams, gradients, beside, replicas)
+        report_error = partial(self._topology.stop, self._name)
+        return Run(plans, report_error, self._hooks, recorder, streams, gradients, trailing_all_reduces, replicas)
 
 
 @dataclass(eq=False)
@@ -201,7 +201,7 @@ class Chunk:
         x_RM: received tokens; None where the backward of the experts does not read them.
     """
 
-    part: RowExchange
+    exchange: RowExchange
     layout: Layout | None = None
     rows: Tensor | None = None
     pair_exchange: RowExchange | None = None
@@ -230,6 +230,7 @@ class PassRun:
             TaskKind.DISPATCH: self.dispatch,
             TaskKind.ALL_GATHER: self.all_gather,
             TaskKind.EXPERT: self.expert,
+            TaskKind.SHARED_EXPERT: self.shared_expert,
             TaskKind.REDUCE_SCATTER: self.reduce_scatter,
             TaskKind.COMBINE: self.combine,
             TaskKind.GRADIENT_ALL_REDUCE: self.gradient_all_reduce,
@@ -239,7 +240,7 @@ class PassRun:
         run = self.settings
         # Each task is recorded as one span; the experts inside it must not add another.
         with nullcontext() if run.recorder is None else record_with(None):
-            execute(self.plan, self.task_methods(), stop=run.stop, streams=run.streams, recorder=run.recorder)
+            execute(self.plan, self.task_methods(), stop=run.report_error, streams=run.streams, recorder=run.recorder)
 
     def hooks(self, task: Task) -> Sequence[Hooks]:
         return self.settings.hooks
@@ -259,7 +260,7 @@ class PassRun:
     def dispatch(self, task: Task) -> None:
         self.start(task)
         chunk = self.chunks[task.layer][task.chunk or 0]
-        chunk.rows = self._transfer("dispatch", chunk.part.dispatch, task, chunk)
+        chunk.rows = self._transfer("dispatch", chunk.exchange.dispatch, task, chunk)
         # Expert ids and weights are dispatched in the forward pass; gradients of weights are combined in the backward.
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
             chunk.pair_values = chunk.pair_exchange.dispatch(self.keep_alive(chunk.pair_values))
@@ -269,24 +270,27 @@ class PassRun:
         # The chunk drops its reference, so that the memory is free once the rows are sent.
         rows, chunk.rows = chunk.rows, None
         assert rows is not None
-        chunk.rows = chunk.part.all_gather(self.keep_alive(rows))
+        chunk.rows = chunk.exchange.all_gather(self.keep_alive(rows))
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "forward":
             chunk.pair_values = chunk.pair_exchange.all_gather(self.keep_alive(chunk.pair_values))
 
     def expert(self, task: Task) -> None:
         raise NotImplementedError
 
+    def shared_expert(self, task: Task) -> None:
+        """Compute the layer's shared expert; does nothing if the caller computes it after the plan."""
+
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
         rows, chunk.rows = chunk.rows, None
         if rows is not None:  # None: no rank needs gradients of the rows
-            chunk.rows = chunk.part.reduce_scatter(self.keep_alive(rows))
+            chunk.rows = chunk.exchange.reduce_scatter(self.keep_alive(rows))
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.reduce_scatter(self.keep_alive(chunk.pair_values))
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        rows = None if chunk.rows is None else self._transfer("combine", chunk.part.combine, task, chunk)
+        rows = None if chunk.rows is None else self._transfer("combine", chunk.exchange.combine, task, chunk)
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.combine(self.keep_alive(chunk.pair_values))
         if rows is not None:
@@ -297,7 +301,7 @@ class PassRun:
         assert rows is not None
         if hooks := self.hooks(task):
             context = HookContext(self.phase, task.chunk or 0, self.plan.degrees[task.phase, task.layer])
-            return transfer_rows(hooks, name, move, self.keep_alive(rows), context)
+            return transfer_with_hooks(hooks, name, move, self.keep_alive(rows), context)
         return move(self.keep_alive(rows))
 
     def gradient_all_reduce(self, task: Task) -> None:
@@ -316,11 +320,11 @@ class ForwardPass(PassRun):
     """Base of forward passes.
 
     Attributes:
-        keep: save tensors for a backward pass.
+        saves_for_backward: save tensors for a backward pass.
     """
 
     phase = "forward"
-    keep = True
+    saves_for_backward = True
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {**super().task_methods(), GATHER: self.sparse_all_gather}
@@ -344,9 +348,9 @@ class ForwardPass(PassRun):
         experts = self.experts[task.layer]
         chunk.rows, chunk.activations = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
         # Free received tokens that no backward reads; without a backward also the activations.
-        if not (self.keep and experts.needs_input_rows):
+        if not (self.saves_for_backward and experts.needs_input_rows):
             chunk.x_RM = None
-        if not self.keep:
+        if not self.saves_for_backward:
             chunk.activations = None
 
 

@@ -30,7 +30,7 @@ from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.autograd.order import row_weights
 from fusedmoe.comm.exchange import AgreedMetadata
 from fusedmoe.comm.metadata import ExpertCalls, NonFinite
-from fusedmoe.compat.torch import recording
+from fusedmoe.compat.torch import autograd_recording
 from fusedmoe.engine.chunk_experts import AddGrads, AutogradExperts, ChunkExperts, GroupedExperts, Totals, grad_flags
 from fusedmoe.engine.chunks import concat
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -54,7 +54,7 @@ def through_experts_in_graph(
     """Run dispatch, experts and combine by the dispatcher's plans, as one operator.
 
     Args:
-        experts: experts by this library's kernels (`GroupedExperts`), or `dispatcher.local` with at most four
+        experts: experts by this library's kernels (`GroupedExperts`), or `dispatcher.graph_module` with at most four
             parameters, whose forward is recomputed in backward because an operator cannot save a graph. All other
             experts, and experts that must be called as a module (`needs_module_call`), run without a plan.
     Returns:
@@ -66,19 +66,20 @@ def through_experts_in_graph(
         RankError: on every rank, if any has non-finite values, fails or times out.
     """
     chunk_experts = experts.in_chunks(routed.x_SM)
-    own = [None if parameter is None else _to_local(parameter) for parameter in chunk_experts.parameters]
+    params = [None if parameter is None else _to_local(parameter) for parameter in chunk_experts.parameters]
+    module = dispatcher.graph_module
     if isinstance(chunk_experts, GroupedExperts):
         b2_start, activation = chunk_experts.weights.b2_start, chunk_experts.activation.name
-    elif dispatcher.local is None or len(own) > 4 or len(own) != len([*dispatcher.local.parameters()]):
+    elif module is None or len(params) > 4 or len(params) != len([*module.parameters()]):
         return dispatcher.run_by_operators(routed, experts, bad), routed.x_SM.new_zeros(())
     else:
-        own, b2_start, activation = own + [None] * (4 - len(own)), 0, ""
+        params, b2_start, activation = params + [None] * (4 - len(params)), 0, ""
     # Inside an operator `requires_grad` is always False.
-    needs_grad = grad_flags(own) if torch.is_grad_enabled() else [False] * 4
+    needs_grad = grad_flags(params) if torch.is_grad_enabled() else [False] * 4
     y_SM, zero, *_ = scheduled_experts(
         routed.x_SM,
         row_weights(routed.weight_SK, routed.layout),
-        *own,
+        *params,
         b2_start,
         activation,
         needs_grad,
@@ -87,7 +88,7 @@ def through_experts_in_graph(
         torch.is_grad_enabled(),
         dispatcher.topology.ep.size,
         dispatcher.topology.esp.size,
-        dispatcher.number,
+        dispatcher.handle_number,
     )
     return y_SM, zero
 
@@ -104,38 +105,39 @@ class _RecomputedExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        with recording():
+        with autograd_recording():
             y_RM, _ = self._experts.forward(x_RM, layout, weight_R)
         return y_RM, x_RM.new_empty((layout.rows, 0))
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         assert x_RM is not None
-        with recording():
+        with autograd_recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
             return self._experts.backward(dy_RM, x_RM, graph, layout, weight_R, totals)
 
     def backward_rows(
-        self, dy_RM: Tensor, x_RM: Tensor | None, kept: Tensor, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
         assert x_RM is not None
-        with recording():
+        with autograd_recording():
             _, graph = self._experts.forward(x_RM, layout, weight_R)
             return self._experts.backward_rows(dy_RM, x_RM, graph, layout, weight_R)
 
 
 def _experts(
-    dispatcher: Collectives, own: Sequence[Tensor | None], b2_start: int, how: str, needs_grad: Sequence[bool]
+    dispatcher: Collectives, params: Sequence[Tensor | None], b2_start: int, activation: str, needs_grad: Sequence[bool]
 ) -> ChunkExperts:
-    w1, w2, b1, b2 = own
-    if how:
+    w1, w2, b1, b2 = params
+    if activation:
         assert w1 is not None and w2 is not None
-        return GroupedExperts(Weights(w1, w2, b1, b2, b2_start), how, needs_grad)
-    module = dispatcher.local
+        return GroupedExperts(Weights(w1, w2, b1, b2, b2_start), activation, needs_grad)
+    module = dispatcher.graph_module
     assert module is not None
     # The graph's tensors, not the module's: if the parameters are sharded, a graph has this rank's part.
-    leaves = [one.detach().requires_grad_(needs) for one, needs in zip(own, needs_grad, strict=True) if one is not None]
+    pairs = zip(params, needs_grad, strict=True)
+    leaves = [param.detach().requires_grad_(needs) for param, needs in pairs if param is not None]
     parameters = dict(zip((name for name, _ in module.named_parameters()), leaves, strict=True))
 
     def compute(x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> Tensor:
@@ -156,7 +158,7 @@ def _dispatcher(number: Tensor, operation: str) -> Collectives:
 
 
 def _plans(dispatcher: Collectives, x_SM: Tensor, exchange: Any, experts: ChunkExperts) -> AssignedPlans:
-    assigned = dispatcher.plans(x_SM, exchange, lambda: experts)
+    assigned = dispatcher.find_plans(x_SM, exchange, lambda: experts)
     if assigned is not None:
         return assigned
     kinds = runnable_kinds(Capabilities(dispatcher.topology.ep.size, dispatcher.topology.esp.size), "itself")
@@ -200,10 +202,10 @@ def scheduled_experts(
         *_, sent, exchange = dispatcher.exchange_metadata(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)
         experts = _experts(dispatcher, (w1, w2, b1, b2), b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_SM, exchange, experts), x_SM.device, active_recorder())
-        y_SM, saved = run_forward(PlannedBatch(sent, exchange, experts, run), x_SM, weight_N, keep=keep)
+        y_SM, saved = run_forward(PlannedBatch(sent, exchange, experts, run), x_SM, weight_N, save_for_backward=keep)
         sizes = torch.tensor(exchange.sizes.send_PC, device="cpu"), torch.tensor(exchange.sizes.recv_QPC, device="cpu")
         chunks = saved.chunks
-        known = [len(chunks.parts), exchange.max_pairs, exchange.tokens_per_pair]
+        plan_inputs = [len(chunks.exchanges), exchange.max_pairs, exchange.tokens_per_pair]
         weight_P, nothing_M = x_SM.new_empty(0), x_SM.new_empty((0, x_SM.shape[1]))
         if not keep:
             activations = x_SM.new_empty((0, *_activation_shape(w1, activation)))
@@ -214,7 +216,7 @@ def scheduled_experts(
             activations = concat(saved.activations)
             if weights := [weight for weight in saved.weight_R if weight is not None]:
                 weight_P = chunks.join(weights)
-        host = *sizes, torch.tensor(known, dtype=torch.float64, device="cpu")
+        host = *sizes, torch.tensor(plan_inputs, dtype=torch.float64, device="cpu")
         return y_SM, x_SM.new_zeros(()), x_RM, activations, weight_P, *pairs, *host
 
 
@@ -275,25 +277,26 @@ def scheduled_experts_backward(
 
     `kept`: tensors that `scheduled_experts` returned for backward. `rows`: length of weight_N; None: all weights are 1.
     """
-    x_RM, h_PH, weight_P, expert_P, token_P, send_PC, recv_QPC, known = kept
+    x_RM, h_PH, weight_P, expert_P, token_P, send_PC, recv_QPC, plan_inputs = kept
     dispatcher = _dispatcher(number, "scheduled_experts_backward")
     topology = dispatcher.topology
     with topology.guard("fusedmoe::scheduled_experts_backward"):
         given = dispatcher.all_to_all, send_PC, recv_QPC, x_RM.device, layout[2] is None
-        agreed = AgreedMetadata(max_pairs=int(known[1]), tokens_per_pair=float(known[2]))
+        agreed = AgreedMetadata(max_pairs=int(plan_inputs[1]), tokens_per_pair=float(plan_inputs[2]))
         exchange = rebuild_exchange(topology, *given, f"a graph with {dispatcher.name}", agreed)
-        sent = deduplicate_tokens(Layout.of(layout), topology.ep.size).exact(exchange.sent, exchange.pairs.sent)
-        own = w1, w2, b1, b2
-        experts = _experts(dispatcher, own, b2_start, activation, needs_grad)
+        padded, num_pairs = deduplicate_tokens(Layout.of(layout), topology.ep.size), exchange.pair_exchange.num_sent
+        sent = padded.exact(exchange.num_sent, num_pairs)
+        params = w1, w2, b1, b2
+        experts = _experts(dispatcher, params, b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_RM, exchange, experts), x_RM.device, active_recorder())
         batch, pairs, forward_degree = (
             PlannedBatch(sent, exchange, experts, run),
             ReceivedPairs(expert_P, token_P),
-            int(known[0]),
+            int(plan_inputs[0]),
         )
         chunks = batch.chunks(pairs, forward_degree)
         nothing: list[Any] = [None] * forward_degree
-        x = [*x_RM.split([part.rows for part in chunks.parts])] if experts.needs_input_rows else nothing
+        x = [*x_RM.split([exchange.num_rows for exchange in chunks.exchanges])] if experts.needs_input_rows else nothing
         h = [*h_PH.split([layout.rows for layout in chunks.received])]
         weights = nothing if rows is None else [*chunks.split(weight_P)]
         saved = SavedForward(pairs, chunks, x, h, weights, rows)
@@ -309,7 +312,7 @@ def scheduled_experts_backward(
             else torch.zeros_like(p)
             if total is None
             else _to_local(total).to(p.dtype)
-            for total, p, needs in zip_longest(totals, own, needs_grad)
+            for total, p, needs in zip_longest(totals, params, needs_grad)
         ]
         return dx_SM, dweight_N, *grads
 

@@ -23,7 +23,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import mark_constant_in_graphs
 
 
-class NotScripted(list[str]):
+class RefusesScripting(list[str]):
     """Value of a module class's `__jit_ignored_attributes__` that makes `torch.jit.script` raise `ConfigError`.
 
     `torch.jit` iterates over this empty list for every module that it scripts.
@@ -63,7 +63,7 @@ class WrapperCheck:
     rank's experts as a slice of one tensor. Neither would report it.
 
     Args:
-        copies: ranks with the same experts as this rank. Wrappers may reduce the experts' gradients over them.
+        replica_ranks: ranks with the same experts as this rank. Wrappers may reduce the experts' gradients over them.
         axes: the axes that split the experts; `shardings` of the experts may restrict them per parameter.
     Attributes:
         checked_state: at the last check, the number of modules wrapped by FSDP2 and the id of an expert parameter.
@@ -71,17 +71,18 @@ class WrapperCheck:
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         # Not in `__init__`, which copies of a layer do not call.
-        made = super().__new__(cls)
-        _checks.add(made)
+        check = super().__new__(cls)
+        _checks.add(check)
         watch_utilities()
         # The compiler calls the check once while tracing; graphs do not contain it.
         mark_constant_in_graphs(cls.__call__)
-        return made
+        return check
 
     def __init__(
-        self, experts: nn.Module, rank: int, copies: Iterable[int], axes: Collection[str] = ("ep", "esp")
+        self, experts: nn.Module, rank: int, replica_ranks: Iterable[int], axes: Collection[str] = ("ep", "esp")
     ) -> None:
-        self._experts, self._rank, self._copies, self._axes = experts, rank, frozenset(copies), frozenset(axes)
+        self._experts, self._rank = experts, rank
+        self._replica_ranks, self._axes = frozenset(replica_ranks), frozenset(axes)
         self.checked_state = (0, 0)
 
     def __call__(self) -> None:
@@ -90,8 +91,8 @@ class WrapperCheck:
         Raises:
             ConfigError: a wrapper reduces split parameters over ranks that hold other experts.
         """
-        now = (len(module_states), id(next(self._experts.parameters(), None)))
-        if now != self.checked_state:
+        state = (len(module_states), id(next(self._experts.parameters(), None)))
+        if state != self.checked_state:
             split = self.split_parameters()
             for sharded in fsdp_parameters():
                 if (sharded.module, sharded.name) in split and self.has_other_experts(sharded.ranks):
@@ -100,14 +101,14 @@ class WrapperCheck:
                 gc.collect()  # a discarded wrapper lives in a reference cycle until collected
                 if self._ddp_reduces_split():
                     raise self._ddp_refusal()
-            self.checked_state = now
+            self.checked_state = state
 
     def check_ddp(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> None:
         if self._is_reduced_by(wrapper, reduced):
             raise self._ddp_refusal()
 
     def _ddp_reduces_split(self) -> bool:
-        return any(self._is_reduced_by(*each) for each in list(_reduced.items()))
+        return any(self._is_reduced_by(*each) for each in list(_reduced_ids.items()))
 
     def _is_reduced_by(self, wrapper: DistributedDataParallel, reduced: Collection[int]) -> bool:
         if not any(id(parameter) in reduced for parameter in self.split_parameters().values()):
@@ -125,7 +126,7 @@ class WrapperCheck:
 
     def has_other_experts(self, ranks: Iterable[int]) -> bool:
         """Return whether some of these ranks hold other experts than this one."""
-        return not self._copies.issuperset(ranks)
+        return not self._replica_ranks.issuperset(ranks)
 
     def _ddp_refusal(self) -> ConfigError:
         does, ours = "has made them equal and averages", "model = distributed_data_parallel"
@@ -144,17 +145,18 @@ _checks: WeakSet[WrapperCheck] = WeakSet()
 
 def _require_equal(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
     """Raise `ConfigError` if any of these parameters differs between the ranks of one of the process groups."""
-    given = {id(parameter): parameter for parameter in parameters}
+    parameters_by_id = {id(parameter): parameter for parameter in parameters}
     for group in groups:
         if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
             continue
         ranks = dist.get_process_group_ranks(group)
-        own = any(
-            check.has_other_experts(ranks) and not given.keys().isdisjoint(map(id, check.split_parameters().values()))
+        has_split_experts = any(
+            check.has_other_experts(ranks)
+            and not parameters_by_id.keys().isdisjoint(map(id, check.split_parameters().values()))
             for check in list(_checks)
         )
         # With Hugging Face's expert parallelism, experts are DTensors split over ranks.
-        if own or any(_is_sharded_over(parameter, ranks) for parameter in given.values()):
+        if has_split_experts or any(_is_sharded_over(parameter, ranks) for parameter in parameters_by_id.values()):
             raise ConfigError(
                 f"rank {dist.get_rank()}: PyTorch's {utility} treats the parameters of ranks {ranks} as replicas, and "
                 f"these ranks hold different experts. {cure}"
@@ -191,15 +193,15 @@ def _before_state_dict(model: nn.Module, options: Any) -> None:
     from torch.distributed.tensor import DTensor
 
     # A DTensor is gathered whole, unless its mesh has only ranks that hold the same experts.
-    whole = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    gathered = {id(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for check in list(_checks):
         for parameter in check.split_parameters().values():
             if isinstance(parameter, DTensor) and not check.has_other_experts(
                 parameter.device_mesh.mesh.flatten().tolist()
             ):
-                whole.discard(id(parameter))
+                gathered.discard(id(parameter))
     _require_equal(
-        (parameter for parameter in model.parameters() if id(parameter) not in whole),
+        (parameter for parameter in model.parameters() if id(parameter) not in gathered),
         [dist.group.WORLD],
         "StateDictOptions(full_state_dict=True)",
         "Save by fusedmoe.training.save_checkpoint and load by load_checkpoint; without full_state_dict the state is "
@@ -218,14 +220,14 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
 
 
 # Ids of the parameters that each DistributedDataParallel reduces, fixed at its construction.
-_reduced: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
+_reduced_ids: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
 
 
 def _after_ddp(wrapper: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
     reduced = frozenset(map(id, parameters))
     for check in list(_checks):
         check.check_ddp(wrapper, reduced)
-    _reduced[wrapper] = reduced
+    _reduced_ids[wrapper] = reduced
 
 
 # At import, so that later imports of the functions get the checked ones.
@@ -247,8 +249,8 @@ def watch_utilities() -> None:
 def _find_earlier_ddp() -> None:
     """Record the DistributedDataParallels made before this module was imported."""
     for wrapper in gc.get_objects() if dist.is_initialized() else ():
-        if not issubclass(type(wrapper), DistributedDataParallel) or wrapper in _reduced:
+        if not issubclass(type(wrapper), DistributedDataParallel) or wrapper in _reduced_ids:
             continue
         if hasattr(wrapper, "module"):  # its constructor did not fail
             named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
-            _reduced[wrapper] = frozenset(id(parameter) for name, parameter in named if name not in ignored)
+            _reduced_ids[wrapper] = frozenset(id(parameter) for name, parameter in named if name not in ignored)

@@ -15,7 +15,7 @@ from fusedmoe.kernels.low_rank import Adapters, LowRank
 
 _MATRICES = ("w1", "w2")
 # Global module hooks that only track the running module, as PyTorch's FLOP counter registers.
-_OBSERVERS = ("torch.utils.module_tracker",)
+_TRACKING_HOOKS = ("torch.utils.module_tracker",)
 
 
 class LowRankUpdate(nn.Module):
@@ -70,7 +70,8 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
     experts.requires_grad_(False)
     for name in names:
         w = getattr(experts, name)
-        last, axes = w.dim() - 1, experts.shardings.pop(name)
+        last, declared = w.dim() - 1, experts.shardings.pop(name, None)
+        axes = declared or {}
         inner = {axis: dim for axis, dim in axes.items() if dim == last}
         shards, shard = (place.shards, place.shard) if inner else (1, 0)
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -84,6 +85,8 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         scale = (rank if alpha is None else alpha) / rank
         update = LowRankUpdate(a, w.new_zeros((*w.shape[:-1], rank)), scale)
         parametrize.register_parametrization(experts, name, update, unsafe=True)
+        if declared is None:  # a shared expert, replicated on all ranks
+            continue
         experts.shardings[f"parametrizations.{name}.original"] = axes
         # A has W's column split and B its row split. Each shard has a copy of a factor without the split dimension.
         outer = {axis: dim for axis, dim in axes.items() if axis not in inner}
@@ -96,11 +99,12 @@ def merge_adapters(experts: Any) -> None:
     """Add the adapters to the experts' matrices permanently. The matrices become plain, frozen parameters."""
     for name in _MATRICES:
         if _adapter_of(experts, name) is not None:
-            axes = experts.shardings.pop(f"parametrizations.{name}.original")
+            axes = experts.shardings.pop(f"parametrizations.{name}.original", None)
             for factor in "ab":
-                experts.shardings.pop(f"parametrizations.{name}.0.{factor}")
+                experts.shardings.pop(f"parametrizations.{name}.0.{factor}", None)
             parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
-            experts.shardings[name] = axes
+            if axes is not None:
+                experts.shardings[name] = axes
 
 
 def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
@@ -110,7 +114,7 @@ def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tupl
     then read the sums, which evaluates each parametrisation once.
     """
     updates, frozen = [_adapter_of(experts, name) for name in _MATRICES], []
-    if any(update is not None and find_hook(update, _OBSERVERS) is not None for update in updates):
+    if any(update is not None and find_hook(update, _TRACKING_HOOKS) is not None for update in updates):
         return None
     if any(parametrize.is_parametrized(experts, name) for name in ("b1", "b2")):
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,13 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 
 # Names of an expert's projections: (gate,) up, down. Mixtral and torchtitan, LLaMA and Qwen, T5; then without a gate:
 # torchtitan's w1 without w3, fairseq and BERT-like models, GPT-2, Megatron-LM and DeepSpeed, Megatron-core, T5.
-_GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo"))
-_PLAIN = (
+_GATED_NAMES = (
+    ("w1", "w3", "w2"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate", "up", "down"),
+    ("wi_0", "wi_1", "wo"),
+)
+_UNGATED_NAMES = (
     ("w1", "w2"),
     ("fc1", "fc2"),
     ("up_proj", "down_proj"),
@@ -33,13 +39,13 @@ _PLAIN = (
     ("batched_fc1_w", "batched_fc2_w"),
 )
 # Gate and up projection in one matrix, gate rows first.
-_CONCATENATED = ("gate_up_proj", "down_proj")
+_CONCATENATED_NAMES = ("gate_up_proj", "down_proj")
 # Tutel stores the down projection as [E, H, M] and calls biases batched_fc1_bias.
 _TUTEL_BIAS = {"batched_fc1_bias": "batched_fc1_w.bias", "batched_fc2_bias": "batched_fc2_w.bias"}
 # Maximum difference between a source expert and its copy relative to the largest output, by the source's dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Rows of the comparison.
-_ROWS = 16
+_NUM_ROWS = 16
 
 
 class ExpertTensors(NamedTuple):
@@ -132,17 +138,16 @@ def from_modules(
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ConfigError(f"from_modules: unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-    source = _unwrapped(source)
+    source = _unwrap(source)
     if isinstance(source, nn.Module):
-        found = _stacked(dict(source.named_parameters()))
-        run = _stacked_call(source)
+        count, read_any = _read_stacked(dict(source.named_parameters()))
+        run = _first_expert_call(source)
     elif isinstance(source, Mapping):
-        found, run = _of_state(source), None
+        (count, read_any), run = _read_state_dict(source), None
     else:
         _require_distinct(source)
-        found = len(source), lambda number: _tensors(dict(source[number].named_parameters()), number, in_order=True)
+        count, read_any = len(source), partial(_read_module, source)
         run = source[0] if source else None
-    count, read_any = found
     if not count:
         raise ConfigError("from_modules: the source has no experts")
     example = read_any(0)
@@ -158,8 +163,12 @@ def from_modules(
 
     candidates = [activation] if activation else [name for name, one in ACTIVATIONS.items() if one.gated == gated]
     if ACTIVATIONS[candidates[0]].gated != gated:
-        raise ConfigError(f"from_modules: {activation} {'needs' if not gated else 'has no'} gate, unlike the source")
-    name = _verified(example, candidates, run)
+        choices = ", ".join(name for name, one in ACTIVATIONS.items() if one.gated == gated)
+        raise ConfigError(
+            f"from_modules: the source has {'a gate' if gated else 'no gate'}; activation={activation!r} does not fit, "
+            f"choose {choices}"
+        )
+    name = _find_activation(example, candidates, run)
     if name is None:
         raise ConfigError(f"from_modules: pass activation=, one of {', '.join(candidates)}: the source is not callable")
     experts = FeedForward(example.w2.shape[1], name, bias=example.b1 is not None)
@@ -167,7 +176,7 @@ def from_modules(
     return experts
 
 
-def _unwrapped(source: Any) -> Any:
+def _unwrap(source: Any) -> Any:
     """Return the expert modules as a list if `source` is a list, tuple, ModuleList or ModuleDict, or contains one.
 
     Containers are searched up to 3 attributes deep, for DeepSpeed-MoE's `deepspeed_moe.experts.deepspeed_experts`.
@@ -204,10 +213,10 @@ def _require_distinct(modules: Sequence[nn.Module]) -> None:
 
 
 #: Number of experts, and a function that reads one.
-_Found = tuple[int, Callable[[int], ExpertTensors]]
+_CountAndReader = tuple[int, Callable[[int], ExpertTensors]]
 
 
-def _of_state(state: Mapping[str, Tensor]) -> _Found:
+def _read_state_dict(state: Mapping[str, Tensor]) -> _CountAndReader:
     """Return the experts of a state dict: keys `….<number>.<projection>.weight`, or stacked tensors."""
     names: dict[int, dict[str, str]] = {}
     for key in state:
@@ -219,25 +228,29 @@ def _of_state(state: Mapping[str, Tensor]) -> _Found:
         tails = {re.sub(r"^.*\.(?=\w+(\.weight|\.bias)?$)", "", key): key for key in state}
         if len(tails) < len(state):
             raise ConfigError("from_modules: tensors of one name occur twice; pass the experts of one layer")
-        return _stacked({tail: state[key] for tail, key in tails.items()})
+        return _read_stacked({tail: state[key] for tail, key in tails.items()})
     if sorted(names) != list(range(len(names))):
         raise ConfigError(f"from_modules: the state has experts {sorted(names)}; expected 0 to {len(names) - 1}")
-    return len(names), lambda number: _tensors({name: state[key] for name, key in names[number].items()}, number)
+    return len(names), lambda number: _expert_tensors({name: state[key] for name, key in names[number].items()}, number)
 
 
-def _stacked(given: Mapping[str, Tensor]) -> _Found:
+def _read_module(modules: Sequence[nn.Module], number: int) -> ExpertTensors:
+    return _expert_tensors(dict(modules[number].named_parameters()), number, in_order=True)
+
+
+def _read_stacked(given: Mapping[str, Tensor]) -> _CountAndReader:
     stacks = {_TUTEL_BIAS.get(name, name): value for name, value in given.items() if value.dim() >= 2}
     counts = {len(value) for value in stacks.values()}
     if len(counts) != 1:
-        raise ConfigError(f"from_modules: no experts of one number in {_shapes(given)}")
+        raise ConfigError(f"from_modules: no experts of one number in {_shapes_of(given)}")
 
     def read(number: int) -> ExpertTensors:
-        return _tensors({name: value[number] for name, value in stacks.items()}, number)
+        return _expert_tensors({name: value[number] for name, value in stacks.items()}, number)
 
     return counts.pop(), read
 
 
-def _tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -> ExpertTensors:
+def _expert_tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -> ExpertTensors:
     """Return one expert from its parameters by name, with or without `.weight` and `.bias`.
 
     `in_order`: two matrices with unknown names are up and down projection; the caller verifies the result.
@@ -250,10 +263,13 @@ def _tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -
     names = _projections(weights, number, in_order)
     b = [biases.get(name) for name in names]
     if len({bias is None for bias in b}) > 1:
-        raise ConfigError(f"from_modules: expert {number} has biases in some projections only: {_shapes(given)}")
+        raise ConfigError(f"from_modules: expert {number} has biases in some projections only: {_shapes_of(given)}")
     b1, b2 = b[0], b[-1]
     if len(names) == 3 and weights[names[0]].shape != weights[names[1]].shape:
-        raise ConfigError(f"from_modules: expert {number} has gate and up projections of different shapes")
+        raise ConfigError(
+            f"from_modules: expert {number} has {_shapes_of(given)}; {names[0]} (gate) and {names[1]} (up) must have "
+            f"one shape [hidden, model_dim], and {names[2]} (down) [model_dim, hidden]"
+        )
     if len(names) == 3:
         w1 = torch.stack([weights[names[0]], weights[names[1]]])
         b1 = None if b1 is None else torch.stack([b1, biases[names[1]]])
@@ -261,7 +277,7 @@ def _tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -
         w1 = weights[names[0]]
         # Gate and up rows in one matrix: transformers' name, or twice the rows of the down projection.
         down = weights[names[1]]
-        if names[0] == _CONCATENATED[0] or w1.shape[0] == 2 * down.shape[-1] and w1.shape[1] == down.shape[0]:
+        if names[0] == _CONCATENATED_NAMES[0] or w1.shape[0] == 2 * down.shape[-1] and w1.shape[1] == down.shape[0]:
             w1 = w1.reshape(2, -1, w1.shape[-1]) if w1.shape[0] % 2 == 0 else w1
             b1 = None if b1 is None else b1.reshape(2, -1)
     w2 = weights[names[-1]]
@@ -269,47 +285,53 @@ def _tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -
         w2, b1, b2 = w2.mT, None if b1 is None else b1.flatten(), None if b2 is None else b2.flatten()
     if w1.shape[-2:] != w2.shape[::-1]:
         raise ConfigError(
-            f"from_modules: expert {number} has {_shapes(given)}; expected [hidden, model_dim] for gate and up and "
+            f"from_modules: expert {number} has {_shapes_of(given)}; expected [hidden, model_dim] for gate and up and "
             "[model_dim, hidden] for down, as nn.Linear stores them"
         )
     return ExpertTensors(w1, w2, b1, b2)
 
 
 def _projections(weights: Mapping[str, Tensor], number: int, in_order: bool) -> tuple[str, ...]:
-    for names in (*_GATED, _CONCATENATED, *_PLAIN):
+    for names in (*_GATED_NAMES, _CONCATENATED_NAMES, *_UNGATED_NAMES):
         if weights.keys() == set(names):
             return names
     if len(weights) == 2 and (in_order or all(map(str.isdigit, weights))):
         return tuple(weights) if in_order else tuple(sorted(weights, key=int))  # nn.Sequential
-    raise ConfigError(f"from_modules: expert {number} has {_shapes(weights)}; expected two or three known projections")
+    raise ConfigError(
+        f"from_modules: expert {number} has {_shapes_of(weights)}; known names, in the order (gate,) up, down: "
+        f"{'; '.join(', '.join(names) for names in (*_GATED_NAMES, *_UNGATED_NAMES))}. For other names pass a state "
+        "dict with keys such as '0.gate_proj.weight', and activation="
+    )
 
 
 @torch.no_grad()
-def _verified(expert: ExpertTensors, candidates: Sequence[str], run: Callable[[Tensor], Tensor] | None) -> str | None:
+def _find_activation(
+    expert: ExpertTensors, candidates: Sequence[str], run: Callable[[Tensor], Tensor] | None
+) -> str | None:
     """Return the activation with which the expert equals `run`; without `run`, the only candidate or None."""
-    only = candidates[0] if len(candidates) == 1 else None
+    only_candidate = candidates[0] if len(candidates) == 1 else None
     like = expert.w1
     if run is None or like.is_meta:
-        return only
+        return only_candidate
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_ROWS, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
+    rows = torch.randn(_NUM_ROWS, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
     rows = rows.to(like.device, like.dtype)
-    was_training = [module for module in _modules(run) if module.training]
+    training_modules = [module for module in _modules(run) if module.training]
     try:
-        for module in was_training:
+        for module in training_modules:
             module.training = False
         expected = run(rows)
     except Exception as error:
-        if only is not None:
-            return only
+        if only_candidate is not None:
+            return only_candidate
         raise ConfigError(
             f"from_modules: pass activation=, one of {', '.join(candidates)}: the first expert could not be called on "
-            f"rows [{_ROWS}, {like.shape[-1]}] to find it: {type(error).__name__}: {error}"
+            f"rows [{_NUM_ROWS}, {like.shape[-1]}] to find it: {type(error).__name__}: {error}"
         ) from error
     finally:
-        for module in was_training:
+        for module in training_modules:
             module.training = True
-    errors = {name: _error(expert, name, rows, expected) for name in candidates}
+    errors = {name: _relative_error(expert, name, rows, expected) for name in candidates}
     best = min(errors, key=errors.__getitem__)
     if not errors[best] <= _TOLERANCE.get(like.dtype, 0.0):
         raise ConfigError(
@@ -319,7 +341,7 @@ def _verified(expert: ExpertTensors, candidates: Sequence[str], run: Callable[[T
     return best
 
 
-def _error(expert: ExpertTensors, activation: str, rows: Tensor, expected: Any) -> float:
+def _relative_error(expert: ExpertTensors, activation: str, rows: Tensor, expected: Any) -> float:
     """Return the largest deviation from `expected`, relative to its largest magnitude."""
     if not isinstance(expected, Tensor) or expected.shape != rows.shape:
         return float("inf")
@@ -332,7 +354,7 @@ def _error(expert: ExpertTensors, activation: str, rows: Tensor, expected: Any) 
     return float((y - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30))
 
 
-def _stacked_call(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _first_expert_call(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return a call of expert 0 of transformers' stacked experts; None for other modules."""
     if not hasattr(module, "gate_up_proj"):
         return None
@@ -357,5 +379,5 @@ def _is_bias(name: str) -> bool:
     return name == "bias" or name.endswith((".bias", "_bias"))
 
 
-def _shapes(given: Mapping[str, Tensor]) -> str:
+def _shapes_of(given: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(value.shape)}" for name, value in given.items()) or "no parameters"

@@ -22,7 +22,7 @@ from fusedmoe.autograd.low_rank import low_rank_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.comm.topology import Topology
 from fusedmoe.construction import Constructed
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankChunks
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, LowRankExperts
 from fusedmoe.engine.wrappers import require_swappable
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.adapters import frozen_weights_and_adapters
@@ -83,13 +83,13 @@ class PerRankTensor(Tensor):
     """
 
     # A distributed checkpoint would keep one rank's tensor of each name, losing experts.
-    _COPIES: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
+    _CLASS_PRESERVING: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if function in cls._COPIES else result
+        return result.as_subclass(cls) if function in cls._CLASS_PRESERVING else result
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         raise ConfigError(
@@ -166,7 +166,7 @@ class Experts(Constructed, nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.own_numbers is not None:
-            numbers = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
+            numbers = torch.tensor(self._numbers_and_shards(), dtype=torch.long, device="cpu")
             whole = numbers.dim() == 1 and len(numbers) == self.num_experts
             destination[prefix + NUMBERS] = numbers if whole else numbers.as_subclass(PerRankTensor)
 
@@ -190,7 +190,7 @@ class Experts(Constructed, nn.Module):
         self.require_same_experts({NUMBERS: given}, "")
         self._given_numbers = given
 
-    def _identity(self) -> list[Any]:
+    def _numbers_and_shards(self) -> list[Any]:
         assert self.own_numbers is not None and self.place is not None
         shard = [self.place.shard, self.place.shards]
         return [[number, *shard] for number in self.own_numbers] if self.place.shards > 1 else list(self.own_numbers)
@@ -202,7 +202,7 @@ class Experts(Constructed, nn.Module):
         if saved is None or self.own_numbers is None:
             return
         # Older versions saved no shards or no numbers.
-        held = list(self.own_numbers) if saved.dim() == 1 else self._identity()
+        held = list(self.own_numbers) if saved.dim() == 1 else self._numbers_and_shards()
         if saved.tolist() != held:
             raise wrong_experts_error(
                 prefix, saved.tolist(), held, f"In a manually assembled state omit {prefix}{NUMBERS}"
@@ -251,8 +251,8 @@ class ExpertsModule(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, use: Callable[[Experts, Any], Any], more: Any) -> Any:
-        return use(self.experts, more)
+    def forward(self, function: Callable[[Experts, Any], Any], argument: Any) -> Any:
+        return function(self.experts, argument)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -414,7 +414,7 @@ class FeedForward(Experts):
             shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
             split |= {"b1": len(halves), "b2": 0}
 
-        def own(whole: Tensor, dim: int) -> Tensor:
+        def take_shard(whole: Tensor, dim: int) -> Tensor:
             parts = whole.chunk(place.shards, dim=dim)
             # torch.chunk may return fewer parts than shards for a small output bias.
             return parts[place.shard] if place.shard < len(parts) else whole.narrow(dim, 0, 0)
@@ -422,14 +422,14 @@ class FeedForward(Experts):
         made = dict[str, Tensor]()
         for name, shape in shapes.items():
             require_elements(type(self).__name__, name, (place.local, *shape))
-            like = own(torch.empty(shape, device="meta"), split[name])
+            like = take_shard(torch.empty(shape, device="meta"), split[name])
             made[name] = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
         for at, number in enumerate([] if made["w1"].is_meta else place.numbers):
             # Each expert is made whole, then sliced: shards belong to one model.
             whole = draw_linear(shapes, seed + number) if self.source is None else self.source(number, shapes)
             for name, value in whole.items():
-                made[name][at] = own(value, split[name])
+                made[name][at] = take_shard(value, split[name])
         for name, value in made.items():
             self.register_parameter(name, nn.Parameter(value))
         self.source = self.source if made["w1"].is_meta else None  # the other model may be freed
@@ -454,7 +454,7 @@ class FeedForward(Experts):
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         if is_parametrized(self) and (low_rank := frozen_weights_and_adapters(self, x_SM.dtype)) is not None:
-            return LowRankChunks(*low_rank, self.activation)
+            return LowRankExperts(*low_rank, self.activation)
         return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
@@ -463,8 +463,8 @@ class FeedForward(Experts):
         assert self.place is not None
         experts = max(1, self.place.local) * ep  # under a placement a rank may own none
         # By name: reading a parametrised weight (parametrizations.w1.original) would evaluate it.
-        learnt = {part for name, one in self.named_parameters() if one.requires_grad for part in name.split(".")}
-        trained = tuple(name for name in ("w1", "w2") if name in learnt)
+        trained_names = {part for name, one in self.named_parameters() if one.requires_grad for part in name.split(".")}
+        trained = tuple(name for name in ("w1", "w2") if name in trained_names)
         gated = ACTIVATIONS[self.activation].gated
         whole = Workload.of_rows(rows, self.model_dim, self.hidden, experts, gated, itemsize, ep, esp)
         return replace(whole, trained=trained)

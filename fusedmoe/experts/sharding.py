@@ -34,7 +34,7 @@ def parameter_shardings(model: nn.Module, *, marked: bool = True) -> dict[str, d
         ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
             with conflicting declarations; a parameter with Tutel's expert mark without a declared split.
     """
-    return {name: dict(stated.axes) for name, stated in _collect(model, marked=marked).items()}
+    return {name: dict(declared.axes) for name, declared in _collect_declarations(model, marked=marked).items()}
 
 
 def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, dict[str, int]], set[str]]:
@@ -49,9 +49,9 @@ def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, di
         ConfigError: as `parameter_shardings`; a layer and the topology have different ranks on an axis; a tensor's
             split over an axis is unknown.
     """
-    shardings = _collect(model)
-    experts = {name for name, stated in shardings.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
-    return {name: _active(name, *stated, topology) for name, stated in shardings.items()}, experts
+    shardings = _collect_declarations(model)
+    experts = {name for name, declared in shardings.items() if not declared.axes.keys().isdisjoint(EXPERT_AXES)}
+    return {name: _active_axes(name, *declared, topology) for name, declared in shardings.items()}, experts
 
 
 class _Declaration(NamedTuple):
@@ -66,9 +66,9 @@ class _Declaration(NamedTuple):
     ranks: Mapping[str, tuple[int, ...]]
 
 
-def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Declaration]:
+def _collect_declarations(model: nn.Module, *, marked: bool = True) -> dict[str, _Declaration]:
     """Return the modules' declarations by the names of `model.state_dict()`."""
-    stated: dict[str, _Declaration] = {}
+    declared: dict[str, _Declaration] = {}
     seen: dict[int, tuple[str, _Declaration]] = {}  # by id: a shared tensor has one sharding
     layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # enclosing layers, outermost first
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -79,40 +79,40 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Declaration
             layers.append((path, ranks))
         for own_name, axes in getattr(module, "shardings", {}).items():
             name = path + own_name
-            tensor = _find(module, own_name, name)
+            tensor = _find_tensor(module, own_name, name)
             if tensor is None:
                 continue
-            _check(name, tensor, axes)
+            _validate_axes(name, tensor, axes)
             first, known = seen.setdefault(id(tensor), (name, _Declaration(axes, layers[-1][1])))
             if known.axes != axes:
                 raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
-            stated[name] = known
+            declared[name] = known
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if id(tensor) in seen:
-            stated.setdefault(name, seen[id(tensor)][1])
+            declared.setdefault(name, seen[id(tensor)][1])
         elif marked and hasattr(tensor, "_tutel_expert"):
             # Without a declaration it would be treated as replicated.
             raise ConfigError(
                 f"{name} is an expert's parameter by its mark _tutel_expert, but no module declares over which ranks "
                 "it is split. Pass the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
             )
-    return stated
+    return declared
 
 
-def _active(
-    name: str, axes: Mapping[str, int], of_layer: Mapping[str, tuple[int, ...]], topology: Topology
+def _active_axes(
+    name: str, axes: Mapping[str, int], layer_ranks: Mapping[str, tuple[int, ...]], topology: Topology
 ) -> dict[str, int]:
     """Return a tensor's split dimension by axis, for axes with several ranks. Raises `ConfigError` for bad splits."""
     active = {}
     groups = {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
     for axis, dim in axes.items():
         group = groups[axis]
-        ranks = of_layer.get(axis, group.ranks)
+        ranks = layer_ranks.get(axis, group.ranks)
         if len(ranks) == 1:  # the layer does not split these experts, regardless of the topology
             continue
         if ranks != group.ranks:
-            sizes = ", ".join(f"{each}={len(of_layer[each])}" for each in EXPERT_AXES)
+            sizes = ", ".join(f"{each}={len(layer_ranks[each])}" for each in EXPERT_AXES)
             raise ConfigError(
                 f"rank {topology.rank}: {name} is split over the ranks {list(ranks)} by its layer, but {axis} of the "
                 f"given topology is the ranks {list(group.ranks)}: experts would be treated as copies of others. Pass "
@@ -130,7 +130,7 @@ def _active(
     return active
 
 
-def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
+def _find_tensor(module: nn.Module, own_name: str, name: str) -> Tensor | None:
     """Return a module's tensor by its relative name; None if the attribute is None, as an absent bias."""
     path, _, leaf = own_name.rpartition(".")
     try:
@@ -152,7 +152,7 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
     raise ConfigError(f"{type(module).__name__}.shardings lists {own_name!r}; no parameter or buffer is named {name!r}")
 
 
-def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
+def _validate_axes(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
     for axis, dim in axes.items():
         # A misspelt axis would leave the tensor replicated, with gradients summed over different parameters.
         if axis not in AXES:
@@ -163,18 +163,18 @@ def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
         raise ConfigError(f"{name} is split as {axes}; a tensor is split over ep and esp, or over mp, not both")
 
 
-def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology, cure: str) -> None:
+def require_equal(tensors: Iterable[tuple[str, Group, Tensor]], topology: Topology, fix: str) -> None:
     """Check that named tensors are equal on all ranks of their group. Collective over the topology.
 
     Args:
-        held: (name, group, tensor) on this rank; names may differ between ranks.
-        cure: a sentence appended to the error.
+        tensors: (name, group, tensor) on this rank; names may differ between ranks.
+        fix: a sentence appended to the error.
     Raises:
         RankError: a tensor differs. Every rank raises the same error, with the first such tensor and the ranks.
     """
     # Keyed by name and the group's first rank: names differ between pipeline stages, replicas of a name between groups.
     # Unequal replicas receive equal gradients and stay unequal without any other symptom.
-    own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in held if group.size > 1}
+    own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in tensors if group.size > 1}
     every = all_gather_object(topology.world, own, "comparing copies of parameters")
     ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}
     for rank, theirs in zip(topology.world.ranks, every, strict=True):
@@ -188,7 +188,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
     values = ", another on ".join(f"ranks {ranks}" for ranks in holders.values())
     raise RankError(
         f"rank {topology.rank}: {name} should be a copy on all of these ranks, but has one value on {values}"
-        f"{f', and {len(differ)} more parameters differ' if differ else ''}. {cure}",
+        f"{f', and {len(differ)} more parameters differ' if differ else ''}. {fix}",
         agreed=True,
     )
 

@@ -21,11 +21,11 @@ from fusedmoe.experts.sharding import active_shardings
 Optimizers = Optimizer | Sequence[Optimizer]
 
 # Per optimizer: (number of dimensions, split dimension) -> whether it is elementwise.
-_tried: WeakKeyDictionary[Optimizer, dict[tuple[int, int], bool]] = WeakKeyDictionary()
+_elementwise_results: WeakKeyDictionary[Optimizer, dict[tuple[int, int], bool]] = WeakKeyDictionary()
 
 # Maximum relative difference that rounding may cause, including bfloat16.
 _TOLERANCE = 0.1
-_STEPS = 8
+_NUM_STEPS = 8
 
 
 class MatrixOptimizer(Optimizer):
@@ -47,7 +47,7 @@ class JoinedOptimizers:
         self.kind = "+".join(type(optimizer).__name__ for optimizer in self.optimizers)
         self.defaults = {key for optimizer in self.optimizers for key in optimizer.defaults}
         self._by_parameter: dict[int, Optimizer] = {}
-        self._groups = 0
+        self._num_groups = 0
         self.optimizer_of(torch.empty(0, device="cpu"))
 
     @property
@@ -56,8 +56,8 @@ class JoinedOptimizers:
 
     def optimizer_of(self, parameter: Tensor) -> Optimizer:
         """Return the optimizer of a parameter, by default the last. Raises `ConfigError` if two share it."""
-        if self._groups != len(self.param_groups):  # first call, or groups were added
-            self._groups = len(self.param_groups)
+        if self._num_groups != len(self.param_groups):  # first call, or groups were added
+            self._num_groups = len(self.param_groups)
             self._by_parameter = {}
             for optimizer in self.optimizers:
                 own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -127,18 +127,18 @@ def require_elementwise_part(optimizer: Optimizer, parameter: Tensor, name: str,
         if isinstance(optimizer, MatrixOptimizer):
             fits = dim < parameter.dim() - 2
         else:
-            tried = _tried.setdefault(optimizer, {})
-            if (parameter.dim(), dim) not in tried:
-                tried[parameter.dim(), dim] = _is_elementwise(optimizer, parameter, dim)
-            fits = tried[parameter.dim(), dim]
+            results = _elementwise_results.setdefault(optimizer, {})
+            if (parameter.dim(), dim) not in results:
+                results[parameter.dim(), dim] = _is_elementwise(optimizer, parameter, dim)
+            fits = results[parameter.dim(), dim]
         if fits:
             continue
-        kind, cure = type(optimizer).__name__, "Use an elementwise optimizer (AdamW, SGD) for it"
+        kind, fix = type(optimizer).__name__, "Use an elementwise optimizer (AdamW, SGD) for it"
         if axis == "ep":
-            cure = f"Pass the experts' matrices to fusedmoe.training.PerMatrix(…, {kind}), their biases to AdamW"
+            fix = f"Pass the experts' matrices to fusedmoe.training.PerMatrix(…, {kind}), their biases to AdamW"
         raise ConfigError(
             f"{kind} looks at more of {name} than one rank has: {axis} splits it along dimension {dim}. A step on a "
-            f"part differs from a step on the whole, so training would depend on the number of ranks. {cure}."
+            f"part differs from a step on the whole, so training would depend on the number of ranks. {fix}."
         )
 
 
@@ -156,29 +156,29 @@ def similar_optimizer(optimizer: Optimizer, tensor: nn.Parameter) -> Optimizer:
 def _is_elementwise(optimizer: Optimizer, parameter: Tensor, dim: int) -> bool:
     """Return whether steps on the halves of a tensor equal a step on the whole tensor; True if untestable."""
 
-    def first(tensor: Tensor) -> Tensor:
+    def first_half(tensor: Tensor) -> Tensor:
         return tensor.chunk(2, dim)[0]
 
-    def second(tensor: Tensor) -> Tensor:
+    def second_half(tensor: Tensor) -> Tensor:
         return tensor.chunk(2, dim)[1]
 
     random = torch.Generator().manual_seed(0)
     # The halves differ in all properties that an optimizer may use: value and gradient scale, and its last change.
     value, *gradients = (
-        torch.randn([4, 6, 8, 10, 12][: parameter.dim()], generator=random, device="cpu") for _ in range(_STEPS + 1)
+        torch.randn([4, 6, 8, 10, 12][: parameter.dim()], generator=random, device="cpu") for _ in range(_NUM_STEPS + 1)
     )
-    second(value).mul_(0.01)
+    second_half(value).mul_(0.01)
     for gradient in gradients:
-        second(gradient).mul_(0.01)
-    first(gradients[-1]).mul_(100)
+        second_half(gradient).mul_(0.01)
+    first_half(gradients[-1]).mul_(100)
 
     def run_steps(cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
         tensor, steps = nn.Parameter(cut(value).clone().to(parameter.device)), []
-        tried = similar_optimizer(optimizer, tensor)
+        sample_optimizer = similar_optimizer(optimizer, tensor)
         for gradient in gradients:
             before = tensor.detach().clone()
             tensor.grad = cut(gradient).clone().to(parameter.device)
-            tried.step(lambda: 0.0)
+            sample_optimizer.step(lambda: 0.0)
             steps.append((tensor.detach() - before).cpu())
         return steps
 
@@ -187,7 +187,7 @@ def _is_elementwise(optimizer: Optimizer, parameter: Tensor, dim: int) -> bool:
         # Comparisons with non-finite values are inconclusive.
         return not any(
             bool((half(step) - part).norm() > _TOLERANCE * half(step).norm().maximum(part.norm()))
-            for half in (first, second)
+            for half in (first_half, second_half)
             for step, part in zip(whole, run_steps(half), strict=True)
         )
     return True

@@ -123,9 +123,9 @@ class Gate(Constructed, nn.Module):
     splits: ClassVar[bool] = False
     """True if a batch may be split before the gate: routing is token-wise, by `score` and `choose`. A subclass that
     overrides `route` must set it again."""
-    balances: ClassVar[bool] = False
+    needs_load: ClassVar[bool] = False
     """True if `update` uses the load."""
-    packs: ClassVar[bool] = False
+    has_packed_loss: ClassVar[bool] = False
     """True if the gate defines `choose_packed`, with a balance loss per packed sequence."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses this gate defines: "balance", "importance_load", "z"."""
@@ -138,8 +138,8 @@ class Gate(Constructed, nn.Module):
         # An overridden route() or forward(), also of a mixin, may depend on all tokens, and a pipeline calls neither.
         if not trait_applies(cls, "splits", ("route", "forward")):
             cls.splits = False
-        if "balances" not in vars(cls):
-            cls.balances = cls.update is not Gate.update
+        if "needs_load" not in vars(cls):
+            cls.needs_load = cls.update is not Gate.update
 
     def __init__(
         self, experts: int, k: int = 1, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None

@@ -42,7 +42,7 @@ class GivenExperts(NamedTuple):
     expert_TK: Tensor
     has_live_rows: bool
 
-    def chosen(self, live_TK: Tensor) -> Tensor:
+    def with_live_rows(self, live_TK: Tensor) -> Tensor:
         """Return the given experts, with the live choices in live rows."""
         expert_TK = self.expert_TK.to(live_TK.device, live_TK.dtype)
         if not self.has_live_rows:
@@ -66,16 +66,16 @@ class ChoiceOverride(TorchFunctionMode):
 
     def __init__(self, experts: int, next_experts: ExpertSource, dims: int = 2) -> None:
         super().__init__()
-        self._experts, self._source, self._dims = experts, next_experts, dims
+        self._experts, self._next_experts, self._score_dims = experts, next_experts, dims
         self.chosen_TK: Tensor | None = None
 
     def __enter__(self) -> ChoiceOverride:
-        self._before, THREAD_STATE.override = active_override(), self
+        self._outer, THREAD_STATE.override = active_override(), self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        THREAD_STATE.override = self._before
+        THREAD_STATE.override = self._outer
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,23 +90,23 @@ class ChoiceOverride(TorchFunctionMode):
         return largest and dim in (-1, input.dim() - 1) and self.is_selection(input)
 
     def is_selection(self, score: Tensor) -> bool:
-        return self.chosen_TK is None and score.dim() == self._dims and score.shape[-1] == self._experts
+        return self.chosen_TK is None and score.dim() == self._score_dims and score.shape[-1] == self._experts
 
-    def select(self, score: Tensor, k: int, live: Callable[[], Tensor]) -> Tensor:
-        """Return [..., k] int64 for scores [..., E]: the given experts, or those selected by `live`."""
+    def select(self, score: Tensor, k: int, select_live: Callable[[], Tensor]) -> Tensor:
+        """Return [..., k] int64 for scores [..., E]: the given experts, or those selected by `select_live`."""
         own = _local(score)
-        given = self._source(own.shape[:-1].numel(), k)
+        given = self._next_experts(own.shape[:-1].numel(), k)
         if given is None:
-            index = live()
+            index = select_live()
         else:
             index = given.expert_TK.to(own.device, torch.long).view(*own.shape[:-1], k)
             if given.has_live_rows:
-                index = torch.where((index < 0).any(-1, keepdim=True), _local(live()), index)
+                index = torch.where((index < 0).any(-1, keepdim=True), _local(select_live()), index)
             if own is not score:  # a DTensor over tokens: each rank has its own shard
                 shape = torch.Size((*score.shape[:-1], k))
-                of_all: Any = score
+                whole: Any = score
                 stride = torch.empty(shape, device="meta").stride()
-                index = of_all.from_local(index, of_all.device_mesh, of_all.placements, shape=shape, stride=stride)
+                index = whole.from_local(index, whole.device_mesh, whole.placements, shape=shape, stride=stride)
         self.chosen_TK = _local(index).flatten(0, -2)
         return index
 
@@ -129,25 +129,25 @@ class RouterTap:
 
     Args:
         name: layer name in errors.
-        free: called once neither this object nor any checkpoint needs the tap.
+        on_unused: called once neither this object nor any checkpoint needs the tap.
     """
 
-    def __init__(self, name: str, experts: int, free: Callable[[], None]) -> None:
-        self.name, self.experts, self._free = name, experts, free
+    def __init__(self, name: str, experts: int, on_unused: Callable[[], None]) -> None:
+        self.name, self.experts, self._on_unused = name, experts, on_unused
         self.recorded: list[Tensor] | None = None
         self.replayed: GivenExperts | None = None
-        self._next_row, self._checked = 0, False
+        self._next_row, self._is_checked = 0, False
         self._device: torch.device | str | None = None
-        self._kept: CheckpointedValues[GivenExperts] = CheckpointedValues()
+        self._checkpointed: CheckpointedValues[GivenExperts] = CheckpointedValues()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies of a model neither record nor replay
 
     def record(self, device: torch.device | str | None) -> None:
-        self.recorded, self._device, self._checked = [], device, False
+        self.recorded, self._device, self._is_checked = [], device, False
 
     def replay(self, expert_TK: Tensor, has_live_rows: bool) -> None:
-        self.replayed, self._next_row, self._checked = GivenExperts(expert_TK, has_live_rows), 0, False
+        self.replayed, self._next_row, self._is_checked = GivenExperts(expert_TK, has_live_rows), 0, False
 
     def drop_recording(self) -> None:
         self.recorded = None
@@ -176,11 +176,11 @@ class RouterTap:
     def _release(self) -> None:
         if self.recorded is None and self.replayed is None:
             # Checkpoints that are still to be recomputed need the tap.
-            self._kept.on_release(self._free_if_unused)
+            self._checkpointed.on_release(self._free_if_unused)
 
     def _free_if_unused(self) -> None:
         if self.recorded is None and self.replayed is None:
-            self._free()
+            self._on_unused()
 
     def next_experts(self, tokens: int, k: int) -> GivenExperts | None:
         """Return the experts of this forward, or of the forward that is recomputed; None: the live selection.
@@ -191,9 +191,9 @@ class RouterTap:
         # Selective checkpoints must not see these operations.
         with disable_current_modes():
             enclosing = checkpoints()
-            if enclosing.again is not None:
-                given = self._kept.stored_value(enclosing)
-            elif self.replayed is None and not self._kept:
+            if enclosing.recomputation is not None:
+                given = self._checkpointed.stored_value(enclosing)
+            elif self.replayed is None and not self._checkpointed:
                 return None
             elif is_recomputing():
                 raise ConfigError(
@@ -205,7 +205,7 @@ class RouterTap:
             else:
                 given = self._next_rows(tokens, k)
             if given is not None:
-                self._kept.keep(given, enclosing)
+                self._checkpointed.store(given, enclosing)
             return given
 
     def _next_rows(self, tokens: int, k: int) -> GivenExperts:
@@ -233,8 +233,8 @@ class RouterTap:
             return
         with disable_current_modes():
             same = chosen_TK is not None
-            if chosen_TK is not None and used_TK is not None and not self._checked:
-                self._checked, same = True, torch.equal(chosen_TK, used_TK.to(chosen_TK.dtype))
+            if chosen_TK is not None and used_TK is not None and not self._is_checked:
+                self._is_checked, same = True, torch.equal(chosen_TK, used_TK.to(chosen_TK.dtype))
             # The experts used by this library's gates can be recorded however they were selected.
             elsewhere = chosen_TK is None and used_TK is not None and self.replayed is None
             if not same and not elsewhere:

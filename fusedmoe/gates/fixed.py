@@ -53,8 +53,8 @@ class Hash(Gate):
         with torch.no_grad():
             key_S = drawn[0] if drawn else self._row_keys(x_SM)
             # Salts of different experts and seeds are far apart.
-            salt_E = _mix(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
-            expert_SK = top_experts(_mix(_mix(key_S)[:, None] + salt_E), self.k)
+            salt_E = _hash64(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
+            expert_SK = top_experts(_hash64(_hash64(key_S)[:, None] + salt_E), self.k)
         return expert_SK, constant_weights(self, x_SM)
 
     def choose(self, *scores: Tensor) -> Routing:
@@ -71,7 +71,7 @@ class Hash(Gate):
     def _row_keys(self, x_SM: Tensor) -> Tensor:
         # + 0.0 maps -0 to 0. int32 addition wraps around, so the summation order does not matter.
         bits_SM = (x_SM.to(torch.bfloat16) + 0.0).view(torch.int16)
-        factor_M = _mix(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
+        factor_M = _hash64(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
         return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
 
 
@@ -99,7 +99,7 @@ def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
     return torch.full((x_SM.shape[0], gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
 
 
-def _mix(value: Tensor) -> Tensor:
+def _hash64(value: Tensor) -> Tensor:
     value = (value ^ _logical_shift(value, 30)) * _FIRST
     value = (value ^ _logical_shift(value, 27)) * _SECOND
     return value ^ _logical_shift(value, 31)

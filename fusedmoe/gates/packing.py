@@ -12,10 +12,10 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, trait_applies
 from fusedmoe.losses import Packing
 
-_VALUES = "cu_seqlens must ascend from 0 to the number of tokens"
+_REQUIREMENT = "cu_seqlens must ascend from 0 to the number of tokens"
 
 
-def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
+def read_cu_seqlens(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
     """Validate `cu_seqlens` and assign each token of x, [..., M], to its sequence, without device synchronization.
 
     Raises:
@@ -23,7 +23,7 @@ def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
             values. On CUDA and in a graph a device-side assertion checks the values.
     """
     tokens, name = x.shape[:-1].numel(), type(gate).__name__
-    if not gate.packs or not trait_applies(type(gate), "packs", ("forward", "route", "choose")):
+    if not gate.has_packed_loss or not trait_applies(type(gate), "has_packed_loss", ("forward", "route", "choose")):
         raise ConfigError(f"MoELayer got cu_seqlens, but its {name} gate has no loss per sequence; use DeepSeekV3")
     if gate.loss_sequence is not None:
         raise ConfigError(
@@ -48,12 +48,12 @@ def pack(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
         )
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
-        require_values("MoELayer", right, _VALUES)
+        require_values("MoELayer", right, _REQUIREMENT)
     else:
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts[-1] != tokens or starts != sorted(starts):
             given = f"{starts[:8]}"[:-1] + (", …]" if len(starts) > 8 else "]")
-            raise ConfigError(f"MoELayer: {_VALUES}, {tokens}; got {given} that ends with {starts[-1]}")
+            raise ConfigError(f"MoELayer: {_REQUIREMENT}, {tokens}; got {given} that ends with {starts[-1]}")
     ends_B = cu_seqlens[1:].to(x.device, torch.long)
     # A token's sequence is the number of sequences that end at or before it; this skips empty sequences.
     return Packing(torch.searchsorted(ends_B, torch.arange(tokens, device=x.device), right=True), len(ends_B))

@@ -64,7 +64,7 @@ class DeepSeekV3(RouterGate):
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
-    packs: ClassVar[bool] = True
+    has_packed_loss: ClassVar[bool] = True
     bias_E: Tensor
 
     def __init__(

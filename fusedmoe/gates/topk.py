@@ -366,11 +366,11 @@ def top_experts(score_SE: Tensor, k: int) -> Tensor:
     score_SE = score_SE.detach()
     choice = None if torch.compiler.is_compiling() else THREAD_STATE.override
     if choice is not None and choice.is_selection(score_SE):
-        return choice.select(score_SE, k, lambda: _top(score_SE, k))
-    return _top(score_SE, k)
+        return choice.select(score_SE, k, lambda: _top_by_max(score_SE, k))
+    return _top_by_max(score_SE, k)
 
 
-def _top(score_SE: Tensor, k: int) -> Tensor:
+def _top_by_max(score_SE: Tensor, k: int) -> Tensor:
     if k > _MAX_PASSES:
         return score_SE.sort(dim=1, descending=True, stable=True).indices[:, :k]
     if score_SE.is_floating_point():

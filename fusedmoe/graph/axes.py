@@ -45,23 +45,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_mutating, is_random, is_start, is_wait, name_of
+from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_collective, is_mutating, is_random, is_wait, name_of
 
-_LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
+_UNARY = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
-_REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
 # Argument position of the operator's dimension; defaults other than 0.
-_ALONG = {
+_DIM_ARGUMENT = {
     **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "sort", "slice"), 1),
     **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
 }
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
 # Operators that concatenate or separate equal parts.
-_PARTS = frozenset({"cat", "repeat", "slice", "split"})
+_CAT_LIKE = frozenset({"cat", "repeat", "slice", "split"})
 PERMUTES = frozenset({"permute", "transpose", "t"})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 # Maximum number of `outer` factors tried per dimension: more lengthen the search.
-_OUTERS = 6
+_MAX_OUTERS = 6
 
 
 class Axis(NamedTuple):
@@ -93,17 +93,17 @@ class OperatorSplit(NamedTuple):
     Attributes:
         axis: axis along which all its results are in chunks.
         inputs: axis of each input; None: every chunk needs the whole input.
-        crosses: for a GEMM from token chunks to rows or from rows to token chunks: `outer` of the token axis; else 0.
+        token_outer: `outer` of the token axis in a GEMM between token chunks and rows; else 0.
         needs_previous: a chunk needs the previous chunk, as in a running sum.
     """
 
     axis: Axis | Rows
     inputs: dict[fx.Node, Axis | Rows | None]
-    crosses: int = 0
+    token_outer: int = 0
     needs_previous: bool = False
 
     @property
-    def by_rows(self) -> bool:
+    def has_rows(self) -> bool:
         return any(isinstance(axis, Rows) for axis in (self.axis, *self.inputs.values()))
 
 
@@ -176,11 +176,11 @@ def all_to_all_axes(node: fx.Node, chunks: int, rows: bool = False) -> list[Axis
     # Excludes axes that start inside a joined dimension.
     for dim in range(1, len(shape)):
         outers = [outer for outer in range(1, shape[dim] // chunks + 1) if can_split(shape, Axis(dim, outer), chunks)]
-        found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
+        found += [Axis(dim, outer) for outer in outers[:_MAX_OUTERS]]
     return found
 
 
-def repeats_of(node: fx.Node) -> int:
+def num_token_copies(node: fx.Node) -> int:
     """Return the number of copies of the tokens in a GEMM operand: one per choice."""
     name, args, shape = name_of(node), node.args, shape_of(node)
     many: Any = args[0 if name == "cat" else 1] if name in ("cat", "repeat", "expand") and shape else ()
@@ -188,16 +188,16 @@ def repeats_of(node: fx.Node) -> int:
         return len(many)
     if name == "repeat" or (name == "expand" and math.prod(shape or ()) > math.prod(shape_of(args[0]) or ())):  # type: ignore[arg-type]
         return int(many[0])
-    is_unary = (name in RESHAPES or name in PERMUTES or name in _LIKE) and len(node.all_input_nodes) == 1
-    return repeats_of(node.all_input_nodes[0]) if is_unary else 1
+    is_unary = (name in RESHAPES or name in PERMUTES or name in _UNARY) and len(node.all_input_nodes) == 1
+    return num_token_copies(node.all_input_nodes[0]) if is_unary else 1
 
 
-def ways_from_input(
-    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, crossings: Sequence[int] = ()
+def splits_from_input(
+    node: fx.Node, given: fx.Node, axis: Axis | Rows, chunks: int, token_outers: Sequence[int] = ()
 ) -> list[OperatorSplit]:
     """Return the ways to split `node` if its input `given` is in chunks along `axis`.
 
-    `crossings`: values of `outer` of the token axis, for GEMMs between token chunks and rows; empty: no such GEMMs.
+    `token_outers`: values of `outer` of the token axis, for GEMMs between token chunks and rows; empty: no such GEMMs.
     """
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
@@ -214,35 +214,39 @@ def ways_from_input(
         dims = tuple(dim for dim, of in enumerate(moved) if of in axis.dims)
         candidates = [(Rows(dims, axis.hops + is_all_to_all(node)), 0)]
         if name in PRODUCTS:
-            candidates.append((Rows(_leading(shape), axis.hops), 0))
-            candidates += [(Axis(len(shape) - 2, outer), outer) for outer in crossings]
+            candidates.append((Rows(_row_dims(shape), axis.hops), 0))
+            candidates += [(Axis(len(shape) - 2, outer), outer) for outer in token_outers]
     else:
         # Parts that are concatenated or separated have fewer blocks.
         outers = {axis.outer}
-        if name in _PARTS and source and all(source):
+        if name in _CAT_LIKE and source and all(source):
             outers |= {axis.outer * size // old for size, old in zip(shape[-len(source) :], source, strict=True)} - {0}
         candidates = [(Axis(dim, outer), 0) for dim in range(len(shape)) for outer in sorted(outers)]
-        if name in PRODUCTS and axis.outer in crossings:
-            candidates.append((Rows(_leading(shape), 0), axis.outer))
-    ways = [way for way in (split_way(node, *one, chunks=chunks) for one in candidates) if way is not None]
-    return [way for way in ways if way.inputs.get(given) == axis]
+        if name in PRODUCTS and axis.outer in token_outers:
+            candidates.append((Rows(_row_dims(shape), 0), axis.outer))
+    op_splits = [
+        op_split
+        for op_split in (split_operator(node, *one, chunks=chunks) for one in candidates)
+        if op_split is not None
+    ]
+    return [op_split for op_split in op_splits if op_split.inputs.get(given) == axis]
 
 
-def split_way(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int) -> OperatorSplit | None:
+def split_operator(node: fx.Node, axis: Axis | Rows, token_outer: int = 0, *, chunks: int) -> OperatorSplit | None:
     """Return the split of `node` that yields its result in chunks along `axis`; None if it cannot be split so."""
     shape = shape_of(node)
     if shape is None or not can_split(shape, axis, chunks) or is_random(node) or is_mutating(node):
         return None
     if node.target is operator.getitem:
-        return None if crosses else _element(node, axis, chunks)
+        return None if token_outer else _split_getitem(node, axis, chunks)
     if not isinstance(node.target, OPERATOR) or None in map(shape_of, node.all_input_nodes):
         return None
     if node.target is torch.ops.aten.view.dtype:  # reinterprets bits as another dtype
         return None
-    if crosses:
-        found = _token_row_gemm(node, axis, shape, crosses)
+    if token_outer:
+        found = _token_row_gemm(node, axis, shape, token_outer)
     else:
-        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, chunks)
+        found = _row_inputs(node, axis, shape) if isinstance(axis, Rows) else _axis_inputs(node, axis, shape, chunks)
     if not found or all(input_axis is None for _, input_axis in found):
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
@@ -258,57 +262,57 @@ def split_way(node: fx.Node, axis: Axis | Rows, crosses: int = 0, *, chunks: int
         given = [one for one in value if one is not None]
         if not all(isinstance(one, torch.Tensor) and can_split(one.shape, axis, chunks) for one in given):
             return None
-    carried = {"cumsum": lambda: _dim(node.args[1], len(shape)), "constant_pad_nd": lambda: _shifted(node)}
+    carried = {"cumsum": lambda: _dim(node.args[1], len(shape)), "constant_pad_nd": lambda: _shift_dim(node)}
     needs_previous = isinstance(axis, Axis) and axis.dim == carried.get(name_of(node), lambda: None)()
-    return OperatorSplit(axis, inputs, crosses, needs_previous)
+    return OperatorSplit(axis, inputs, token_outer, needs_previous)
 
 
-def _element(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | None:
+def _split_getitem(node: fx.Node, axis: Axis | Rows, chunks: int) -> OperatorSplit | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if split_way(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
+    return None if split_operator(source, axis, chunks=chunks) is None else OperatorSplit(axis, {source: axis})
 
 
 Inputs = list[tuple[fx.Node, Axis | Rows | None]]
 
 
-def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
+def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> Inputs | None:
     name, args = name_of(node), node.args
     tensors = node.all_input_nodes
     first = args[0] if args else None
-    if is_start(node):
+    if is_collective(node):
         return [(tensors[0], axis)] if is_all_to_all(node) and axis.dim > 0 else None
     if not isinstance(first, fx.Node):
-        return _joined(node, axis) if name in ("cat", "stack") else None
+        return _inputs_of_cat(node, axis) if name in ("cat", "stack") else None
     source = _shape(first)
     if name in RESHAPES:
         found = reshape_axis(shape, axis, source, chunks)
         return None if found is None else [(first, found)]
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
     if name == "expand":
         return [(first, _broadcast(first, shape, axis))]
     if name in PERMUTES:
         return [(first, Axis(permuted_dims(name, args, len(shape))[axis.dim], axis.outer))]
     if name in PRODUCTS:
-        return _product(name, args, shape, axis)
-    if name in _ALONG:
-        index = _ALONG[name]
+        return _inputs_of_product(name, args, shape, axis)
+    if name in _DIM_ARGUMENT:
+        index = _DIM_ARGUMENT[name]
         dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
         if axis.dim == dim and name in ("slice", "split"):
-            unit = _unit(node, dim)
+            unit = _part_size(node, dim)
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
             return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
     if name == "constant_pad_nd":
-        shifted = _shifted(node)
+        shifted = _shift_dim(node)
         return None if shifted is None or axis == Axis(shifted, axis.outer) != Axis(shifted) else [(first, axis)]
     if name == "repeat":
         return _inputs_of_repeat(node, first, axis)
-    if name in _REDUCES:
-        return _reduced(node, first, source, axis)
+    if name in _REDUCTIONS:
+        return _inputs_of_reduction(node, first, source, axis)
     if name == "native_layer_norm":
         normalised = args[1]
         assert isinstance(normalised, (list, tuple))
@@ -331,13 +335,13 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int) -> I
     return None
 
 
-def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
+def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
     """Return the inputs of an operator that computes each row independently."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     source = _shape(first)
-    if is_start(node):
+    if is_collective(node):
         # Ranks in the first dimension with equal shares: a row's index determines its rank.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(hops=rows.hops - 1))] if equal and rows.dims[0] == 0 and rows.hops else None
@@ -350,19 +354,19 @@ def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | 
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
-    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
         return [(first, rows)] if source == shape else None
     if name in PRODUCTS:
         # addmm and baddbmm have the addend before the two factors.
         given = args[-2:]
-        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
+        if rows.dims != _row_dims(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
         rest: Inputs = [(tensor, None) for tensor in node.all_input_nodes if tensor is not given[0]]
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
-        index = _ALONG[name]
+        index = _DIM_ARGUMENT[name]
         dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source))
         held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
@@ -383,7 +387,7 @@ def _token_row_gemm(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], ou
     return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1, outer) else None
 
 
-def _leading(shape: Sequence[int]) -> tuple[int, ...]:
+def _row_dims(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
 
 
@@ -404,7 +408,7 @@ def permuted_dims(name: str, args: Sequence[Any], count: int) -> list[int]:
     return order
 
 
-def _product(name: str, args: Sequence[Any], shape: tuple[int, ...], axis: Axis) -> Inputs:
+def _inputs_of_product(name: str, args: Sequence[Any], shape: tuple[int, ...], axis: Axis) -> Inputs:
     added: Inputs = []
     if name in ("addmm", "baddbmm"):
         added, args = [(args[0], _broadcast(args[0], shape, axis))], args[1:]
@@ -414,7 +418,7 @@ def _product(name: str, args: Sequence[Any], shape: tuple[int, ...], axis: Axis)
     return [*added, (args[0], left), (args[1], right)]
 
 
-def _reduced(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis) -> Inputs | None:
+def _inputs_of_reduction(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis) -> Inputs | None:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if dims is None or dims == [] or isinstance(dims, bool):
         return None
@@ -425,7 +429,7 @@ def _reduced(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis)
     return [(first, Axis(dim, axis.outer))] if dim in left else None
 
 
-def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
+def _inputs_of_cat(node: fx.Node, axis: Axis) -> Inputs | None:
     tensors = node.args[0]
     assert isinstance(tensors, (list, tuple))
     dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(_shape(node)))
@@ -440,7 +444,7 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     return [(tensor, moved) for tensor in tensors if isinstance(tensor, fx.Node)]
 
 
-def _shifted(node: fx.Node) -> int | None:
+def _shift_dim(node: fx.Node) -> int | None:
     """Return the dimension along which a `constant_pad_nd` shifts rows by one, or None."""
     pads: Any = node.args[1]
     if len(node.args) > 2 or pads[-2:] != [1, -1] or any(pads[:-2]):
@@ -456,7 +460,7 @@ def _inputs_of_repeat(node: fx.Node, first: fx.Node, axis: Axis) -> Inputs | Non
     return [(first, Axis(dim, axis.outer // repeats[axis.dim]))]
 
 
-def _unit(node: fx.Node, dim: int) -> int:
+def _part_size(node: fx.Node, dim: int) -> int:
     """Return the largest equal part size along `dim` that divides all borders of a split or slice; 0 if none."""
     args, first = node.args, node.args[0]
     assert isinstance(first, fx.Node)

@@ -28,27 +28,27 @@ class StartedAllToAll(NamedTuple):
 
     Attributes:
         received_NM, slot_N: rows to be received, and their indices in the buffer.
-        sent: number of rows this rank sends.
+        num_sent: number of rows this rank sends.
     """
 
     received_NM: Tensor
     slot_N: Tensor
-    sent: int
+    num_sent: int
 
-    def rows(self) -> Tensor:
+    def wait_for_rows(self) -> Tensor:
         received_NM: Tensor = _wait(self.received_NM)
         return received_NM
 
 
-def start_row_all_to_all(rows_NM: Tensor, sends_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
+def start_row_all_to_all(rows_NM: Tensor, occupied_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
     """Start an all-to-all of the occupied rows of a buffer. An equal share of its P rows belongs to each rank.
 
-    `sends_P` (bool) marks the occupied rows; `rows_NM` has these rows in order. Synchronizes with the host.
+    `occupied_P` (bool) marks the occupied rows; `rows_NM` has these rows in order. Synchronizes with the host.
     """
-    share = [len(sends_P) // ranks] * ranks
-    received_P = _wait(_all_to_all(sends_P.to(torch.uint8), share, share, group)).bool()
+    share = [len(occupied_P) // ranks] * ranks
+    received_P = _wait(_all_to_all(occupied_P.to(torch.uint8), share, share, group)).bool()
     # The row counts per rank are host-side arguments of the call.
-    counts = torch.stack([received_P.reshape(ranks, -1).sum(-1), sends_P.reshape(ranks, -1).sum(-1)]).tolist()
+    counts = torch.stack([received_P.reshape(ranks, -1).sum(-1), occupied_P.reshape(ranks, -1).sum(-1)]).tolist()
     return StartedAllToAll(_all_to_all(rows_NM, *counts, group), received_P.nonzero().squeeze(-1), sum(counts[1]))
 
 
@@ -77,21 +77,21 @@ class IrregularAllToAlls:
         """Start sending an equal share of the first dimension to each rank, without zero rows."""
         x_NM = x.flatten(0, -2).contiguous()
         # Compare bits, not values: −0 and NaN are sent, so results are bitwise equal.
-        sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
-        started = start_row_all_to_all(x_NM[sends_N], sends_N, ranks, group)
+        occupied_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
+        started = start_row_all_to_all(x_NM[occupied_N], occupied_N, ranks, group)
         self.rows += len(x_NM)
-        self.sent += started.sent
+        self.sent += started.num_sent
         return started, x.shape
 
     def wait(self, in_flight: tuple[StartedAllToAll, torch.Size]) -> Tensor:
         started, shape = in_flight
-        received_NM = started.rows()
+        received_NM = started.wait_for_rows()
         out = received_NM.new_zeros(shape)
         out.flatten(0, -2).index_copy_(0, started.slot_N, received_NM)
         return out
 
 
-_OF_COLUMNS = frozenset({"slice", "split", "split_with_sizes"})
+_COLUMN_OPERATORS = frozenset({"slice", "split", "split_with_sizes"})
 
 
 class ChunkRows(NamedTuple):
@@ -120,31 +120,31 @@ def raise_violation(message: str) -> None:
     )
 
 
-def row_operation(node: fx.Node, way: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
+def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
     """Return a function that computes the rows of one chunk of `node` from the chunks of its inputs, in order."""
-    if way.crosses:
+    if op_split.token_outer:
         return (
             _dispatch_gemm(node, raise_violation)
-            if isinstance(way.axis, Rows)
+            if isinstance(op_split.axis, Rows)
             else _combine_gemm(node, raise_violation)
         )
-    assert isinstance(way.axis, Rows)
+    assert isinstance(op_split.axis, Rows)
     if is_all_to_all(node):
-        return _start_all_to_all(node, way.axis)
+        return _start_all_to_all(node, op_split.axis)
     if is_wait(node):
         return _wait_for_rows
     name = name_of(node)
     if name in RESHAPES or name == "expand":
         return _unchanged
     if name in PERMUTES:
-        return _permute(node, way)
+        return _permute(node, op_split)
     if name in PRODUCTS:
-        return _multiply(node, way.axis)
-    if name in _OF_COLUMNS:
+        return _multiply(node, op_split.axis)
+    if name in _COLUMN_OPERATORS:
         return _slice_contents(node)
     if name == "":
         return _element(node)
-    return _elementwise(node, way.axis)
+    return _elementwise(node, op_split.axis)
 
 
 def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
@@ -203,24 +203,24 @@ def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
 
     def start_rows(chunk: ChunkRows) -> StartedAllToAll:
         slot_N, order_N = chunk.slot_N.sort()
-        sends_P = slot_N.new_zeros(num_slots, dtype=torch.bool)
-        sends_P[slot_N] = True
-        return start_row_all_to_all(chunk.values_NF[order_N], sends_P, ranks, group)
+        occupied_P = slot_N.new_zeros(num_slots, dtype=torch.bool)
+        occupied_P[slot_N] = True
+        return start_row_all_to_all(chunk.values_NF[order_N], occupied_P, ranks, group)
 
     return start_rows
 
 
 def _wait_for_rows(started: StartedAllToAll) -> ChunkRows:
-    return ChunkRows(started.rows(), started.slot_N)
+    return ChunkRows(started.wait_for_rows(), started.slot_N)
 
 
 def _unchanged(chunk: ChunkRows) -> ChunkRows:
     return chunk
 
 
-def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
+def _permute(node: fx.Node, op_split: OperatorSplit) -> Operation:
     (source,) = node.all_input_nodes
-    before, after = way.inputs[source], way.axis
+    before, after = op_split.inputs[source], op_split.axis
     assert isinstance(before, Rows) and isinstance(after, Rows)
     moved = permuted_dims(name_of(node), node.args, len(shape_of(node) or ()))
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))

@@ -30,7 +30,7 @@ from fusedmoe.graph.instructions import (
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
-from fusedmoe.graph.planning import PassReport, PlanSettings, planned
+from fusedmoe.graph.planning import PassReport, PlanSettings, plan_pass
 
 
 class GraphBackend:
@@ -98,7 +98,7 @@ class GraphBackend:
         def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             nonlocal check
             saved[:] = map(str, _outputs(graph_module.graph))
-            run, check = self._compiled(graph_module, "forward", [])
+            run, check = self._compile_pass(graph_module, "forward", [])
             return run
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ class GraphBackend:
                 raise failed[0]
             captured = CapturedBackward(graph_module.graph, saved)
             try:
-                run, _ = self._compiled(graph_module, "backward", is_parameter)
+                run, _ = self._compile_pass(graph_module, "backward", is_parameter)
                 if check is not None:
                     check.register_backward(captured, run)
                 return run
@@ -117,12 +117,12 @@ class GraphBackend:
                 raise
 
         def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "inference", [])[0]
+            return self._compile_pass(graph_module, "inference", [])[0]
 
         compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
         return compile_passes(gm, example_inputs, **compilers)
 
-    def _compiled(
+    def _compile_pass(
         self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
     ) -> tuple[Callable[..., Any], OwnPlacesCheck | None]:
         """Return the compiled pass, and the check of its first run, if any."""
@@ -137,20 +137,20 @@ class GraphBackend:
         fuse_shifts(module.graph)
         module.graph.eliminate_dead_code()
         if not any(map(is_all_to_all, module.graph.nodes)):
-            return _boxed(_runnable(module)), None
-        gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
-        report, check = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
+            return _mark_boxed(_make_function(module)), None
+        gradients = _parameter_gradients(module.graph, is_parameter) if phase == "backward" else set()
+        report, check = plan_pass(module, phase, gradients, self.settings, self.costs, _num_unsaved_outputs(phase))
         report.planning_s = time.monotonic() - began
         self.reports.append(report)
         # After planning, which supports only captured operators.
         if self.irregular is not None:
             self.irregular.apply_to(module.graph)
-        run = _runnable(module)
+        run = _make_function(module)
         if check is not None:
-            run = check.check_then(run)
+            run = check.run_check_before(run)
         if report.ranges:
             run = _with_memory_advice(run, max(one.chunks for one in report.ranges))
-        return _boxed(run), check
+        return _mark_boxed(run), check
 
 
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
@@ -159,7 +159,7 @@ def _outputs(graph: fx.Graph) -> Sequence[Any]:
     return outputs
 
 
-def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
+def _parameter_gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     results = _outputs(graph)
     # One flag per forward input. If the counts differ, treat all outputs as parameter gradients, needed only at the
     # end.
@@ -168,7 +168,7 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     return {node for node in results if isinstance(node, fx.Node)} - other
 
 
-def _results(phase: str) -> int | None:
+def _num_unsaved_outputs(phase: str) -> int | None:
     """Return the number of leading outputs that are not saved for backward. None: all outputs, or unknown."""
     context = tracing_context()
     metadata = None if context is None else context.fw_metadata
@@ -192,7 +192,7 @@ def _with_memory_advice(run: Callable[..., Any], chunks: int) -> Callable[..., A
     return call
 
 
-def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
+def _make_function(module: fx.GraphModule) -> Callable[..., Any]:
     """Return the graph as a function that empties its list of inputs, freeing each after its last use."""
     generate_boxed(module.graph)
     module.recompile()
@@ -200,7 +200,7 @@ def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
     return lambda args: code(args)
 
 
-def _boxed(run: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_boxed(run: Callable[..., Any]) -> Callable[..., Any]:
     from functorch.compile import make_boxed_func
 
     # Copy the marks: PyTorch's own wrapper would keep the inputs alive.

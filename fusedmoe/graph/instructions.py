@@ -34,7 +34,7 @@ def schema_of(target: Any) -> Any:
 _UNKNOWN_SIZE = 4096
 
 
-def is_start(node: fx.Node) -> bool:
+def is_collective(node: fx.Node) -> bool:
     """Return whether the node starts a collective; a wait completes it."""
     return _namespace(node) == _COLLECTIVES and not is_wait(node)
 
@@ -57,7 +57,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    return not (is_start(node) or is_wait(node) or is_view(node))
+    return not (is_collective(node) or is_wait(node) or is_view(node))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -118,7 +118,7 @@ def bytes_of(node: fx.Node) -> int:
 # Sets of instructions are ints whose bit i stands for instruction i, for fast set operations.
 
 
-def elements(bit_set: int) -> Iterator[int]:
+def set_bits(bit_set: int) -> Iterator[int]:
     while bit_set:
         lowest = bit_set & -bit_set
         yield lowest.bit_length() - 1
@@ -141,7 +141,7 @@ def insert_single_waits(graph: fx.Graph) -> None:
         # Replace autograd collectives by plain ones: both passes are already traced.
         if _namespace(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
             node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
-        if is_start(node) and isinstance(node.meta["val"], torch.Tensor):
+        if is_collective(node) and isinstance(node.meta["val"], torch.Tensor):
             if all(user.op == "output" for user in node.users):
                 continue  # the caller waits
             if len(node.users) == 1 and is_wait(next(iter(node.users))):
@@ -211,7 +211,7 @@ def fuse_shifts(graph: fx.Graph) -> None:
 def _already_waited(node: fx.Node) -> bool:
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return node.op == "call_function" and not is_start(node)
+    return node.op == "call_function" and not is_collective(node)
 
 
 class Instructions:
@@ -248,11 +248,11 @@ class Instructions:
             for needed in direct[index]:
                 self.descendants[needed] |= self.descendants[index] | 1 << index
         self.computing = sum(1 << index for index, node in enumerate(self.nodes) if is_compute(node))
-        self.starts = [index for index, node in enumerate(self.nodes) if is_start(node)]
+        self.starts = [index for index, node in enumerate(self.nodes) if is_collective(node)]
         self.waits = {start: self._wait_set(start) for start in self.starts}
 
     def nodes_of(self, numbers: int) -> list[fx.Node]:
-        return [self.nodes[index] for index in elements(numbers)]
+        return [self.nodes[index] for index in set_bits(numbers)]
 
     def overlappable(self, start: int) -> int:
         """Return a bit set of the computing instructions that may overlap with a collective: no path connects them."""
@@ -269,9 +269,9 @@ class Instructions:
         ends += [self.nodes[start] for start in self.starts if is_all_to_all(self.nodes[start])]
         # Dependents of a gradient's collective, and ordered instructions, cannot move.
         found = self._ancestor_set(gradients) & ~self._ancestor_set(ends)
-        for index in elements(found):
+        for index in set_bits(found):
             node = self.nodes[index]
-            if is_start(node):
+            if is_collective(node):
                 found &= ~(self.descendants[index] | 1 << index)
             elif is_random(node) or is_mutating(node) or is_wait(node):
                 found &= ~(1 << index)

@@ -21,19 +21,35 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, all_to_all_axes, repeats_of, split_way, ways_from_input
-from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_mutating, is_random, is_start, is_wait, name_of
-from fusedmoe.graph.operator_costs import OperatorCosts, start_s
+from fusedmoe.graph.axes import (
+    Axis,
+    OperatorSplit,
+    Rows,
+    all_to_all_axes,
+    num_token_copies,
+    split_operator,
+    splits_from_input,
+)
+from fusedmoe.graph.instructions import (
+    Instructions,
+    is_all_to_all,
+    is_collective,
+    is_mutating,
+    is_random,
+    is_wait,
+    name_of,
+)
+from fusedmoe.graph.operator_costs import OperatorCosts, all_to_all_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
-from fusedmoe.schedule.policies.lancet_plans import best_ranges, solved
+from fusedmoe.schedule.policies.lancet_plans import best_ranges, solve_integer_program
 
-# Solver limit in the units of `lancet_plans.solved`; resolution of the objective.
+# Solver limit in the units of `lancet_plans.solve_integer_program`; resolution of the objective.
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 
 
 @dataclass
-class Pipelined:
+class RangeReport:
     """Report on a range that runs in chunks.
 
     Attributes:
@@ -74,7 +90,7 @@ def select_ranges(
     settings: PlanSettings,
     show: Callable[[int, int], object],
     split_cache: SplitCache,
-) -> list[tuple[InstructionRange, Pipelined]]:
+) -> list[tuple[InstructionRange, RangeReport]]:
     """Select the ranges of a pass that are worth splitting, by dynamic programming.
 
     Args:
@@ -85,14 +101,14 @@ def select_ranges(
     # Lancet's ι: the number of groups between two MoE layers.
     longest = -(-len(groups) // layers)
     degrees = [2**power for power in range(1, settings.chunks.bit_length())]
-    options: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
+    options: dict[tuple[int, int, int], tuple[InstructionRange, RangeReport]] = {}
     costed: dict[Any, tuple[Any, float]] = {}
     descriptions: dict[fx.Node, str] = {}
-    ways = WayCache()  # ranges overlap: analyse each instruction once
+    finder = SplitFinder()  # ranges overlap: analyse each instruction once
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
-            max(0.0, start_s(costs, instructions.nodes[index]) - hidden_s.get(index, 0.0))
+            max(0.0, all_to_all_s(costs, instructions.nodes[index]) - hidden_s.get(index, 0.0))
             for index in range(start, stop)
             if is_all_to_all(instructions.nodes[index])
         )
@@ -113,16 +129,18 @@ def select_ranges(
         key = (split_key(nodes, descriptions), chunks)
         if key not in split_cache:
             order = ordered_pairs(instructions, start, stop)
-            split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, ways), nodes
+            split_cache[key] = infer_split(nodes, chunks, node_s, order, settings.own_places, finder), nodes
         split, example = split_cache[key]
         if split is None:
             return float("inf")
         if key not in range_s:
             range_s[key] = pipeline_s(example, split, chunks, node_s, costs, costed)
         positions = {node: position for position, node in enumerate(example)}
-        axes = tuple((positions[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+        axes = tuple(
+            (positions[node], tuple(op_split.axis), op_split.token_outer) for node, op_split in split.split.items()
+        )
         early = tuple(positions[node] for node in split.before)
-        options[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), Pipelined(
+        options[first, last, chunks] = InstructionRange(start, stop, chunks, axes, early), RangeReport(
             nodes[0].name, nodes[-1].name, chunks, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), range_s[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
@@ -151,7 +169,7 @@ def group_instructions(
         until = max(until, index)
         # Keep a collective in one group with its wait, and an instruction with several results with their readers: only
         # tensors can be cut into chunks.
-        if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        if is_collective(node) or isinstance(node.meta.get("val"), (tuple, list)):
             until = max([until, *(instructions.position[user] for user in node.users if user in instructions.position)])
         taken_s += node_s(node)
         waits |= is_wait(node) and is_all_to_all(node.all_input_nodes[0])
@@ -173,7 +191,7 @@ def ordered_pairs(instructions: Instructions, start: int, stop: int) -> list[tup
             pairs += [(first, index) for first in range(index)]
             pairs += [(index, second) for second in range(index + 1, len(nodes))]
     # All ranks must issue unsplit collectives in the same order.
-    pairs += pairwise(index for index, node in enumerate(nodes) if is_start(node) and not is_all_to_all(node))
+    pairs += pairwise(index for index, node in enumerate(nodes) if is_collective(node) and not is_all_to_all(node))
     return pairs
 
 
@@ -204,54 +222,60 @@ def split_key(nodes: Sequence[fx.Node], descriptions: dict[fx.Node, str]) -> str
 
 class SplitKey(NamedTuple):
     axis: Axis | Rows
-    crosses: int
+    token_outer: int
 
 
-Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
+OperatorSplits = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
-class WayCache:
-    """Caches ways to split a graph's instructions, which overlapping ranges share."""
+class SplitFinder:
+    """Caches splits of a graph's instructions, which overlapping ranges share."""
 
     def __init__(self) -> None:
-        self.split_way, self.ways_from_input = cache(split_way), cache(ways_from_input)
+        self.split_operator, self.splits_from_input = cache(split_operator), cache(splits_from_input)
 
 
-def find_ways(nodes: Sequence[fx.Node], chunks: int, rows: bool, way_cache: WayCache) -> Ways:
+def find_splits(nodes: Sequence[fx.Node], chunks: int, rows: bool, finder: SplitFinder) -> OperatorSplits:
     """Return all ways to split instructions connected to a split all-to-all; with `rows`, also by rows."""
     inside = set(nodes)
-    ways: Ways = {}
+    splits: OperatorSplits = {}
     # A GEMM that produces rows may contain the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
-    crossings = tuple(sorted({1, *(repeats_of(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
+    token_outers = (
+        tuple(sorted({1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))})) if rows else ()
+    )
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
-    def add_way(node: fx.Node, way: OperatorSplit | None) -> None:
-        if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
+    def add_split(node: fx.Node, op_split: OperatorSplit | None) -> None:
+        if (
+            op_split is None
+            or node not in inside
+            or (key := SplitKey(op_split.axis, op_split.token_outer)) in splits.setdefault(node, {})
+        ):
             return
         # Rows cannot be cut off a tensor: their producer must be in the range.
-        if all(source in inside for source, input_axis in way.inputs.items() if isinstance(input_axis, Rows)):
-            ways[node][key] = way
-            ends.append((node, way))
+        if all(source in inside for source, input_axis in op_split.inputs.items() if isinstance(input_axis, Rows)):
+            splits[node][key] = op_split
+            ends.append((node, op_split))
 
     for node in nodes:
         if is_all_to_all(node):
             for axis in all_to_all_axes(node, chunks, rows):
-                add_way(node, way_cache.split_way(node, axis, 0, chunks=chunks))
+                add_split(node, finder.split_operator(node, axis, 0, chunks=chunks))
     # Search outwards from the all-to-alls: ways connected to none of them are useless.
     while ends:
-        node, way = ends.pop()
-        for source, input_axis in way.inputs.items():
+        node, op_split = ends.pop()
+        for source, input_axis in op_split.inputs.items():
             if input_axis is not None:
-                for crosses in (0, *crossings):
-                    add_way(source, way_cache.split_way(source, input_axis, crosses, chunks=chunks))
+                for token_outer in (0, *token_outers):
+                    add_split(source, finder.split_operator(source, input_axis, token_outer, chunks=chunks))
         for user in node.users:
             if user.target is operator.getitem:
-                add_way(user, way_cache.split_way(user, way.axis, 0, chunks=chunks))
+                add_split(user, finder.split_operator(user, op_split.axis, 0, chunks=chunks))
             elif user in inside:
-                for found in way_cache.ways_from_input(user, node, way.axis, chunks, crossings):
-                    add_way(user, found)
-    return ways
+                for found in finder.splits_from_input(user, node, op_split.axis, chunks, token_outers):
+                    add_split(user, found)
+    return splits
 
 
 def infer_split(
@@ -260,19 +284,19 @@ def infer_split(
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
     rows: bool = False,
-    way_cache: WayCache | None = None,
+    finder: SplitFinder | None = None,
 ) -> RangeSplit | None:
     """Return the split of a range into chunks; None if an all-to-all in it cannot be split.
 
     Args:
         ordered: index pairs in `nodes` that must stay in order without a data dependency.
         rows: chunks may be rows.
-        way_cache: cache of ways found for other ranges of the graph; extended here.
+        finder: caches splits found for other ranges of the graph; extended here.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    ways = find_ways(nodes, chunks, rows, way_cache or WayCache())
-    if not all(node in ways for node in nodes if is_all_to_all(node)):
+    splits = find_splits(nodes, chunks, rows, finder or SplitFinder())
+    if not all(node in splits for node in nodes if is_all_to_all(node)):
         return None
     try:
         from ortools.sat.python import cp_model
@@ -285,13 +309,13 @@ def infer_split(
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
     late = {node: model.new_bool_var("") for node in nodes}
-    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in ways.get(node, ())}
+    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in splits.get(node, ())}
 
     def split(node: fx.Node) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in ways.get(node, ())]
+        return [chosen[node, key] for key in splits.get(node, ())]
 
     def options_along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
+        return [chosen[node, key] for key in splits.get(node, ()) if key.axis == axis]
 
     def constrain_order(node: fx.Node, source: fx.Node) -> None:
         model.add_implication(early[node], early[source])
@@ -308,22 +332,26 @@ def infer_split(
             if source not in inside:
                 continue
             constrain_order(node, source)
-            for key, way in ways.get(node, {}).items():
-                input_axis = way.inputs[source]
+            for key, op_split in splits.get(node, {}).items():
+                input_axis = op_split.inputs[source]
                 allowed = [] if input_axis is None else options_along(source, input_axis)
                 # Chunks can be cut only off single tensors, along axes.
                 whole = [] if node.target is operator.getitem or isinstance(input_axis, Rows) else [early[source]]
                 require_option(node, key, *allowed, *whole)
             # Several results are joined one by one, and rows in flight cannot be joined.
             if node.target is operator.getitem or is_wait(node):
-                for key in ways.get(source, ()):
+                for key in splits.get(source, ()):
                     require_option(source, key, *options_along(node, key.axis))
     # Rows sent out must be returned: each producer of rows has a consumer.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
-            of_users = [(user, other, way) for user in node.users for other, way in ways.get(user, {}).items()]
+            of_users = [
+                (user, other, op_split) for user in node.users for other, op_split in splits.get(user, {}).items()
+            ]
             require_option(
-                node, key, *(chosen[user, other] for user, other, way in of_users if way.inputs[node] == key.axis)
+                node,
+                key,
+                *(chosen[user, other] for user, other, op_split in of_users if op_split.inputs[node] == key.axis),
             )
     for first, second in ordered:
         constrain_order(nodes[second], nodes[first])
@@ -332,17 +360,24 @@ def infer_split(
     # Among equal splits prefer consecutive chunks: others cost copies, rows the most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
     model.maximize(sum((worth[node] - _copy_penalty(key.axis)) * source for (node, key), source in chosen.items()))
-    solver = solved(model, _LIMIT)
+    solver = solve_integer_program(model, _LIMIT)
     if solver is None:
         return None
-    picked = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
+    picked = {
+        node: op_split
+        for node in nodes
+        for key, op_split in splits.get(node, {}).items()
+        if solver.value(chosen[node, key])
+    }
     # Unsplit instructions may overlap with split ones, and fill the time while rows are in flight.
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in ordered:
         before[nodes[second]].append(nodes[first])
     after: set[fx.Node] = set()
     for node in nodes:
-        waits = is_start(node) or is_wait(node) or any(source in picked or source in after for source in before[node])
+        waits = (
+            is_collective(node) or is_wait(node) or any(source in picked or source in after for source in before[node])
+        )
         if node not in picked and solver.value(late[node]) and waits:
             after.add(node)
     return RangeSplit(

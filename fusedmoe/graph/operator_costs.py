@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 from fusedmoe.files import cache_dir, read_cache_file
 from fusedmoe.graph.graph_ranks import GraphRanks, resolve_group
 from fusedmoe.graph.instructions import OPERATOR, bytes_of, concrete_size, group_of, is_compute
-from fusedmoe.runtime.cache import fingerprint, write
+from fusedmoe.runtime.cache import fingerprint, write_or_warn
 from fusedmoe.threads import WorkerThread
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class OperatorCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class Points:
+class CollectiveTimes:
     """Piecewise linear cost of a collective: `seconds` measured at `sizes` (bytes, ascending).
 
     Constant below the first size; proportional to the size above the last.
@@ -60,7 +60,7 @@ class Points:
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def at(self, size: float) -> float:
+    def seconds_at(self, size: float) -> float:
         if size > self.sizes[-1]:
             return self.seconds[-1] * size / self.sizes[-1]
         return float(np.interp(size, self.sizes, self.seconds))
@@ -76,19 +76,19 @@ class MeasuredCosts:
         path: cache file, or None.
     """
 
-    points: Points
+    points: CollectiveTimes
     measured: dict[str, float] = field(default_factory=dict)
     path: Path | None = None
     unshared: dict[str, float] = field(default_factory=dict)
 
     def save(self) -> None:
         if self.path is not None:
-            write(self.path, json.dumps(self.measured), "measured operator costs")
+            write_or_warn(self.path, json.dumps(self.measured), "measured operator costs")
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         key = operator_key(target, args, kwargs)
         if key not in self.measured:
-            self.measured[key] = self.unshared[key] = measure(target, args, kwargs)
+            self.measured[key] = self.unshared[key] = measure_operator(target, args, kwargs)
         return self.measured[key]
 
     def merge(self, found: Iterable[Mapping[str, float]]) -> None:
@@ -100,7 +100,7 @@ class MeasuredCosts:
         self.unshared.clear()
 
     def collective_s(self, size: float) -> float:
-        return self.points.at(size)
+        return self.points.seconds_at(size)
 
 
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
@@ -125,11 +125,11 @@ def _layout(tensor: torch.Tensor) -> list[list[int]]:
     return [[concrete_size(n) for n in numbers] for numbers in (tensor.shape, tensor.stride())]
 
 
-def start_s(costs: OperatorCosts, node: fx.Node) -> float:
+def all_to_all_s(costs: OperatorCosts, node: fx.Node) -> float:
     return costs.collective_s(bytes_of(node.all_input_nodes[0]))
 
 
-def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     leaves: list[Any] = []
     map_aggregate((args, dict(kwargs)), leaves.append)
     return leaves
@@ -142,10 +142,10 @@ def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             return f"{str(value.dtype).removeprefix('torch.')}[{shape}:{stride}]@{value.device.type}"
         return str(concrete_size(value)) if isinstance(value, torch.SymInt) else repr(value)
 
-    return f"{target}({', '.join(map(name, _leaves(args, kwargs)))})"
+    return f"{target}({', '.join(map(name, _flatten(args, kwargs)))})"
 
 
-def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+def measure_operator(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """Measure the seconds of an operator on synthetic tensors: normal values, zero indices."""
 
     def synthesize(value: Any) -> Any:
@@ -159,7 +159,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
             flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
         return flat.as_strided(sizes, strides)
 
-    tensors = [value for value in _leaves(args, kwargs) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in _flatten(args, kwargs) if isinstance(value, torch.Tensor)]
     device = next((value.device for value in tensors), torch.device("cpu"))
     draws = torch.Tag.nondeterministic_seeded in target.tags
 
@@ -190,7 +190,7 @@ def run_outside_capture(call: Callable[[], T], device: torch.device) -> T:
     # A new thread has no dispatch modes. (With the capture's Python dispatcher active, a collective would hold the GIL
     # while it waits, and deadlock with its process group's thread.)
     helper = WorkerThread("fusedmoe-measure")
-    return helper.result(helper.begin(run))
+    return helper.result(helper.submit(run))
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:
@@ -203,7 +203,7 @@ def time_call(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def point_sizes(largest: float) -> list[int]:
+def measured_sizes(largest: float) -> list[int]:
     """Return sizes 1 KB·2^i in bytes, up to the first of at least `largest`."""
     sizes = [FIRST_BYTES]
     while sizes[-1] < largest:
@@ -211,9 +211,9 @@ def point_sizes(largest: float) -> list[int]:
     return sizes
 
 
-def all_to_all_points(
+def all_to_all_times(
     graph_ranks: GraphRanks, all_to_alls: Sequence[fx.Node], device: torch.device, facts: dict[str, Any]
-) -> Points:
+) -> CollectiveTimes:
     """Return the cached or measured costs of the first all-to-all's process group. Collective.
 
     `facts`: everything the seconds depend on besides the group.
@@ -222,15 +222,15 @@ def all_to_all_points(
     facts = facts | {"group": {"size": dist.get_world_size(group), "backend": dist.get_backend(group)}}
     path = cache_dir() / f"all-to-all-{fingerprint(facts)}.json"
     measured = graph_ranks.broadcast_decision(lambda: load_numbers(path))
-    sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
+    sizes = measured_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     missing = [size for size in sizes if str(size) not in measured]
     if missing:
         found = run_outside_capture(partial(measure_all_to_alls, group, device, missing, graph_ranks.wait), device)
         measured |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.is_leader:
-            write(path, json.dumps(measured), "measured all-to-all costs")
+            write_or_warn(path, json.dumps(measured), "measured all-to-all costs")
     by_size = sorted((int(size), seconds) for size, seconds in measured.items())
-    return Points(tuple(size for size, _ in by_size), tuple(seconds for _, seconds in by_size))
+    return CollectiveTimes(tuple(size for size, _ in by_size), tuple(seconds for _, seconds in by_size))
 
 
 def measure_all_to_alls(

@@ -26,7 +26,7 @@ from fusedmoe.graph.axes import Axis, Rows, shape_of
 from fusedmoe.graph.chunk_rows import ChunkRows, Operation, assemble_rows, check_slots, row_operation
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
-from fusedmoe.graph.rewriting import RangeSplit, cut, join, make_node_caller, plain_call
+from fusedmoe.graph.rewriting import RangeSplit, join_chunks, make_node_caller, plain_call, slice_chunk
 
 _OPERATION = "the first run with own_places=True"
 _CURE = (
@@ -55,7 +55,7 @@ class OwnPlacesCheck:
         self._graph_ranks = graph_ranks
         self._findings: list[str] = []
         self._outputs: Any = next(iter(reversed(module.graph.nodes))).args[0]
-        self._results = len(self._outputs) if results is None else results
+        self._num_unsaved_outputs = len(self._outputs) if results is None else results
         self._zeroed: dict[int, fx.Node] = {}  # output index -> rows with unused slots zeroed
         # Summing n values in another order moves a result by a few ulps times √n. A row or gradient that differs in
         # more than half of its digits is wrong: tolerance √ε of the least precise dtype, 0.03% in float32, 9% in
@@ -66,9 +66,9 @@ class OwnPlacesCheck:
         self._backward: Callable[..., list[str]] | None = None  # finds gradients that differ
 
     def register_backward(self, backward: CapturedBackward, run: Callable[[list[Any]], Any]) -> None:
-        self._backward = partial(backward.differences, run)
+        self._backward = partial(backward.find_differences, run)
 
-    def check_then(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def run_check_before(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a function that runs the check until it is complete, and `run` afterwards."""
         # Most backward passes are compiled at the first backward; the second step then completes the check.
         return lambda args: run(args) if self._is_complete else self._run_check(args)
@@ -107,12 +107,14 @@ class OwnPlacesCheck:
             # Directly after the range: frees the compared tensors before the next range.
             with check_graph.inserting_before(copies[last].next):
                 chunks = self._rows_in_chunks(check_graph, split, count, copies)
-                for node, way in split.split.items():
+                for node, op_split in split.split.items():
                     captured, readers = copies[node], [user for user in node.users if user not in split.split]
-                    if way.crosses and isinstance(way.axis, Axis):
-                        check_graph.call_function(self._same_rows(node, way.axis), (captured, *chunks[node]))
-                    if isinstance(way.axis, Rows) and readers:
-                        zeros = _zero_unused_slots(node, way.axis)
+                    if op_split.token_outer and isinstance(op_split.axis, Axis):
+                        check_graph.call_function(
+                            self._make_row_comparison(node, op_split.axis), (captured, *chunks[node])
+                        )
+                    if isinstance(op_split.axis, Rows) and readers:
+                        zeros = _zero_unused_slots(node, op_split.axis)
                         whole = check_graph.call_function(zeros, (captured, *chunks[node]))
                         whole.meta = {**node.meta}
                         self._add_reader_comparisons(check_graph, node, captured, whole, readers)
@@ -136,30 +138,30 @@ class OwnPlacesCheck:
             if isinstance(axis, Rows):
                 return chunks[node][number]
             source = copies[node]
-            return source if axis is None else cut(call, source, shape_of(node) or (), axis, number, count)
+            return source if axis is None else slice_chunk(call, source, shape_of(node) or (), axis, number, count)
 
-        for node, way in split.split.items():
-            if not way.by_rows:
+        for node, op_split in split.split.items():
+            if not op_split.has_rows:
                 continue
             # Record findings instead of raising: other ranks would wait for this rank.
-            operation = row_operation(node, way, self._findings.append)
-            inputs = [(source, way.inputs[source]) for source in node.all_input_nodes]
+            operation = row_operation(node, op_split, self._findings.append)
+            inputs = [(source, op_split.inputs[source]) for source in node.all_input_nodes]
             chunks[node] = [
                 check_graph.call_function(operation, tuple(operand(source, axis, number) for source, axis in inputs))
                 for number in range(count)
             ]
-            if is_all_to_all(node) and isinstance(way.axis, Rows) and way.axis.hops == 1:
+            if is_all_to_all(node) and isinstance(op_split.axis, Rows) and op_split.axis.hops == 1:
                 (source,) = node.all_input_nodes
                 check_graph.call_function(check_slots(node, self._findings.append), tuple(chunks[source]))
         return chunks
 
-    def _same_rows(self, node: fx.Node, axis: Axis) -> Operation:
+    def _make_row_comparison(self, node: fx.Node, axis: Axis) -> Operation:
         """Return a function that compares captured rows of tokens with rows computed in chunks."""
         text, tolerance = describe(node), self._tolerance
 
         def same_rows(captured: Tensor, *chunks: Tensor) -> None:
             rows_SM = captured.flatten(0, -2).double()
-            distance_S = (rows_SM - join(plain_call, chunks, captured, axis).flatten(0, -2).double()).norm(dim=1)
+            distance_S = (rows_SM - join_chunks(plain_call, chunks, captured, axis).flatten(0, -2).double()).norm(dim=1)
             size_S = rows_SM.norm(dim=1)
             finite_S = size_S.isfinite()  # non-finite rows are not comparable
             usual = size_S[finite_S].square().mean().sqrt() if finite_S.any() else 0.0
@@ -184,8 +186,8 @@ class OwnPlacesCheck:
         for reader in readers:
             if reader.op == "output":
                 indices = [index for index, output in enumerate(self._outputs) if output is node]
-                self._zeroed |= {index: zeroed for index in indices if index >= self._results}
-                if min(indices) < self._results:
+                self._zeroed |= {index: zeroed for index in indices if index >= self._num_unsaved_outputs}
+                if min(indices) < self._num_unsaved_outputs:
                     check_graph.call_function(self._check_unused_slots(node, "the caller"), (captured, zeroed))
             # Follow operators that only move rows: readers of their results may need the values.
             elif reader.all_input_nodes == [node] and (is_view(reader) or name_of(reader) in _COPIES):
@@ -220,7 +222,9 @@ def _zero_unused_slots(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _epsilon(split: RangeSplit) -> float:
-    nodes = {one for node, way in split.split.items() if way.by_rows for one in (node, *node.all_input_nodes)}
+    nodes = {
+        one for node, op_split in split.split.items() if op_split.has_rows for one in (node, *node.all_input_nodes)
+    }
     values = [node.meta["val"] for node in nodes]
     return max(torch.finfo(one.dtype).eps for one in values if isinstance(one, Tensor) and one.is_floating_point())
 
@@ -237,7 +241,7 @@ class CapturedBackward:
         outputs: Any = next(iter(reversed(graph.nodes))).args[0]
         self._names = [describe(node) if isinstance(node, fx.Node) else "" for node in outputs]
 
-    def differences(
+    def find_differences(
         self, run: Callable[[list[Any]], Any], outputs: Sequence[Any], replaced: Mapping[int, Tensor], tolerance: float
     ) -> list[str]:
         """Return a message on the first gradient that changes if forward outputs are replaced; [] if none. Collective.

@@ -21,27 +21,27 @@ from torch import fx
 from fusedmoe.comm.topology import Topology
 from fusedmoe.files import cache_dir, read_cache_file
 from fusedmoe.graph.graph_ranks import GraphRanks
-from fusedmoe.graph.instructions import Instructions, bytes_of, group_of, is_all_to_all, is_compute, is_start
-from fusedmoe.graph.micro_batches import Pipelined, PlanSettings, SplitCache, select_ranges
+from fusedmoe.graph.instructions import Instructions, bytes_of, group_of, is_all_to_all, is_collective, is_compute
+from fusedmoe.graph.micro_batches import PlanSettings, RangeReport, SplitCache, select_ranges
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
-    all_to_all_points,
+    all_to_all_s,
+    all_to_all_times,
     load_numbers,
     node_s,
-    start_s,
 )
 from fusedmoe.graph.own_places import OwnPlacesCheck
 from fusedmoe.graph.rewriting import InstructionRange, rewrite
-from fusedmoe.graph.weight_gradients import BaseOrder, assign_units, base_order_of, exposed_gaps, ordered, reorder
-from fusedmoe.runtime.cache import fingerprint, machine_facts, write
+from fusedmoe.graph.weight_gradients import BaseOrder, assign_units, base_order_of, exposed_gaps, full_order, reorder
+from fusedmoe.runtime.cache import fingerprint, machine_facts, write_or_warn
 from fusedmoe.runtime.progress import ProgressBar
 
 Show = Callable[[int, int], object]
 
 
 @dataclass
-class Collective:
+class AllToAllReport:
     """One all-to-all of a pass.
 
     Attributes:
@@ -79,8 +79,8 @@ class PassReport:
 
     phase: str
     instructions: int = 0
-    collectives: list[Collective] = field(default_factory=list)
-    ranges: list[Pipelined] = field(default_factory=list)
+    collectives: list[AllToAllReport] = field(default_factory=list)
+    ranges: list[RangeReport] = field(default_factory=list)
     leftover: tuple[str, ...] = ()
     seconds: float = 0.0
     planning_s: float = 0.0
@@ -122,19 +122,19 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def planned(
+def plan_pass(
     module: fx.GraphModule,
     phase: str,
     gradients: Collection[fx.Node],
     settings: PlanSettings,
-    given: OperatorCosts | None,
+    given_costs: OperatorCosts | None,
     results: int | None = None,
 ) -> tuple[PassReport, OwnPlacesCheck | None]:
     """Plan a pass that has all-to-alls and rewrite its graph. Collective over the ranks of the graph's groups.
 
     Args:
         gradients: outputs of the graph that are gradients of parameters.
-        given: costs to use instead of measured ones.
+        given_costs: costs to use instead of measured ones.
         results: number of leading outputs not saved for backward; None: all.
     Returns:
         the report, and the check to run first if tokens pass through layers in chunks.
@@ -149,13 +149,13 @@ def planned(
     graph_ranks.require_same(structure)
     # A plan's chunks follow the first rank's sizes, so split only if sizes are equal.
     same_sizes = len(set(graph_ranks.all_gather(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
-    path, costs, kept = None, given, ""
-    if given is None:
+    path, costs, cached_text = None, given_costs, ""
+    if given_costs is None:
         # Costs depend on the machine and on the placement of ranks: both are part of the cache key.
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all_gather(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
-        points = all_to_all_points(graph_ranks, all_to_alls, device, facts | {"hosts": len(set(hosts))})
+        points = all_to_all_times(graph_ranks, all_to_alls, device, facts | {"hosts": len(set(hosts))})
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
         own = cache_dir() / f"operators-{fingerprint(facts)}.json"
         costs = MeasuredCosts(points, graph_ranks.broadcast_decision(lambda: load_numbers(own)), own)
@@ -163,13 +163,13 @@ def planned(
         facts |= {"settings": asdict(settings), "alike": same_sizes, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
-        kept = graph_ranks.broadcast_decision(lambda: read_cache_file(path) or "")
+        cached_text = graph_ranks.broadcast_decision(lambda: read_cache_file(path) or "")
     assert costs is not None
-    plan: dict[str, Any] = json.loads(kept or "{}")
+    plan: dict[str, Any] = json.loads(cached_text or "{}")
     base_order = base_order_of(instructions, gradients, _return_zero)
     with ProgressBar(f"planning the {phase} pass") as bar:
         show: Show = bar.show if graph_ranks.is_leader else _return_zero
-        if not kept:
+        if not cached_text:
             seconds = _instruction_seconds(graph_ranks, instructions, costs, show)
             base_order = base_order_of(instructions, gradients, seconds)
             plan["beside"] = graph_ranks.broadcast_decision(
@@ -177,9 +177,9 @@ def planned(
             )
         units_of_start = {int(start): units for start, units in plan["beside"].items()}
         # Weight gradients first: ranges are consecutive instructions in the final order.
-        reorder(graph, instructions, ordered(instructions, base_order, units_of_start))
+        reorder(graph, instructions, full_order(instructions, base_order, units_of_start))
         old, instructions = instructions, Instructions(graph)
-        if not kept:
+        if not cached_text:
             hidden_s = {
                 instructions.position[old.nodes[start]]: overlap_s
                 + sum(
@@ -199,17 +199,17 @@ def planned(
             if path is not None and graph_ranks.is_leader:
                 assert isinstance(costs, MeasuredCosts)
                 costs.save()
-                write(path, json.dumps(plan), "what was planned")
+                write_or_warn(path, json.dumps(plan), "what was planned")
     report = _report(old, instructions, phase, plan, base_order.units, units_of_start)
     chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
     # Before rewriting: the check runs the captured graph.
     splits = [(instructions.nodes[one.stop - 1], one.split(instructions), one.chunks) for one in chosen]
-    by_rows = [one for one in splits if any(way.by_rows for way in one[1].split.values())]
+    by_rows = [one for one in splits if any(op_split.has_rows for op_split in one[1].split.values())]
     check = OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
     for instruction_range in chosen:
         rewrite(graph, instructions, instruction_range)
     graph.lint()
-    report.cached = bool(kept)
+    report.cached = bool(cached_text)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
     return report, check
 
@@ -245,7 +245,7 @@ def _instruction_seconds(
 def _assign_weight_gradients(
     instructions: Instructions, base_order: BaseOrder, seconds: Callable[[fx.Node], float], costs: OperatorCosts
 ) -> dict[int, list[int]]:
-    starts, gaps = exposed_gaps(instructions, base_order, partial(start_s, costs))
+    starts, gaps = exposed_gaps(instructions, base_order, partial(all_to_all_s, costs))
     units_of_start: dict[int, list[int]] = {start: [] for start in starts}
     for unit, number in enumerate(
         assign_units(gaps, [sum(map(seconds, instructions.nodes_of(unit))) for unit in base_order.units])
@@ -278,7 +278,7 @@ def _decide_ranges(
     collectives = {}
     for start in instructions.starts:
         if is_all_to_all(instructions.nodes[start]):
-            duration_s, overlapped_s = start_s(costs, instructions.nodes[start]), hidden_s.get(start, 0.0)
+            duration_s, overlapped_s = all_to_all_s(costs, instructions.nodes[start]), hidden_s.get(start, 0.0)
             # All-to-alls in ranges are hidden by their chunks, not by neighbouring computation.
             collectives[start] = duration_s, 0.0 if start in inside else overlapped_s
             seconds_s += 0.0 if start in inside else max(0.0, duration_s - overlapped_s)
@@ -299,8 +299,8 @@ def _report(
     for text, (seconds, overlapped_s) in plan["collectives"].items():
         node = instructions.nodes[int(text)]
         weights = tuple(names[unit] for unit in units_of_start.get(old.position[node], ()))
-        report.collectives.append(Collective(node.name, bytes_of(node), seconds, overlapped_s, weights))
-    report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
+        report.collectives.append(AllToAllReport(node.name, bytes_of(node), seconds, overlapped_s, weights))
+    report.ranges = [RangeReport(**one["report"]) for one in plan["ranges"]]
     used = {unit for found in units_of_start.values() for unit in found}
     report.leftover = tuple(name for unit, name in enumerate(names) if unit not in used)
     return report
@@ -316,7 +316,7 @@ def _descriptions(instructions: Instructions) -> tuple[str, str]:
             str(instructions.position[one]) if one in instructions.position else "input" for one in node.all_input_nodes
         ]
         structure.append(f"{index} {called} {' '.join(needs)}")
-        group = group_of(node) if is_start(node) else None
+        group = group_of(node) if is_collective(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
         sizes.append(f"{index} {called} {' '.join(args)} {node.meta.get('val')}")
     return "\n".join(structure), "\n".join(sizes)

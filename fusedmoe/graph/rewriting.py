@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, split_way, start_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, split_operator, start_of
 from fusedmoe.graph.chunk_rows import assemble_rows, check_slots, row_operation
 from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
     is_all_to_all,
+    is_collective,
     is_mutating,
     is_random,
-    is_start,
     is_view,
     is_wait,
     name_of,
@@ -37,7 +37,7 @@ from fusedmoe.schedule.task import Task
 _aten = torch.ops.aten
 #: Calls an operator on tensors, or adds a node to a graph.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
+_RESHAPES = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
 
 
 class RangeSplit(NamedTuple):
@@ -53,7 +53,7 @@ class InstructionRange(NamedTuple):
 
     Attributes:
         axes: per split instruction: its position from `start`, the fields of its `Axis` or `Rows`, and
-            `OperatorSplit.crosses`.
+            `OperatorSplit.token_outer`.
         before: positions of the instructions that run whole before the chunks.
     """
 
@@ -66,19 +66,19 @@ class InstructionRange(NamedTuple):
     def split(self, instructions: Instructions) -> RangeSplit:
         """Return the split for the instructions in the graph's current order."""
         nodes = instructions.nodes[self.start : self.stop]
-        ways = {}
-        for position, fields, crosses in self.axes:
+        op_splits = {}
+        for position, fields, token_outer in self.axes:
             first, second = fields
             axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
-            way = split_way(nodes[position], axis, crosses, chunks=self.chunks)
-            assert way is not None, f"{nodes[position].name} was split along {axis} and cannot be"
-            ways[nodes[position]] = way
+            op_split = split_operator(nodes[position], axis, token_outer, chunks=self.chunks)
+            assert op_split is not None, f"{nodes[position].name} was split along {axis} and cannot be"
+            op_splits[nodes[position]] = op_split
         early = tuple(nodes[position] for position in self.before)
-        taken = {*ways, *early}
-        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
+        taken = {*op_splits, *early}
+        return RangeSplit(early, op_splits, tuple(node for node in nodes if node not in taken))
 
 
-def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
+def slice_chunk(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
     """Return one chunk of a tensor with this shape; a view if chunks are consecutive."""
     dim, outer = axis
     if outer == 1:
@@ -90,7 +90,7 @@ def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, ch
     return call(_aten.reshape.default, (mine, chunk_shape(shape, axis, chunks)), {})
 
 
-def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
+def join_chunks(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
     """Assemble chunks into a tensor with the shape and strides of `like`."""
     dim, outer = axis
     shape, chunks = [int(size) for size in like.shape], len(values)
@@ -115,7 +115,7 @@ def join(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axis) -> A
 def run_chunk(
     call: Call,
     node: fx.Node,
-    way: OperatorSplit,
+    op_split: OperatorSplit,
     chunks: int,
     value: Callable[[fx.Node, Axis | Rows | None], Any],
     before: Any = None,
@@ -126,18 +126,20 @@ def run_chunk(
         value: (input, axis) -> the input's chunk along the axis, or the whole for None.
         before: previous chunk of `carry_source`; None for the first.
     """
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, op_split.inputs[one]))
     target = node.target
-    shape, axis = shape_of(node), way.axis
+    shape, axis = shape_of(node), op_split.axis
     assert shape is not None and isinstance(axis, Axis)
     if target is operator.getitem:
         return call(target, args, kwargs)
     name = f"{target.namespace}::{name_of(node)}"  # type: ignore[union-attr]
-    if name in _SHAPED:
+    if name in _RESHAPES:
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
     if name == "aten::expand":
         return call(target, (args[0], chunk_shape(shape, axis, chunks)), kwargs)
-    if name in ("aten::slice", "aten::split") and (sized := _own_part(node, way, args, shape[axis.dim] // chunks)):
+    if name in ("aten::slice", "aten::split") and (
+        sized := _chunk_arguments(node, op_split, args, shape[axis.dim] // chunks)
+    ):
         args = sized
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
@@ -145,7 +147,7 @@ def run_chunk(
             # Collectives send memory in storage order.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
     chunk = call(target, args, kwargs)
-    if not way.needs_previous or before is None:
+    if not op_split.needs_previous or before is None:
         return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
@@ -161,19 +163,21 @@ def carry_source(node: fx.Node) -> fx.Node:
     return node if node.target is _aten.cumsum.default else node.all_input_nodes[0]
 
 
-def _own_part(node: fx.Node, way: OperatorSplit, args: tuple[Any, ...], size: int) -> tuple[Any, ...] | None:
-    """Return the arguments of a slice or split for one chunk, of length `size` along `way.axis`.
+def _chunk_arguments(
+    node: fx.Node, op_split: OperatorSplit, args: tuple[Any, ...], size: int
+) -> tuple[Any, ...] | None:
+    """Return the arguments of a slice or split for one chunk, of length `size` along `op_split.axis`.
 
     None if the input is chunked along the same axis: the arguments remain valid.
     """
-    (given,) = way.inputs.values()
-    if given == way.axis:
+    (given,) = op_split.inputs.values()
+    if given == op_split.axis:
         return None
     if name_of(node) == "split":
         return (args[0], size, *args[2:])
-    assert isinstance(way.axis, Axis)
-    start = start_of(node) * size // (shape_of(node) or ())[way.axis.dim]
-    return (args[0], way.axis.dim, start, start + size)
+    assert isinstance(op_split.axis, Axis)
+    start = start_of(node) * size // (shape_of(node) or ())[op_split.axis.dim]
+    return (args[0], op_split.axis.dim, start, start + size)
 
 
 def view_source(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
@@ -240,7 +244,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
     return stages
 
 
-def dependencies_and_loose(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
+def partition_early(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     """Divide `split.before` into dependencies of split instructions, and loose instructions.
 
     Loose instructions run after the first stage, while the first chunks' rows are sent.
@@ -251,7 +255,7 @@ def dependencies_and_loose(split: RangeSplit) -> tuple[list[fx.Node], list[fx.No
     last = max((position for position, node in enumerate(split.before) if is_mutating(node)), default=-1)
     ends = [one for node in split.split for one in node.all_input_nodes]
     ends += split.before[: last + 1]
-    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
+    ends += [node for node in split.before if is_random(node) or is_collective(node) or is_wait(node)]
     while ends:
         node = ends.pop()
         if node in early and node not in needed:
@@ -267,7 +271,7 @@ def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
 def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRange) -> None:
     nodes, split, chunks = instructions.nodes[chosen.start : chosen.stop], chosen.split(instructions), chosen.chunks
     anchor = nodes[-1].next
-    needed, loose = dependencies_and_loose(split)
+    needed, loose = partition_early(split)
     stages = stages_of(split)
     call = make_node_caller(graph)
     chunks_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
@@ -290,19 +294,19 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
             return source
         assert isinstance(axis, Axis), "rows are cut off nothing"
         if (source, axis, chunk) not in cuts:
-            cuts[source, axis, chunk] = cut(call, source, shape_of(source) or (), axis, chunk, chunks)
+            cuts[source, axis, chunk] = slice_chunk(call, source, shape_of(source) or (), axis, chunk, chunks)
         return cuts[source, axis, chunk]
 
-    def add_chunk(node: fx.Node, way: OperatorSplit, chunk: int) -> None:
-        if way.by_rows:
-            given = [value(chunk, source, way.inputs[source]) for source in node.all_input_nodes]
-            new = add_node(row_operation(node, way), given, chunk_like(node, way.axis, chunks))
+    def add_chunk(node: fx.Node, op_split: OperatorSplit, chunk: int) -> None:
+        if op_split.has_rows:
+            given = [value(chunk, source, op_split.inputs[source]) for source in node.all_input_nodes]
+            new = add_node(row_operation(node, op_split), given, chunk_like(node, op_split.axis, chunks))
         else:
-            before = value(chunk - 1, carry_source(node), way.axis) if chunk and way.needs_previous else None
-            new = run_chunk(call, node, way, chunks, partial(value, chunk), before)
+            before = value(chunk - 1, carry_source(node), op_split.axis) if chunk and op_split.needs_previous else None
+            new = run_chunk(call, node, op_split, chunks, partial(value, chunk), before)
         chunks_of[node].append(new)
         # Check slots before the first all-to-all: its input has the merged rows of all choices.
-        if is_all_to_all(node) and way.by_rows and chunk == chunks - 1 and way.axis.hops == 1:  # type: ignore[union-attr]
+        if is_all_to_all(node) and op_split.has_rows and chunk == chunks - 1 and op_split.axis.hops == 1:  # type: ignore[union-attr]
             graph.call_function(check_slots(node), tuple(chunks_of[node.all_input_nodes[0]]))
 
     def whole(node: fx.Node) -> fx.Node:
@@ -318,16 +322,16 @@ def rewrite(graph: fx.Graph, instructions: Instructions, chosen: InstructionRang
         elif isinstance(axis, Rows):
             wholes[node] = add_node(assemble_rows(node, axis), chunks_of[node], node.meta["val"])
         else:
-            wholes[node] = join(call, chunks_of[node], node.meta["val"], axis)
+            wholes[node] = join_chunks(call, chunks_of[node], node.meta["val"], axis)
         return wholes[node]
 
     move_nodes(needed)
     with graph.inserting_before(anchor):
         for stage in range(max(stages.values()) + 1):
             for chunk in range(chunks):
-                for node, way in split.split.items():
+                for node, op_split in split.split.items():
                     if stages[node] == stage:
-                        add_chunk(node, way, chunk)
+                        add_chunk(node, op_split, chunk)
             if stage == 0:  # after the first stage, while its rows are in flight
                 move_nodes(loose)
         for node in joined_nodes(nodes, split):
@@ -375,15 +379,15 @@ def pipeline_s(
         if axis is None:
             return source.meta["val"]
         assert isinstance(axis, Axis), "rows are cut off nothing"
-        return cut(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
+        return slice_chunk(call, source.meta["val"], shape_of(source) or (), axis, 0, chunks)
 
-    def chunk_cost(node: fx.Node, way: OperatorSplit) -> tuple[Any, float]:
+    def chunk_cost(node: fx.Node, op_split: OperatorSplit) -> tuple[Any, float]:
         nonlocal total_s
-        if way.by_rows:  # assumes equally many rows per chunk
-            return chunk_like(node, way.axis, chunks), node_s(node) / chunks
+        if op_split.has_rows:  # assumes equally many rows per chunk
+            return chunk_like(node, op_split.axis, chunks), node_s(node) / chunks
         total_s = 0.0
-        chunk = run_chunk(call, node, way, chunks, value)
-        if way.needs_previous:
+        chunk = run_chunk(call, node, op_split, chunks, value)
+        if op_split.needs_previous:
             call(_aten.add.Tensor, (chunk, chunk), {})
         return chunk, total_s
 
@@ -393,13 +397,19 @@ def pipeline_s(
         if isinstance(axis, Rows):
             call(_aten.clone.default, (node.meta["val"],), {})
         else:
-            join(call, [values[node]] * chunks, node.meta["val"], axis)
+            join_chunks(call, [values[node]] * chunks, node.meta["val"], axis)
         return None, total_s
 
-    for node, way in split.split.items():
-        key = (node, way.axis, way.crosses, chunks, tuple(source in values for source in node.all_input_nodes))
+    for node, op_split in split.split.items():
+        key = (
+            node,
+            op_split.axis,
+            op_split.token_outer,
+            chunks,
+            tuple(source in values for source in node.all_input_nodes),
+        )
         if key not in cache:
-            cache[key] = chunk_cost(node, way)
+            cache[key] = chunk_cost(node, op_split)
         values[node], seconds_s = cache[key]
         compute_s[stages[node]] += seconds_s
         if is_all_to_all(node):
@@ -411,7 +421,7 @@ def pipeline_s(
             if (node, axis, chunks) not in cache:
                 cache[node, axis, chunks] = join_cost(node, axis)
             around_s += cache[node, axis, chunks][1]
-    needed, loose = dependencies_and_loose(split)
+    needed, loose = partition_early(split)
     around_s += sum(map(node_s, needed))
     plan, durations_s = stage_plan(compute_s, comm_s, sum(map(node_s, loose)), chunks)
     return around_s + makespan(plan, Durations(durations_s))

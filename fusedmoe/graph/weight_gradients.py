@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import Instructions, elements, is_all_to_all, is_compute, is_start, is_wait, union
-from fusedmoe.schedule.policies.lancet_plans import Gap, Placement, place_exactly, place_greedily, with_leftovers
+from fusedmoe.graph.instructions import Instructions, is_all_to_all, is_collective, is_compute, is_wait, set_bits, union
+from fusedmoe.schedule.policies.lancet_plans import Gap, GapAssignment, place_exactly, place_greedily, place_leftovers
 
 # Solve exactly for up to this many pairs of weight gradient and all-to-all, within this time in seconds.
-_EXACT, _LIMIT = 400, 2.0
+_MAX_EXACT, _LIMIT = 400, 2.0
 
 
 @dataclass
@@ -46,7 +46,7 @@ def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list
     collectives = union(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
     seen = 0
     units = []
-    for first in elements(free):
+    for first in set_bits(free):
         if seen >> first & 1:
             continue
         behind = instructions.ancestors[first] & collectives
@@ -72,14 +72,14 @@ def base_order_of(
     units = units_of(instructions, gradients)
     inside = union(units)
     # Dependents of weight gradients that are no weight gradients (their all-reduce).
-    base_order = BaseOrder(units, union(instructions.descendants[index] for index in elements(inside)) & ~inside)
+    base_order = BaseOrder(units, union(instructions.descendants[index] for index in set_bits(inside)) & ~inside)
     later = inside | base_order.rest
     done = 0
     pending: list[int] = []
 
     def run(indices: int) -> None:
         nonlocal done
-        for index in elements(indices & ~done):
+        for index in set_bits(indices & ~done):
             base_order.order.append(index)
             done |= 1 << index
             # Collectives of a link run one by one: computation now hides the oldest pending one.
@@ -87,7 +87,7 @@ def base_order_of(
                 base_order.overlap_s[pending[0]] += seconds(instructions.nodes[index])
 
     def after_pending() -> int:
-        waits = (wait for start in pending for wait in elements(instructions.waits[start]))
+        waits = (wait for start in pending for wait in set_bits(instructions.waits[start]))
         return union(instructions.descendants[wait] | 1 << wait for wait in waits)
 
     def run_late(indices: int) -> None:
@@ -134,37 +134,37 @@ def exposed_gaps(
             for number, unit in enumerate(base_order.units)
             # No path in either direction, nor a dependency on a collective that has not completed.
             if not unit & instructions.computing & ~overlappable
-            and not any(instructions.ancestors[index] & late for index in elements(unit))
+            and not any(instructions.ancestors[index] & late for index in set_bits(unit))
         )
         gaps.append(Gap(max(0.0, comm_s(nodes[start]) - base_order.overlap_s[start]), allowed))
     return starts, gaps
 
 
-def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
+def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> GapAssignment:
     """Assign each unit of weight gradients to an all-to-all: optimal with OR-Tools for few choices, else greedy."""
     placed = place_greedily(gaps, seconds)
-    if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
+    if 0 < sum(len(gap.allowed) for gap in gaps) <= _MAX_EXACT:
         with suppress(ConfigError):  # without OR-Tools, keep the greedy placement
             placed = place_exactly(gaps, seconds, limit=_LIMIT)
-    return with_leftovers(placed, gaps)
+    return place_leftovers(placed, gaps)
 
 
-def ordered(instructions: Instructions, base_order: BaseOrder, units_of_start: dict[int, list[int]]) -> list[int]:
+def full_order(instructions: Instructions, base_order: BaseOrder, units_of_start: dict[int, list[int]]) -> list[int]:
     """Return the order of the whole pass. `units_of_start`: overlapped units; other units run last."""
     done, order = 0, []
 
     def run(indices: int) -> None:
         nonlocal done
-        for index in elements(indices):
-            for needed in elements((instructions.ancestors[index] | 1 << index) & ~done):
+        for index in set_bits(indices):
+            for needed in set_bits((instructions.ancestors[index] | 1 << index) & ~done):
                 order.append(needed)
                 done |= 1 << needed
 
     def start_ready() -> None:
-        for index in elements(base_order.rest & ~done):
+        for index in set_bits(base_order.rest & ~done):
             needed = instructions.ancestors[index] & ~done
             # Exclude collectives whose dependencies have not run or that would have to wait.
-            ready = is_start(instructions.nodes[index]) and not needed & ~base_order.rest
+            ready = is_collective(instructions.nodes[index]) and not needed & ~base_order.rest
             if ready and not any(map(is_wait, instructions.nodes_of(needed))):
                 run(1 << index)
 

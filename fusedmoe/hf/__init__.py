@@ -12,7 +12,7 @@ reports obstacles. Parameters are unchanged: checkpoints, LoRA, optimizers and `
 With expert parallelism, `apply(model, schedule="auto")` or `ep_implementation="fusedmoe-auto"` overlaps communication
 with computation. `Trainer(…, callbacks=[PlanTuningCallback()])` measures plans during training.
 
-`experts_forward` (`module_experts.py`) checks inputs, sorts tokens by expert and calls `compute`. With expert
+`experts_forward` (`module_experts.py`) checks inputs, sorts tokens by expert and calls `compute_experts`. With expert
 parallelism `ExpertParallel` (`expert_parallel.py`) dispatches the tokens in between.
 """
 

@@ -17,7 +17,7 @@ from fusedmoe.compat.transformers import is_expert_parallel, is_registered, reco
 from fusedmoe.engine.recomputation import is_counting_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import RoutingCounters, expert_load
-from fusedmoe.metrics import Collector, Metrics, Sink, Watched
+from fusedmoe.metrics import Collector, LayerCounters, Metrics, Sink
 from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.training import tune_model
 
@@ -87,15 +87,15 @@ class RouterMetrics(Collector):
             # With expert parallelism a DTensor over all experts.
             down_proj = experts.down_proj
             counters = RoutingCounters(len(down_proj), down_proj.device)
-            watched[name] = Watched(counters, _expert_parallel(down_proj))
-            count = partial(self._count, counters)
+            watched[name] = LayerCounters(counters, _expert_parallel(down_proj))
+            count = partial(self._count_choices, counters)
             self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
         router: nn.Module
         for router in model.modules():
             for kind, place in routers.items():
                 # FSDP replaces module classes by derived ones.
                 if isinstance(router, kind):
-                    self._hooks.append(router.register_forward_hook(partial(self._keep, place)))
+                    self._hooks.append(router.register_forward_hook(partial(self._store_logits, place)))
         if not watched:
             raise ConfigError(
                 f"MetricsCallback: {type(model).__name__} has no experts that transformers' registry serves"
@@ -113,11 +113,11 @@ class RouterMetrics(Collector):
         for hook in self._hooks:
             hook.remove()
 
-    def _keep(self, place: int, router: nn.Module, _: Any, outputs: Any) -> None:
+    def _store_logits(self, place: int, router: nn.Module, _: Any, outputs: Any) -> None:
         if router.training and is_counting_tokens() and isinstance(outputs, tuple):
             self._logits = outputs[place].detach()
 
-    def _count(self, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
+    def _count_choices(self, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
         if not (experts.training and is_counting_tokens()):
             return
         expert_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]

@@ -19,7 +19,7 @@ from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Grouped
 from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.hf.module_experts import (
     check_experts,
-    compute,
+    compute_experts,
     fused_activation,
     fused_weights,
     matrix_names,
@@ -42,7 +42,7 @@ class _LocalExperts(ExternalExperts):
         super().__init__(experts, experts.num_experts * ranks, (model_dim, hidden), experts.has_gate)
 
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        return compute(self.module, read_parameters(self.module), x_SM, layout, weight_N)
+        return compute_experts(self.module, read_parameters(self.module), x_SM, layout, weight_N)
 
     @property
     def reads_parameters_once(self) -> bool:  # type: ignore[override]
@@ -53,7 +53,7 @@ class _LocalExperts(ExternalExperts):
         return ((name, module) for name, module in self.module.named_modules() if name)
 
     def graph_module(self) -> nn.Module:
-        return _Computed(self.module)
+        return _ExpertsGraphModule(self.module)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         experts, activation, factors = self.module, fused_activation(self.module), active_factors(self.module)
@@ -64,13 +64,13 @@ class _LocalExperts(ExternalExperts):
         return GroupedExperts(fused_weights(experts, up, up_bias, down, down_bias), activation)
 
 
-class _Computed(nn.Module):
+class _ExpertsGraphModule(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self._experts = experts
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        return compute(self._experts, read_parameters(self._experts), x_SM, layout, weight_N)
+        return compute_experts(self._experts, read_parameters(self._experts), x_SM, layout, weight_N)
 
 
 class ExpertParallel(EPImplementation):
@@ -96,20 +96,20 @@ class ExpertParallel(EPImplementation):
     schedule = "off"
     # Layers without a training pass since peft added an adapter; the first pass checks that adapters of all layers are
     # shared.
-    _unchecked: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
+    _unchecked_layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
     _layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         mark_constant_in_graphs(graph_allows_dynamic_sizes)
-        self._unchecked.add(self)
+        self._unchecked_layers.add(self)
         self._layers.add(self)
         check_experts(experts)
         forbid_split_merges()
         self._experts: Any = experts
         self._topology = shared_topology(ep_mesh.get_group())
-        self._sharing = shared_topology(tp_mesh.get_group()).world
-        name_for_graphs(self._sharing)
+        self._batch_group = shared_topology(tp_mesh.get_group()).world
+        name_for_graphs(self._batch_group)
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
         setattr(experts, EXCHANGE, self._exchange)
@@ -117,7 +117,7 @@ class ExpertParallel(EPImplementation):
     @classmethod
     def check_adapters_again(cls) -> None:
         """Make the next training pass check again that adapters are synchronised across ranks."""
-        cls._unchecked.update(cls._layers)
+        cls._unchecked_layers.update(cls._layers)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return [T, M] in the dtype of `hidden_states`, from [T, M], [T, K] global expert indices and [T, K] weights.
@@ -126,35 +126,35 @@ class ExpertParallel(EPImplementation):
         """
         if not (torch.compiler.is_compiling() and graph_allows_dynamic_sizes()):
             return self._forward_eager(hidden_states, top_k_index, top_k_weights)
-        sharing, exchange = self._sharing, self._exchange
-        counts = split_counts(hidden_states.shape[0], sharing)
+        batch_group, exchange = self._batch_group, self._exchange
+        counts = split_counts(hidden_states.shape[0], batch_group)
         given = (hidden_states, top_k_index, top_k_weights)
-        x_TM, expert_TK, weight_TK = (split_rows(value, sharing, counts) for value in given)
+        x_TM, expert_TK, weight_TK = (split_rows(value, batch_group, counts) for value in given)
         bad = exchange.checks.nonfinite_flag(x_TM, weight_TK)
         x_TM = x_TM.to(row_dtype(base_parameter(self._experts, "down_proj"), hidden_states))
         layout = autograd.order(expert_TK, self.num_local_experts * self._topology.ep.size)
-        y_TM = exchange.in_graph(Routed(x_TM, layout, weight_TK), bad)
-        return join_rows(y_TM, sharing, counts).to(hidden_states.dtype)
+        y_TM = exchange.run_in_graph(Routed(x_TM, layout, weight_TK), bad)
+        return join_rows(y_TM, batch_group, counts).to(hidden_states.dtype)
 
     @torch.compiler.disable
     def _forward_eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts = self._experts
-        if self in self._unchecked and torch.is_grad_enabled():
+        if self in self._unchecked_layers and torch.is_grad_enabled():
             require_synchronized(experts)
-            self._unchecked.clear()
+            self._unchecked_layers.clear()
         # A parametrisation is evaluated once per forward, for any number of chunks.
         with parametrize.cached() if parametrize.is_parametrized(experts) else nullcontext():
             return self._dispatch_and_combine(hidden_states, top_k_index, top_k_weights)
 
     def _dispatch_and_combine(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        experts, topology, sharing = self._experts, self._topology, self._sharing
+        experts, topology, batch_group = self._experts, self._topology, self._batch_group
         self._exchange.checks.raise_deferred()
-        counts = split_counts(len(hidden_states), sharing)
+        counts = split_counts(len(hidden_states), batch_group)
         # Ranks that share a batch route the same tokens, and each sends its part.
-        start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
-        x_TM, weight_TK = (split_rows(value, sharing, counts) for value in (hidden_states, top_k_weights))
+        start, stop = sum(counts[: batch_group.index]), sum(counts[: batch_group.index + 1])
+        x_TM, weight_TK = (split_rows(value, batch_group, counts) for value in (hidden_states, top_k_weights))
         refusal = self._exchange.checks.values_refusal(x_TM, weight_TK)
         x_TM = x_TM.to(row_dtype(base_parameter(experts, "down_proj"), hidden_states))
         layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
         y_TM = self._exchange.run_by_plan(Routed(x_TM, layout, weight_TK, refusal))
-        return join_rows(y_TM, sharing, counts).to(hidden_states.dtype)
+        return join_rows(y_TM, batch_group, counts).to(hidden_states.dtype)

@@ -36,14 +36,14 @@ from fusedmoe.layers.input_checks import InputChecks, count_nonfinite
 
 NAME = "fusedmoe"
 #: Python modules of transformers' own expert forwards: its registry's, and expert parallelism's.
-OWN = ("transformers.integrations.moe", "transformers.distributed.expert_parallel")
+TRANSFORMERS_MODULES = ("transformers.integrations.moe", "transformers.distributed.expert_parallel")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Up to this many (token, expert) pairs a product is bound by reading weights, and sorting does not pay off.
 _MAX_FEW_PAIRS = 128
 # Products of two or three rows are bound by reading the weight; BLAS reads an [out, in] weight faster as left operand.
-_SKINNY = 3
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+_MAX_SKINNY_ROWS = 3
+_REQUIRED_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             raised by a later call).
     """
     parameters = read_parameters(self)
-    if _is_few(parameters.down, hidden_states, top_k_index):
+    if _is_overhead_bound(parameters.down, hidden_states, top_k_index):
         return forward_few_tokens(self, parameters, hidden_states, top_k_index, top_k_weights)
     require_finite_inputs(self, hidden_states, top_k_weights)
     # `order` raises for an out-of-range index, which is an error without expert parallelism.
@@ -73,11 +73,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     )
     layout = autograd.order(expert_TK, self.num_experts)
     x_TM = hidden_states.to(row_dtype(parameters.down, hidden_states))
-    y_TM = compute(self, parameters, x_TM, layout, take_pairs(top_k_weights, layout))
+    y_TM = compute_experts(self, parameters, x_TM, layout, take_pairs(top_k_weights, layout))
     return y_TM.to(hidden_states.dtype)
 
 
-class Parameters(NamedTuple):
+class ExpertParameters(NamedTuple):
     """Parameters and low-rank adapters of an expert module for one forward."""
 
     up: Any
@@ -87,12 +87,12 @@ class Parameters(NamedTuple):
     down_adapter: LowRank | None
     down_bias: Tensor | None
 
-    def to(self, dtype: torch.dtype) -> Parameters:
+    def to(self, dtype: torch.dtype) -> ExpertParameters:
         read: list[Any] = [None if each is None else each.to(dtype) for each in self]
-        return Parameters(*read)
+        return ExpertParameters(*read)
 
 
-def read_parameters(experts: Any) -> Parameters:
+def read_parameters(experts: Any) -> ExpertParameters:
     """Read each parameter of a module once: evaluating a parametrisation may change its state.
 
     Raises:
@@ -107,7 +107,7 @@ def read_parameters(experts: Any) -> Parameters:
         for name, tensor in zip(parameter_names(experts), (read[0], read[3], read[2], read[5]), strict=False):
             if needs_evaluation(experts, name):
                 _check_parameter(experts, name, tensor)
-    return Parameters(*read)
+    return ExpertParameters(*read)
 
 
 def require_finite_inputs(experts: Any, *tensors: Tensor) -> None:
@@ -123,7 +123,7 @@ def require_finite_inputs(experts: Any, *tensors: Tensor) -> None:
     checks.nonfinite_flag(*tensors)
 
 
-def _is_few(down: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
+def _is_overhead_bound(down: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     """Return whether call overhead exceeds the row computation, as when a model decodes on a CPU."""
     # First: reading the number of tokens in a graph would specialise the graph on the threshold.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_first_order_only():
@@ -135,7 +135,7 @@ def _is_few(down: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
 
 
 def forward_few_tokens(
-    experts: Any, parameters: Parameters, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any, parameters: ExpertParameters, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """`experts_forward` for few tokens on a CPU without gradients: one GEMM per chosen expert.
 
@@ -152,15 +152,15 @@ def forward_few_tokens(
     numbers = expert_N.tolist()
     if not is_expert_parallel(experts) and max(numbers, default=0) >= E:
         raise ConfigError(f"fusedmoe.hf: chosen experts must be numbers from 0 to {E - 1}, got {max(numbers)}")
-    here = [row for row, number in enumerate(numbers) if 0 <= number < E]
-    if not here:
+    local_rows = [row for row, number in enumerate(numbers) if 0 <= number < E]
+    if not local_rows:
         return torch.zeros_like(hidden_states)
     x_TM, total = hidden_states.to(dtype), torch.promote_types(dtype, torch.float32)
     weight_TK = top_k_weights.to(total)
-    if some := len(here) < len(numbers):
-        here_N = torch.tensor(here, device="cpu")
-        expert_N, numbers = expert_N[here_N], [numbers[row] for row in here]
-        pair_N = here_N if pair_N is None else pair_N[here_N]
+    if has_other_experts := len(local_rows) < len(numbers):
+        local_N = torch.tensor(local_rows, device="cpu")
+        expert_N, numbers = expert_N[local_N], [numbers[row] for row in local_rows]
+        pair_N = local_N if pair_N is None else pair_N[local_N]
         weight_N1 = weight_TK.reshape(-1, 1)[pair_N]
     if pair_N is None:
         rows_NM = x_TM.expand(K, -1)
@@ -179,14 +179,14 @@ def forward_few_tokens(
         ends_E = torch.tensor(
             [*accumulate(size_of.get(number, 0) for number in range(E))], dtype=torch.int32, device="cpu"
         )
-    rows_NH = _product(up, up_adapter, transposed, rows_NM, runs, ends_E, up_NH)
+    rows_NH = _multiply_by_experts(up, up_adapter, transposed, rows_NM, runs, ends_E, up_NH)
     rows_NH = apply_gate(experts, rows_NH) if experts.has_gate else experts.act_fn(rows_NH)
-    rows_NM = _product(down, down_adapter, transposed, rows_NH.to(dtype), runs, ends_E, down_NM)
+    rows_NM = _multiply_by_experts(down, down_adapter, transposed, rows_NH.to(dtype), runs, ends_E, down_NM)
     if experts.has_post_expert_norm:
         rows_NM = experts.post_expert_norm(rows_NM)
     # In at least float32, as in the library's kernels.
     rows_NM = rows_NM.to(total)
-    if some:
+    if has_other_experts:
         y_TM = rows_NM.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NM * weight_N1)
     elif pair_N is None:
         y_TM = torch.mm(weight_TK, rows_NM)
@@ -196,7 +196,7 @@ def forward_few_tokens(
     return y_TM.to(hidden_states.dtype)
 
 
-def _product(
+def _multiply_by_experts(
     weight: Tensor,
     adapter: LowRank | None,
     transposed: bool,
@@ -214,16 +214,16 @@ def _product(
     """
     dtype = rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
-    skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
-    converts = weight.dtype != dtype
-    if ends_E is not None and adapter is None and not (skinny or converts) and _can_use_grouped_mm(rows_NI, weight):
+    skinny = _MAX_SKINNY_ROWS if dtype in (torch.float32, torch.float64) and not transposed else 0
+    needs_cast = weight.dtype != dtype
+    if ends_E is not None and adapter is None and not (skinny or needs_cast) and _can_use_grouped_mm(rows_NI, weight):
         grouped_NO: Tensor = nn.functional.grouped_mm(rows_NI, weight_EIO, offs=ends_E)
         return grouped_NO if bias_NO is None else grouped_NO.add_(bias_NO)
     out_NO = rows_NI.new_empty(len(rows_NI), weight_EIO.shape[2]) if bias_NO is None else bias_NO
     sizes, beta = [size for _, size in runs], 0 if bias_NO is None else 1
     parts = rows_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     for (number, size), rows_nI, out_nO in zip(runs, *parts, strict=True):
-        matrix_IO = weight_EIO[number].to(dtype) if converts else weight_EIO[number]
+        matrix_IO = weight_EIO[number].to(dtype) if needs_cast else weight_EIO[number]
         # Bound by reading the weight; faster as left operand if it is [out, in].
         if 1 < size <= skinny:
             product_nO = torch.mm(matrix_IO.t(), rows_nI.t()).t()
@@ -248,22 +248,24 @@ def row_dtype(down: Any, hidden_states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
 
 
-def compute(experts: Any, parameters: Parameters, x_TM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+def compute_experts(
+    experts: Any, parameters: ExpertParameters, x_TM: Tensor, layout: Layout, weight_N: Tensor | None
+) -> Tensor:
     """Return [T, M]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TM), in the dtype of x_TM."""
     up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TM.dtype)
     adapters = Adapters(up_adapter, down_adapter)
-    bits = any(isinstance(each, QuantisedMatrices) for each in (up, down))
-    if bits and is_expert_parallel(experts):
+    is_quantised = any(isinstance(each, QuantisedMatrices) for each in (up, down))
+    if is_quantised and is_expert_parallel(experts):
         _refuse_split(experts)
     # Low-rank operators compute no gradient of the frozen matrices.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
-        if bits:
+        if is_quantised:
             raise ConfigError(f"fusedmoe.hf: {type(experts).__name__} is quantised in part: freeze all its parameters")
         up, down = (add_adapter(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
         adapters = Adapters(None, None)
     # Grouped GEMMs with the module's gate unless one fused operator matches the flags.
     activation = fused_activation(experts)
-    if bits:
+    if is_quantised:
         assert activation is not None  # checked before
         matrices: tuple[Any, Any] = up, down
         stored_weights = StoredWeights(*matrices, up_bias, down_bias)
@@ -318,7 +320,7 @@ def is_clamped_swiglu(experts: Any) -> bool:
     The function may differ between versions of transformers. Graphs compiled before the first eager call use the
     module's own function.
     """
-    gate = gate_of(experts), *_clamp(experts)
+    gate = gate_of(experts), *_clamp_constants(experts)
     known: tuple[Any, bool] | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
     if known is not None and known[0] == gate:
         return known[1]
@@ -330,27 +332,27 @@ def is_clamped_swiglu(experts: Any) -> bool:
     return bool(experts._fusedmoe_clamped_swiglu[1])
 
 
-def _clamp(experts: Any) -> list[float | None]:
+def _clamp_constants(experts: Any) -> list[float | None]:
     given = (getattr(experts, name, None) for name in ("alpha", "limit"))
     return [value if isinstance(value, (int, float)) else None for value in given]
 
 
 def _computes_clamped_swiglu(experts: Any) -> bool:
-    alpha, limit = _clamp(experts)
+    alpha, limit = _clamp_constants(experts)
     if alpha is None or limit is None or limit <= 0:
         return False
     # Values beyond the limits on both sides, in every combination of both halves, exercise the clamps.
     side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64, device="cpu")
     # Eight columns distinguish interleaved halves from concatenated ones.
-    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)
+    probe_NH = torch.cartesian_prod(side, side).view(-1, 8)
     try:
         with torch.no_grad():
-            gated = apply_gate(experts, tried_NH)
+            gated = apply_gate(experts, probe_NH)
     # A gate that requires the module's own width or dtype is not this function.
     except Exception:
         return False
-    wanted = clamped_swiglu(tried_NH, alpha, limit)
-    return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
+    expected = clamped_swiglu(probe_NH, alpha, limit)
+    return gated.shape == expected.shape and torch.allclose(gated, expected, rtol=1e-12, atol=1e-12)
 
 
 def fused_activation(experts: Any) -> str | None:
@@ -360,11 +362,11 @@ def fused_activation(experts: Any) -> str | None:
     # A module's gate may have been replaced, or its activation may have hooks.
     if experts.has_gate and not has_default_gate(experts):
         return None
-    plain = _activation(experts.act_fn)
+    plain = _activation_name(experts.act_fn)
     return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
 
 
-def _activation(act: Any) -> str:
+def _activation_name(act: Any) -> str:
     """Return this library's name of an activation module; "" if unsupported."""
     if is_customised(act):
         return ""
@@ -391,7 +393,7 @@ def check_experts(experts: Any) -> None:
     if plain and experts.__dict__.get("_fusedmoe_seen") == seen:
         return
     who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
-    lacks = [flag for flag in (*_FLAGS, "num_experts") if not hasattr(experts, flag)]
+    lacks = [flag for flag in (*_REQUIRED_FLAGS, "num_experts") if not hasattr(experts, flag)]
     if lacks:
         raise ConfigError(
             f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation sets them on expert modules. "
@@ -436,7 +438,7 @@ def _refuse_split(experts: Any) -> NoReturn:
 def is_fused(experts: Any) -> bool:
     """Return whether this library computes the forward of an expert module."""
     # Modules without a config are third-party modules whose parameter has a peft adapter.
-    return implementation_of(experts) == NAME and defining_module(experts) in OWN
+    return implementation_of(experts) == NAME and defining_module(experts) in TRANSFORMERS_MODULES
 
 
 def defining_module(module: Any) -> str:

@@ -19,7 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import expert_inputs, find_experts
 
 # Additive masks use at most −10,000 for masked keys, rounded to any dtype.
-_MASKED = -9e3
+_MASKED_BELOW = -9e3
 
 
 def mask_padding(model: Any) -> Any:
@@ -50,11 +50,11 @@ def mask_padding(model: Any) -> Any:
             )
     if any("_fusedmoe_padding" in vars(module) for module in experts.values()):
         return model
-    padding = _Padding(outer)
+    padding = _PaddingTracker(outer)
     outer.register_forward_pre_hook(padding.begin, with_kwargs=True)
     outer.register_forward_hook(padding.end, always_call=True)
     for module in experts.values():
-        module._fusedmoe_padding = _Masked(padding)
+        module._fusedmoe_padding = _RoutingMask(padding)
         # Before hooks that count the experts' inputs.
         module.register_forward_pre_hook(module._fusedmoe_padding.mask, with_kwargs=True, prepend=True)
     return model
@@ -67,7 +67,7 @@ def _is_fused(experts: Any) -> bool:
     return any(type(cell.cell_contents).__module__.startswith("fusedmoe.") for cell in cells)
 
 
-class _Padding:
+class _PaddingTracker:
     """Mask [batch, tokens] of real tokens in the current call of a model; None if all are real."""
 
     mask: Tensor | None = None
@@ -122,7 +122,7 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
         if not isinstance(cache, Cache) or shape[1] <= tokens:
             return mask != 0
         first = torch.as_tensor(cache.get_query_offset(layers[0] if layers else 0), device=mask.device)
-        return mask.index_select(1, _count(tokens, mask) + first.clamp(max=shape[1] - tokens)) != 0
+        return mask.index_select(1, _indices(tokens, mask) + first.clamp(max=shape[1] - tokens)) != 0
     dense = isinstance(mask, Tensor) and len(shape) == 4 and (mask.is_floating_point() or mask.dtype == torch.bool)
     if not (dense or isinstance(mask, BlockMask)):
         got = f"{mask.dtype} {list(shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -137,10 +137,10 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
             "the cache explain its number of keys, so the key of each token is unknown; pass a mask "
             "[batch, tokens]"
         )
-    query_Q = _count(tokens, mask) if dense else torch.arange(tokens, device=mask.kv_num_blocks.device)
+    query_Q = _indices(tokens, mask) if dense else torch.arange(tokens, device=mask.kv_num_blocks.device)
     own_Q = query_Q + first
     if dense:
-        attends_BQQ = (mask if mask.dtype == torch.bool else mask > _MASKED).any(1).index_select(2, own_Q)
+        attends_BQQ = (mask if mask.dtype == torch.bool else mask > _MASKED_BELOW).any(1).index_select(2, own_Q)
         real_BQ, seen_BQ = attends_BQQ.diagonal(dim1=1, dim2=2), attends_BQQ.any(1)
     else:
         batch_B1, head = torch.arange(shape[0], device=own_Q.device)[:, None], torch.zeros_like(own_Q[:1])
@@ -172,15 +172,15 @@ def _first_key(cache: Any, tokens: int, keys: int, layers: list[int]) -> Any:
     return None
 
 
-def _count(tokens: int, like: Tensor) -> Tensor:
+def _indices(tokens: int, like: Tensor) -> Tensor:
     return torch.arange(tokens, device=like.device)
 
 
-class _Masked:
+class _RoutingMask:
     """Forward pre-hook of a layer that removes the experts of masked tokens."""
 
-    def __init__(self, padding: _Padding) -> None:
-        self._padding, self._kept = padding, CheckpointedValues[Tensor]()
+    def __init__(self, padding: _PaddingTracker) -> None:
+        self._padding, self._checkpointed_masks = padding, CheckpointedValues[Tensor]()
 
     def mask(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mask_BL = self._mask()
@@ -202,12 +202,12 @@ class _Masked:
             return self._padding.mask
         around = checkpoints()
         # During a backward pass another batch may be in progress.
-        mask = self._padding.mask if around.again is None else self._kept.stored_value(around)
-        if mask is None and around.again is None and self._kept and is_recomputing():
+        mask = self._padding.mask if around.recomputation is None else self._checkpointed_masks.stored_value(around)
+        if mask is None and around.recomputation is None and self._checkpointed_masks and is_recomputing():
             raise ConfigError(
                 "fusedmoe.hf.mask_padding: the experts run in a backward pass under an unrecognised checkpoint, so the "
                 "mask of their forward is unknown; use torch.utils.checkpoint"
             )
         if mask is not None:
-            self._kept.keep(mask, around)
+            self._checkpointed_masks.store(mask, around)
         return mask

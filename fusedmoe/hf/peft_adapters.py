@@ -31,12 +31,12 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.group import Group
 from fusedmoe.compat.peft import CHECKED, is_factors_proxy, is_full_proxy, lora_module
 from fusedmoe.errors import ConfigError
-from fusedmoe.hf.quantised import quantised
+from fusedmoe.hf.quantised import quantised_matrices
 from fusedmoe.kernels.low_rank import LowRank
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-_HELD, _SHARED = "_fusedmoe_adapters", "_fusedmoe_shared"
+_ADAPTERS, _SYNCHRONIZED = "_fusedmoe_adapters", "_fusedmoe_shared"
 
 
 def read_matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
@@ -44,11 +44,11 @@ def read_matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
 
     If the adapter cannot be separated, or the parameter itself is trained, return the parametrised parameter.
     """
-    held: LowRank | None = experts.__dict__.get(_HELD, {}).get(name)
-    if (bits := quantised(experts, name)) is not None:
+    held: LowRank | None = experts.__dict__.get(_ADAPTERS, {}).get(name)
+    if (quantised := quantised_matrices(experts, name)) is not None:
         if parametrize.is_parametrized(experts, name) and len(experts.parametrizations[name]) > 1:
             _refuse_quantised(experts, name)
-        return bits, held
+        return quantised, held
     if held is not None or not parametrize.is_parametrized(experts, name):
         return getattr(experts, name, None), held
     parametrisations = experts.parametrizations[name]
@@ -74,8 +74,8 @@ def add_adapter(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Te
 
 def base_parameter(experts: Any, name: str) -> Any:
     """Return a parameter without adapters, for its shape, dtype and device."""
-    if (bits := quantised(experts, name)) is not None:
-        return bits
+    if (quantised := quantised_matrices(experts, name)) is not None:
+        return quantised
     if parametrize.is_parametrized(experts, name) and not needs_evaluation(experts, name):
         return getattr(experts.parametrizations[name], "original", None)
     return getattr(experts, name, None)
@@ -83,7 +83,7 @@ def base_parameter(experts: Any, name: str) -> Any:
 
 def needs_evaluation(experts: Any, name: str) -> bool:
     """Return whether a parameter has a parametrisation other than peft's and must be evaluated."""
-    if not parametrize.is_parametrized(experts, name) or quantised(experts, name) is not None:
+    if not parametrize.is_parametrized(experts, name) or quantised_matrices(experts, name) is not None:
         return False
     return not all(is_factors_proxy(each) or is_full_proxy(each) for each in experts.parametrizations[name])
 
@@ -95,7 +95,7 @@ def forbid_split_merges() -> None:
         return
     for wrapper in (layer.ParamWrapper, layer.Linear):
         if not hasattr(wrapper.merge, "_fusedmoe"):
-            wrapper.merge = _merging(wrapper.merge)
+            wrapper.merge = _refuse_split_merge(wrapper.merge)
 
 
 _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
@@ -117,8 +117,8 @@ def factor_activation(original: _Activation, is_fused: Callable[[Any], bool]) ->
             with original(self, active_adapters):
                 yield
             return
-        held = experts.__dict__.setdefault(_HELD, {})
-        held[parameter] = LowRank.joined([_factors(self, name) for name in names])
+        held = experts.__dict__.setdefault(_ADAPTERS, {})
+        held[parameter] = LowRank.joined([_adapter_factors(self, name) for name in names])
         try:
             yield
         finally:
@@ -128,7 +128,7 @@ def factor_activation(original: _Activation, is_fused: Callable[[Any], bool]) ->
     return activate
 
 
-def _merging(original: Callable[..., None]) -> Callable[..., None]:
+def _refuse_split_merge(original: Callable[..., None]) -> Callable[..., None]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         name = getattr(self, "parameter_name", "weight")  # of a linear layer
         # peft merges part by part if FSDP has split a linear layer and its adapter alike.
@@ -142,19 +142,17 @@ def _merging(original: Callable[..., None]) -> Callable[..., None]:
     return merge
 
 
-def _refuse_split(experts: Any, name: str, cure: str) -> NoReturn:
+def _refuse_split(experts: Any, name: str, fix: str) -> NoReturn:
     # peft would add the whole adapter to one rank's part of the parameter.
     kind = type(experts).__name__.removeprefix("Parametrized")
-    raise ConfigError(
-        f"fusedmoe.hf: {kind}.{name} is split over ranks, so its adapter cannot be merged into it; {cure}"
-    )
+    raise ConfigError(f"fusedmoe.hf: {kind}.{name} is split over ranks, so its adapter cannot be merged into it; {fix}")
 
 
 def _is_supported(wrapper: Any, experts: Any, name: str) -> bool:
     """Return whether a parameter holds one matrix per expert, is frozen, and is adapted by peft alone."""
     if name not in _MATRICES or wrapper.num_experts == 1:
         return False
-    parameter = quantised(experts, name)
+    parameter = quantised_matrices(experts, name)
     if parameter is None:
         if parametrize.is_parametrized(experts, name):
             return False
@@ -173,7 +171,7 @@ def _refuse_quantised(experts: Any, name: str) -> NoReturn:
     )
 
 
-def _factors(wrapper: Any, adapter: str) -> LowRank:
+def _adapter_factors(wrapper: Any, adapter: str) -> LowRank:
     """Return an adapter's factors in the parameter's dtype."""
     # peft stores linear layers: A is [E·r, in], expert-major; in B, [out, r·E], the expert varies fastest.
     parameter, experts = base_parameter(wrapper.get_base_layer(), wrapper.parameter_name), wrapper.num_experts
@@ -189,7 +187,7 @@ def _factors(wrapper: Any, adapter: str) -> LowRank:
 
 def active_factors(experts: Any) -> list[Tensor]:
     """Return the factor and delta tensors of the active adapters."""
-    held = [factor for adapter in experts.__dict__.get(_HELD, {}).values() for factor in adapter[:2]]
+    held = [factor for adapter in experts.__dict__.get(_ADAPTERS, {}).values() for factor in adapter[:2]]
     lists = experts.parametrizations.values() if parametrize.is_parametrized(experts) else ()
     proxies = [proxy for parametrisations in lists for proxy in parametrisations]
     given = (getattr(proxy, name, None) for proxy in proxies for name in ("lhs", "rhs", "delta_weight"))
@@ -203,19 +201,19 @@ def synchronize_adapters(model: nn.Module, world: Group) -> None:
     other parameters.
     """
     for name, parameter in _adapters_of(model):
-        if hasattr(parameter, _SHARED) or isinstance(parameter, DTensor):
+        if hasattr(parameter, _SYNCHRONIZED) or isinstance(parameter, DTensor):
             continue
         # An all-reduce of one rank's values and zeros: a broadcast's wait would be unbounded.
         with torch.no_grad():
             all_reduce(world, parameter if world.index == 0 else parameter.zero_(), operation=f"sharing {name}")
         trained, operation = parameter.requires_grad, f"sum of the gradient of {name}"
         # Frozen adapters may be trained later.
-        parameter.requires_grad_(True).register_hook(partial(_mean, world, operation))
+        parameter.requires_grad_(True).register_hook(partial(_average_gradient, world, operation))
         parameter.requires_grad_(trained)
-        setattr(parameter, _SHARED, True)
+        setattr(parameter, _SYNCHRONIZED, True)
 
 
-def _mean(world: Group, operation: str, grad: Tensor) -> Tensor:
+def _average_gradient(world: Group, operation: str, grad: Tensor) -> Tensor:
     return all_reduce(world, grad.detach().clone(), operation=operation).div_(world.size)
 
 
@@ -225,7 +223,7 @@ def require_synchronized(experts: nn.Module) -> None:
     models = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
     for model in (value for value in models if any(module is experts for module in value.modules())):
         for name, parameter in _adapters_of(model):
-            if parameter.requires_grad and not (isinstance(parameter, DTensor) or hasattr(parameter, _SHARED)):
+            if parameter.requires_grad and not (isinstance(parameter, DTensor) or hasattr(parameter, _SYNCHRONIZED)):
                 raise ConfigError(
                     f"fusedmoe.hf: the gradient of {name}, an adapter in a model with expert parallelism, would differ "
                     "between ranks; call fusedmoe.hf.apply(model) after peft has added the adapter"

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from fusedmoe.errors import ConfigError
 
-_PACKED = "Bnb4bitParametrization"
+_BITSANDBYTES = "Bnb4bitParametrization"
 
 
 class QuantisedMatrices:
@@ -35,13 +35,13 @@ class QuantisedMatrices:
         return len(self.shape)
 
     def to(self, dtype: torch.dtype) -> QuantisedMatrices:
-        return _Converted(self, dtype)
+        return _CastMatrices(self, dtype)
 
     def __getitem__(self, expert: int) -> Tensor:
         raise NotImplementedError
 
 
-class _Converted(QuantisedMatrices):
+class _CastMatrices(QuantisedMatrices):
     def __init__(self, stored: QuantisedMatrices, dtype: torch.dtype) -> None:
         super().__init__(stored.shape, dtype, stored.device)
         self._stored = stored
@@ -50,13 +50,13 @@ class _Converted(QuantisedMatrices):
         return self._stored[expert].to(self.dtype)
 
 
-class _FourBits(QuantisedMatrices):
+class _BitsandbytesMatrices(QuantisedMatrices):
     """Matrices packed by bitsandbytes: two values per byte, one scale per block, experts in order."""
 
     def __init__(self, name: str, packed: Tensor, state: Any) -> None:
         super().__init__(state.shape, state.dtype, packed.device)
-        self._numbers = self.shape[1:].numel() if self.dim() == 3 else 1
-        if self.dim() != 3 or self._numbers % state.blocksize:
+        self._expert_elements = self.shape[1:].numel() if self.dim() == 3 else 1
+        if self.dim() != 3 or self._expert_elements % state.blocksize:
             raise ConfigError(
                 f"fusedmoe.hf: {name} is packed by bitsandbytes in blocks of {state.blocksize}, which do not end where "
                 f"experts of shape {list(self.shape[1:])} do, so none can be unpacked alone; choose a blocksize that "
@@ -74,7 +74,7 @@ class _FourBits(QuantisedMatrices):
         return scales.float()
 
     def __getitem__(self, expert: int) -> Tensor:
-        state, numbers = self._state, self._numbers
+        state, numbers = self._state, self._expert_elements
         blocks = numbers // state.blocksize
         # As one row: on CPUs bitsandbytes 0.50 unpacks matrices with fewer columns than the blocksize incorrectly.
         own = self._functional.QuantState(
@@ -86,17 +86,17 @@ class _FourBits(QuantisedMatrices):
         return matrix
 
 
-class _Sliced(QuantisedMatrices):
+class _TorchaoMatrices(QuantisedMatrices):
     """Quantised torchao tensor that supports slicing."""
 
-    _known: ClassVar[set[type]] = set()  # types that have been sliced successfully
+    _sliceable_types: ClassVar[set[type]] = set()  # types that have been sliced successfully
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype, tensor.device)
         try:
-            if type(tensor) not in self._known:
+            if type(tensor) not in self._sliceable_types:
                 tensor[0].dequantize()
-                self._known.add(type(tensor))
+                self._sliceable_types.add(type(tensor))
         # Types packed across experts, and types without slicing.
         except Exception as error:
             raise ConfigError(
@@ -110,7 +110,7 @@ class _Sliced(QuantisedMatrices):
         return self._tensor[expert].dequantize()
 
 
-def quantised(experts: Any, name: str) -> QuantisedMatrices | None:
+def quantised_matrices(experts: Any, name: str) -> QuantisedMatrices | None:
     """Return a quantised parameter of experts; None for other parameters. Evaluates no parametrisation.
 
     Raises:
@@ -122,8 +122,8 @@ def quantised(experts: Any, name: str) -> QuantisedMatrices | None:
         # First: compilers can trace these types, but not the names of modules.
         if type(tensor) is nn.Parameter or type(tensor) is Tensor or tensor is None:
             return None
-        return _Sliced(who, tensor) if type(tensor).__module__.startswith("torchao.") else None
+        return _TorchaoMatrices(who, tensor) if type(tensor).__module__.startswith("torchao.") else None
     parametrisations = experts.parametrizations[name]
-    if type(parametrisations[0]).__name__ != _PACKED:
+    if type(parametrisations[0]).__name__ != _BITSANDBYTES:
         return None
-    return _FourBits(who, parametrisations.original, parametrisations[0].quant_state)
+    return _BitsandbytesMatrices(who, parametrisations.original, parametrisations[0].quant_state)

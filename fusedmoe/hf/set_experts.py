@@ -13,7 +13,7 @@ from fusedmoe import Schedule, Topology
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import find_experts
-from fusedmoe.hf.module_experts import NAME, OWN, check_experts, defining_module
+from fusedmoe.hf.module_experts import NAME, TRANSFORMERS_MODULES, check_experts, defining_module
 from fusedmoe.hf.peft_adapters import forbid_split_merges, synchronize_adapters
 from fusedmoe.layers.scheduled_exchange import EXCHANGE
 
@@ -45,7 +45,7 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
     for name, module in modules.items():
         # A replaced forward ignores transformers' registry.
         replaced_by = defining_module(module)
-        if replaced_by not in OWN:
+        if replaced_by not in TRANSFORMERS_MODULES:
             raise ConfigError(
                 f"fusedmoe.hf.apply: {replaced_by} has replaced the forward of {name} ({type(module).__name__}), so "
                 "experts_implementation has no effect; disable that part of it, and call fusedmoe.hf.apply first"

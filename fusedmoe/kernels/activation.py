@@ -78,7 +78,7 @@ def define_activation(name: str, h: Tensor) -> Tensor:
     return plain[{"swiglu": "silu", "geglu": "gelu"}[name]](g) * u
 
 
-def cached_rows(row_bytes: int, slice_bytes: int) -> int:
+def rows_in_cache(row_bytes: int, slice_bytes: int) -> int:
     """Return the number of rows of `row_bytes` that fit in the caches of all threads, `slice_bytes` per thread."""
     return max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))
 
@@ -97,7 +97,7 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
 
         return kernels.clamped_swiglu(h_NH, alpha, limit)
     a_NI = h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
-    for rows, (g, u, glu) in _halves(h_NH, 1):
+    for rows, (g, u, glu) in _half_slices(h_NH, 1):
         g.clamp_(max=limit)
         torch.mul(g, alpha, out=glu).sigmoid_().mul_(g)
         torch.mul(u.clamp_(-limit, limit).add_(1), glu, out=a_NI[rows])
@@ -112,7 +112,7 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
 
         return kernels.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
     dh_NH = h_NH.new_empty(h_NH.shape)
-    for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
+    for rows, (g, u, sigma, slope, inside) in _half_slices(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
         torch.lt(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
@@ -128,16 +128,17 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     return dh_NH
 
 
-def _halves(h_NH: Tensor, more: int) -> Iterator[tuple[slice, list[Tensor]]]:
+def _half_slices(h_NH: Tensor, num_scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
     N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
     dtype = torch.promote_types(h_NH.dtype, torch.float32)
-    made: list[Tensor] = []
-    step = cached_rows(I * dtype.itemsize, _SLICE_BYTES)
+    storage: list[Tensor] = []
+    step = rows_in_cache(I * dtype.itemsize, _SLICE_BYTES)
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         size = rows.stop - start
-        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + more)]  # the first slice is largest
-        buffers = [buffer[:size] for buffer in made]
+        # The first slice is the largest.
+        storage = storage or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + num_scratch)]
+        buffers = [buffer[:size] for buffer in storage]
         # De-interleave once, so that all later passes are contiguous.
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):

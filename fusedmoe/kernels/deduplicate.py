@@ -55,11 +55,11 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
         return SentTokens(layout)
     (S, K), rows, experts = layout.row_SK.shape, len(layout.pair_N), len(layout.counts_E)
     small = torch.int16 if experts < 2**14 else torch.int32  # 16-bit keys sort several times faster
-    experts_here = experts // peers
+    experts_per_rank = experts // peers
     row_N = torch.arange(rows, dtype=torch.int32, device=layout.row_SK.device)
     expert_N = torch.searchsorted(layout.offsets_E1[1:], row_N, right=True).to(small)
     # Pairs without a row (-1, the last entry) get rank `peers`, which sorts last.
-    rank_N1 = torch.nn.functional.pad(expert_N.div(experts_here, rounding_mode="floor"), (0, 1), value=peers)
+    rank_N1 = torch.nn.functional.pad(expert_N.div(experts_per_rank, rounding_mode="floor"), (0, 1), value=peers)
     rank_SK = rank_N1[layout.row_SK]
     key_SK, by_rank_SK = rank_SK.sort(dim=1, stable=True)
     # Within a token, pairs are now sorted by rank, then k; the stable sort preserves this order.
@@ -76,7 +76,7 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
     pair_T = token_N.new_zeros(bound + 1).index_copy_(0, to_N, at_N)[:bound]
     sent_SK = token_N.new_full((S * K + 1,), -1).index_copy_(0, torch.where(first_N, at_N, S * K), sent_N)[:-1]
     tokens = Layout(tokens_W, offsets(tokens_W), source_T, pair_T, sent_SK.view(S, K), verified=True)
-    return SentTokens(tokens, row_N, (expert_N % experts_here)[row_N] * 2 + first_N, K)
+    return SentTokens(tokens, row_N, (expert_N % experts_per_rank)[row_N] * 2 + first_N, K)
 
 
 class ReceivedPairs(NamedTuple):
@@ -166,7 +166,7 @@ def pairs_from_counts(counts_RE: Tensor, rows: int) -> ReceivedPairs:
     return ReceivedPairs(expert_R, torch.arange(rows, device=counts_RE.device))
 
 
-def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: int) -> Tensor:
+def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor, k: int) -> Tensor:
     """Return [sources] bool: whether a source's codes contradict its announced counts of pairs and tokens."""
     sources, experts = counts_RE.shape
     pairs_R = counts_RE.sum(1)
@@ -175,10 +175,10 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: i
     known_P = (expert_P >= 0) & (expert_P < experts)
     # Invalid experts are counted in an extra column.
     column_P = source_P * (experts + 1) + torch.where(known_P, expert_P, experts)
-    found_R = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
-    found_R = found_R.view(sources, experts + 1)
-    wrong_R = (found_R[:, :experts] != counts_RE).any(1)
-    wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P, first_P) != tokens_R
+    counted_RE = column_P.new_zeros(sources * (experts + 1)).index_add_(0, column_P, torch.ones_like(column_P))
+    counted_RE = counted_RE.view(sources, experts + 1)
+    wrong_R = (counted_RE[:, :experts] != counts_RE).any(1)
+    wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P, first_P) != token_counts_R
     # Each source starts with a first pair, and no token has more than k pairs.
     start_R = pairs_R.cumsum(0) - pairs_R
     some_R = pairs_R > 0
@@ -186,7 +186,7 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, tokens_R: Tensor, k: i
     token_P = first_P.cumsum(0)
     if len(code_P) > k:  # the pair k positions earlier belongs to the same token
         long_P = (token_P[k:] == token_P[:-k]).long()
-        wrong_R |= torch.zeros_like(tokens_R).index_add_(0, source_P[k:], long_P) > 0
+        wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P[k:], long_P) > 0
     return wrong_R
 
 
@@ -198,12 +198,12 @@ def define_deduplicate_tokens(
     chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
     tokens, pairs = [], []
     for rank in range(peers):
-        here = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
-        chosen_here_S = [[expert for expert in experts if expert in here] for experts in chosen_S]
-        for token, chosen in enumerate(chosen_here_S):
+        hosted = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
+        hosted_S = [[expert for expert in experts if expert in hosted] for experts in chosen_S]
+        for token, chosen in enumerate(hosted_S):
             if chosen:
                 tokens.append((rank, token))
-            pairs += [(rank, token, expert - here.start, number == 0) for number, expert in enumerate(chosen)]
+            pairs += [(rank, token, expert - hosted.start, number == 0) for number, expert in enumerate(chosen)]
     return tokens, pairs
 
 

@@ -77,7 +77,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         # Skips the check of `Function.apply` for transforms, which are never active below the dispatcher.
         apply = super(torch.autograd.Function, Differentiated).apply
 
-        def by_autograd(keyset: Any, *inputs: Any) -> Any:
+        def autograd_kernel(keyset: Any, *inputs: Any) -> Any:
             # Redispatch below autograd to the operator's body, its fake, or a dispatch mode.
             keyset = keyset & KEYS_AFTER_AUTOGRAD
             differentiable = False
@@ -93,11 +93,11 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
                 with below_autograd():
                     return overload.redispatch(keyset, *inputs)
             if is_transform_active():
-                _require_plain(qualified, inputs)
+                _require_reverse_mode(qualified, inputs)
             return apply(*inputs, keyset)
 
-        _library.impl(name, by_autograd, "Autograd", with_keyset=True)
-        # Differentiating transforms call `by_autograd`; vmap has a separate dispatch key.
+        _library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
+        # Differentiating transforms call `autograd_kernel`; vmap has a separate dispatch key.
         torch.library.register_vmap(qualified, partial(_apply_per_element, overload), lib=_library)
         return overload
 
@@ -214,19 +214,19 @@ class Function(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return super().apply(*args)
         if forward_level() >= 0 or is_transform_active():
-            _require_plain(cls.name_of(args), args)
+            _require_reverse_mode(cls.operation_name(args), args)
         outputs = super().apply(*args)
         # Double backward must raise for every input, saved or not, so attach a tensor that depends on all of them.
         if not cls.double_backward and torch.is_grad_enabled():
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.grad_fn is not None:
                     node: Any = output.grad_fn  # the context passed to `_first_order_only`
-                    node.inputs = _Inputs.apply(*args)
+                    node.inputs = _InputDependency.apply(*args)
                     break
         return outputs
 
     @classmethod
-    def name_of(cls, args: Sequence[Any]) -> str:
+    def operation_name(cls, args: Sequence[Any]) -> str:
         return cls.operation
 
 
@@ -242,12 +242,12 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         # Without create_graph a direct call is cheaper than an autograd node.
-        plain = not torch.compiler.is_compiling() and is_first_order_only()
-        drows = ctx.backward_map(grad) if plain else linear(grad, ctx.backward_map, ctx.forward_map, ctx.name)
+        is_first_order = not torch.compiler.is_compiling() and is_first_order_only()
+        drows = ctx.backward_map(grad) if is_first_order else linear(grad, ctx.backward_map, ctx.forward_map, ctx.name)
         return drows, None, None, None
 
     @classmethod
-    def name_of(cls, args: Sequence[Any]) -> str:
+    def operation_name(cls, args: Sequence[Any]) -> str:
         return str(args[3])
 
 
@@ -266,8 +266,8 @@ def first_order(operation: str, gradients: Sequence[Any], sources: Iterable[Any]
     if not connected:
         return tuple(gradients)
     tensors = [one for one in gradients if one is not None]
-    refusing = iter(_RaiseInBackward.apply(operation, len(tensors), *tensors, *connected))
-    return tuple(None if one is None else next(refusing) for one in gradients)
+    raising = iter(_RaiseInBackward.apply(operation, len(tensors), *tensors, *connected))
+    return tuple(None if one is None else next(raising) for one in gradients)
 
 
 def _first_order_only(operation: str, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ def _first_order_only(operation: str, backward: Callable[..., Any]) -> Callable[
     def first_order_backward(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling() or is_first_order_only():
             return backward(ctx, *grads)
-        _require_plain(operation, grads)
+        _require_reverse_mode(operation, grads)
         with torch.no_grad():
             # `first_order` attaches the node that raises.
             gradients = backward(ctx, *grads)
@@ -285,7 +285,7 @@ def _first_order_only(operation: str, backward: Callable[..., Any]) -> Callable[
     return first_order_backward
 
 
-class _Inputs(torch.autograd.Function):
+class _InputDependency(torch.autograd.Function):
     """Empty tensor that depends on a function's inputs in the autograd graph without keeping their memory."""
 
     @staticmethod
@@ -313,7 +313,7 @@ def is_first_order_only() -> bool:
     return not (torch.is_grad_enabled() or forward_level() >= 0 or is_transform_active())
 
 
-def _require_plain(operation: str, args: Iterable[Any]) -> None:
+def _require_reverse_mode(operation: str, args: Iterable[Any]) -> None:
     require_no_tangent(operation, args)
     if is_transform_active():
         raise DerivativeError(

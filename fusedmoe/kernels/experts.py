@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation, cached_rows, define_activation
+from fusedmoe.kernels.activation import Activation, define_activation, rows_in_cache
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.grouped import at_least_float32
@@ -442,8 +442,8 @@ def row_blocks(layout: Layout, like: Tensor, hidden: int) -> tuple[list[_RowBloc
 
     Also return the row count of the largest block and the number of rows of width `hidden` that fit in cache.
     """
-    step = cached_rows(hidden * like.itemsize, _SLICE_BYTES)
-    batch_rows = min(step, cached_rows(like.shape[1] * like.itemsize, _SLICE_BYTES))
+    step = rows_in_cache(hidden * like.itemsize, _SLICE_BYTES)
+    batch_rows = min(step, rows_in_cache(like.shape[1] * like.itemsize, _SLICE_BYTES))
     max_rows = max(layout.counts, default=0)
     # In half precision a weight gradient must be one GEMM: accumulated blocks would be rounded after each.
     if like.dtype in (torch.float32, torch.float64):

@@ -120,9 +120,9 @@ def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = Non
     score_SE = logits_SE
     if rule.score != "none":
         score_SE = logits_SE.softmax(1) if rule.score == "softmax" else logits_SE.sigmoid()
-    by_SE = logits_SE.detach() if bias_E is None else score_SE.detach() + bias_E.to(score_SE.dtype)
-    by_SE = by_SE.masked_fill(by_SE.isnan(), math.nan)  # CUDA sorts a negative NaN last
-    expert_SK = by_SE.sort(dim=1, descending=True, stable=True).indices[:, : rule.k].contiguous()
+    sort_key_SE = logits_SE.detach() if bias_E is None else score_SE.detach() + bias_E.to(score_SE.dtype)
+    sort_key_SE = sort_key_SE.masked_fill(sort_key_SE.isnan(), math.nan)  # CUDA sorts a negative NaN last
+    expert_SK = sort_key_SE.sort(dim=1, descending=True, stable=True).indices[:, : rule.k].contiguous()
     if rule.score == "softmax" and rule.normalize:
         weight_SK = logits_SE.gather(1, expert_SK).softmax(1)  # p / Σp without underflow of p
     else:

@@ -200,18 +200,18 @@ def define_layout(
     if priority_S is not None:
         priority = priority_S.tolist()
         order.sort(key=lambda s: -priority[s])
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
+    pairs_of_experts: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
     chosen = expert_SK.tolist()
     for k in range(K):
         for s in order:
             e = chosen[s][k]
-            if e >= 0 and (capacity is None or len(taken[e]) < capacity):
-                taken[e].append((s, k))
-    flat = [pair for pairs_of_expert in taken for pair in pairs_of_expert]
+            if e >= 0 and (capacity is None or len(pairs_of_experts[e]) < capacity):
+                pairs_of_experts[e].append((s, k))
+    flat = [pair for pairs in pairs_of_experts for pair in pairs]
     row_SK = torch.full((tokens, K), -1, dtype=torch.long, device="cpu")
     for row, (s, k) in enumerate(flat):
         row_SK[s, k] = row
-    counts = [len(t) for t in taken]
+    counts = [len(pairs) for pairs in pairs_of_experts]
     return Layout(
         torch.tensor(counts, device="cpu"),
         torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32, device="cpu"),

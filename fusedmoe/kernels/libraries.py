@@ -28,13 +28,13 @@ def nvshmem_home() -> Path | None:
 
 def nvshmem_packages() -> dict[int, str]:
     """Map each CUDA major version to the version of its installed NVSHMEM package."""
-    found = {}
+    versions = {}
     for cuda in (12, 13):
         try:
-            found[cuda] = metadata.version(f"nvidia-nvshmem-cu{cuda}")
+            versions[cuda] = metadata.version(f"nvidia-nvshmem-cu{cuda}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def nvshmem_bitcode() -> dict[str, str]:
@@ -52,12 +52,12 @@ def nvshmem_bitcode() -> dict[str, str]:
     lib = home / "lib"
     path = lib / "libnvshmem_device.bc"
     if not path.exists():
-        kinds = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
+        paths_by_capability = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
         major, minor = _capability()
-        suited = [kind for kind in kinds if _MIN_CAPABILITY <= kind <= 10 * major + minor]
-        if not suited:
+        supported = [each for each in paths_by_capability if _MIN_CAPABILITY <= each <= 10 * major + minor]
+        if not supported:
             raise ConfigError(f"{path.name} not found in {lib}: install NVSHMEM {NVSHMEM_VERSION}")
-        path = kinds[max(suited)]
+        path = paths_by_capability[max(supported)]
     return {"libnvshmem_device": str(path)}
 
 

@@ -71,12 +71,8 @@ class Adapters(NamedTuple):
         return Adapters(*(None if adapter is None else adapter.contiguous() for adapter in self))
 
 
-class Matrices(Protocol):
-    """Expert matrices in a stored (quantized) form; each is materialized when its expert computes.
-
-    Attributes:
-        shape: [e, out, in].
-    """
+class StoredMatrices(Protocol):
+    """Expert matrices [e, out, in] in a stored (quantized) form; each is materialized when its expert computes."""
 
     shape: Sequence[int]
 
@@ -96,8 +92,8 @@ class StoredWeights:
         b2: [e, M] or None.
     """
 
-    up: Matrices
-    down: Matrices
+    up: StoredMatrices
+    down: StoredMatrices
     b1: Tensor | None = None
     b2: Tensor | None = None
 
@@ -159,12 +155,12 @@ def low_rank_backward(
     weights: Weights | StoredWeights,
     adapters: Adapters,
     activation: Activation,
-    trained: bool,
+    needs_factor_grads: bool,
     needs_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
-    """Compute gradients of x_SM, weight_N (zero in padding rows), and, if `trained`, of the factors."""
+    """Compute gradients of x_SM, weight_N (zero in padding rows), and, if `needs_factor_grads`, of the factors."""
     if isinstance(weights, Weights) and has_kernels(x_SM):
-        given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, trained
+        given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, needs_factor_grads
         return _backward_grouped(*given, needs_dx)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
@@ -175,11 +171,11 @@ def low_rank_backward(
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
     x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((max_rows, width)) for width in widths)
     act_buffer = x_SM.new_empty((min(max_rows, step), hidden))
-    up, down = (_FactorGradientSums(adapter, weight_N, max_rows, trained, x_SM) for adapter in adapters)
+    up, down = (_FactorGradientSums(adapter, weight_N, max_rows, needs_factor_grads, x_SM) for adapter in adapters)
     for block in blocks:
         dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
         a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
-        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.inner(block.rows)):
+        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.low_rank_rows(block.rows)):
             torch.mm(dy_e, down_E[expert], out=da_e)
             down.add_input_gradient(expert, dy_e, t_e, da_e)
         ds = None if dweight_N is None else block.of(dweight_N)
@@ -193,14 +189,14 @@ def low_rank_backward(
             for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ weights.b2[expert])
         if dx_NM is not None:
-            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.inner(block.rows)):
+            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.low_rank_rows(block.rows)):
                 torch.mm(dh_e, up_E[expert], out=dx_e)
                 up.add_input_gradient(expert, dh_e, t_e, dx_e)
-        elif up.trained:
-            for expert, dh_e, t_e in block.by_expert(dh, up.inner(block.rows)):
+        elif up.needs_grad:
+            for expert, dh_e, t_e in block.by_expert(dh, up.low_rank_rows(block.rows)):
                 up.add_input_gradient(expert, dh_e, t_e, None)
         down.add_gradients(block, a, dy, block.of(down_Nr))
-        if up.trained:  # the tokens are read only here
+        if up.needs_grad:  # the tokens are read only here
             up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
     dx_SM = None if dx_NM is None else gather_sum(dx_NM, layout, weight_N)
     return dx_SM, dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
@@ -253,14 +249,14 @@ class _FactorGradientSums:
     """Adapter of one GEMM in backward, and the gradients of its factors.
 
     Attributes:
-        trained: the adapter exists and needs gradients.
-        da, db: gradients of the factors; None unless trained.
+        needs_grad: the adapter exists and is trained.
+        da, db: gradients of the factors; None unless `needs_grad`.
     """
 
     def __init__(
         self, adapter: LowRank | None, weight_N: Tensor | None, max_rows: int, needs_grad: bool, like: Tensor
     ) -> None:
-        self._adapter, self.trained = adapter, needs_grad and adapter is not None
+        self._adapter, self.needs_grad = adapter, needs_grad and adapter is not None
         rank = 0 if adapter is None else adapter.a_ErI.shape[1]
         self._t = like.new_empty((max_rows, rank))
         self.da = self.db = None
@@ -269,12 +265,12 @@ class _FactorGradientSums:
         self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
         # Scale and router weight of each row, the factor of all tensors of width r.
         self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
-        if self.trained:
+        if self.needs_grad:
             # Zeros for experts without rows; experts with many rows accumulate blocks.
             self.da, self.db = torch.zeros_like(adapter.a_ErI), torch.zeros_like(adapter.b_EOr)
             self._da_E, self._db_E = self.da.unbind(), self.db.unbind()
 
-    def inner(self, rows: int) -> Tensor:
+    def low_rank_rows(self, rows: int) -> Tensor:
         return self._t[:rows]
 
     def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor | None) -> None:
@@ -286,8 +282,8 @@ class _FactorGradientSums:
             torch.addmm(dx_e, t_e, self._a_E[expert], alpha=self._adapter.scale, out=dx_e)
 
     def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
-        """Accumulate the factor gradients of one block, after `add_input_gradient` has stored its dh·B in `inner`."""
-        if not self.trained:
+        """Accumulate the factor gradients of one block, after `add_input_gradient` has stored its dh·B."""
+        if not self.needs_grad:
             return
         assert self._adapter is not None
         factor = self._adapter.scale if self._factor_N1 is None else block.of(self._factor_N1)
@@ -381,7 +377,7 @@ def _backward_grouped(
     weights: Weights,
     adapters: Adapters,
     activation: Activation,
-    trained: bool,
+    needs_factor_grads: bool,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
@@ -407,10 +403,10 @@ def _backward_grouped(
         up_t = _scaled_dout_b(dh_NH, adapters.up, layout)
     grads: list[Tensor | None] = [None] * 4
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
-    if trained and adapters.up is not None:
+    if needs_factor_grads and adapters.up is not None:
         given = (up_t * factor, permute(x_SM, layout), dh_NH, up_Nr * factor)
         grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
-    if trained and adapters.down is not None:
+    if needs_factor_grads and adapters.down is not None:
         given = (down_t * factor, a_NH, dout_NM, down_Nr * factor)
         grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
     return dx_SM, dweight_N, FactorGradients(*grads)

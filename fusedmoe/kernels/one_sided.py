@@ -65,10 +65,10 @@ class Faults(NamedTuple):
 
 
 class RowLimit(NamedTuple):
-    """Maximum rows that a rank's experts may receive. Beyond `max_rows`, the fault word `own` is set to `message`."""
+    """Maximum rows that a rank's experts may receive. Beyond `max_rows`, `fault_word` is set to `message`."""
 
     max_rows: int
-    own: Tensor
+    fault_word: Tensor
     message: int
 
 
@@ -227,14 +227,14 @@ class Arrivals(NamedTuple):
         layout: its `source_N` are rows of a buffer slot; may have padding.
         weight_R: float32 router weights.
         peer_R: int32, source rank of each row.
-        place_R: int64, row of the result at the source.
+        result_row_R: int64, row of the result at the source.
         num_rows_W: int32, number of rows of each source.
     """
 
     layout: Layout
     weight_R: Tensor
     peer_R: Tensor
-    place_R: Tensor
+    result_row_R: Tensor
     num_rows_W: Tensor
 
 
@@ -244,12 +244,12 @@ class ReturnBuffers(NamedTuple):
     Attributes:
         own: [slots, places, width], this rank's copy.
         table: [W] addresses of all ranks' copies, 0 for far peers.
-        staged: [rows, width], outgoing rows for far peers, of all chunks in order; None without any.
+        staging: [rows, width], outgoing rows for far peers, of all chunks in order; None without any.
     """
 
     own: Tensor
     table: Tensor
-    staged: Tensor | None = None
+    staging: Tensor | None = None
     network: Network | None = None
 
     @property
@@ -361,10 +361,10 @@ def define_arrivals(
         row_R = torch.arange(bound, device=device)
         # A group is the rows of one expert from one source; padding is assigned to the last group.
         group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
-        inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
+        position_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
         expert_R, peer_R = group_R // peers, group_R % peers
-        inside_R = inside_R + skipped_We[peer_R, expert_R]
-        line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
+        position_R = position_R + skipped_We[peer_R, expert_R]
+        line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + position_R
         kept_R = row_R < end_G[-1]
         if arrival_tile is not None:
             tile_R = flat[torch.where(kept_R, line_R, 0), 0] // arrival_tile
@@ -372,50 +372,50 @@ def define_arrivals(
                 kept_R, (expert_R * capacity + tile_R) * peers + peer_R, experts * capacity * peers
             )
             order_R = by_arrival.argsort(stable=True)
-            expert_R, peer_R, inside_R, line_R = (of[order_R] for of in (expert_R, peer_R, inside_R, line_R))
+            expert_R, peer_R, position_R, line_R = (of[order_R] for of in (expert_R, peer_R, position_R, line_R))
         # Padding reads line 0 and gets source 0.
         line = flat[torch.where(kept_R, line_R, 0)]
         source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
         count_e = count_eW.sum(1)
         layout = Layout(count_e, offsets(count_e), source_R, row_R, row_R.view(-1, 1))
         weight_R = line[:, 1].contiguous().view(torch.float32)
-        place_R = start_We[peer_R, expert_R] + inside_R
-        chunks.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
+        result_row_R = start_We[peer_R, expert_R] + position_R
+        num_rows_W = count_eW.sum(0, dtype=torch.int32)
+        chunks.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), result_row_R, num_rows_W))
     return chunks
 
 
-def define_addresses(peer_R: Tensor, place_R: Tensor, rows: ReturnBuffers, slot: int, first: int) -> Addresses:
+def define_addresses(peer_R: Tensor, result_row_R: Tensor, rows: ReturnBuffers, slot: int, first: int) -> Addresses:
     """Compute row addresses in the peers' copies; for far peers, in staging from row `first` on."""
-    base_R, target_R = rows.table[peer_R.long()], (slot * rows.own.shape[1] + place_R) * rows.row_bytes
-    if rows.staged is None:
+    base_R, target_R = rows.table[peer_R.long()], (slot * rows.own.shape[1] + result_row_R) * rows.row_bytes
+    if rows.staging is None:
         return Addresses(peer_R, base_R + target_R)
-    staged_R = rows.staged.data_ptr() + (first + torch.arange(peer_R.numel(), device=peer_R.device)) * rows.row_bytes
+    staging_R = rows.staging.data_ptr() + (first + torch.arange(peer_R.numel(), device=peer_R.device)) * rows.row_bytes
     far_R = base_R == 0
-    store_R = torch.where(far_R, staged_R, base_R + target_R)
+    store_R = torch.where(far_R, staging_R, base_R + target_R)
     return Addresses(peer_R, store_R, torch.where(far_R, rows.own.data_ptr() + target_R, 0), rows.network)
 
 
-def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
+def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, results_per_source: int) -> list[Tensor]:
     """Map each row of the new chunks to its index among the old chunks' concatenated rows.
 
-    Both have the same rows, identified by source and result row; `places` is the number of result rows per source.
-    Padding maps to an arbitrary row.
+    Both have the same rows, identified by source and result row. Padding maps to an arbitrary row.
     """
     # Table over all result rows; padding shares the last entry.
-    device = old[0].place_R.device
-    number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
+    device = old[0].result_row_R.device
+    index_P = torch.zeros(peers * results_per_source + 1, dtype=torch.int64, device=device)
     first = 0
     for arrivals in old:
         row_R = torch.arange(arrivals.layout.rows, device=device)
-        number_P[_keys(arrivals, places, peers * places)] = first + row_R
+        index_P[_keys(arrivals, results_per_source, peers * results_per_source)] = first + row_R
         first += arrivals.layout.rows
-    number_P[-1] = 0
-    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in new]
+    index_P[-1] = 0
+    return [index_P[_keys(arrivals, results_per_source, peers * results_per_source)] for arrivals in new]
 
 
-def _keys(arrivals: Arrivals, places: int, padding: int) -> Tensor:
-    kept_R = torch.arange(arrivals.layout.rows, device=arrivals.place_R.device) < arrivals.layout.offsets_E1[-1]
-    return torch.where(kept_R, arrivals.peer_R.long() * places + arrivals.place_R, padding)
+def _keys(arrivals: Arrivals, results_per_source: int, padding: int) -> Tensor:
+    kept_R = torch.arange(arrivals.layout.rows, device=arrivals.result_row_R.device) < arrivals.layout.offsets_E1[-1]
+    return torch.where(kept_R, arrivals.peer_R.long() * results_per_source + arrivals.result_row_R, padding)
 
 
 def without_sources(arrivals: Arrivals) -> Layout:

@@ -88,7 +88,7 @@ def require_shardings(experts: Experts) -> None:
         )
 
 
-def require_copies(order: Order, gate: Gate) -> None:
+def require_replicable(order: Order, gate: Gate) -> None:
     """Raise `ConfigError` for parts that do not support dynamic expert placement."""
     # Rows must be routable to any replica of an expert, and loads must differ between experts.
     if isinstance(order, Einsum):
@@ -97,27 +97,27 @@ def require_copies(order: Order, gate: Gate) -> None:
         raise uniform_load_error(gate)
 
 
-def make_plans(schedule: str | Schedule | None, parts: LayerParts, moves: bool, hooked: bool) -> LayerPlans:
+def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bool, has_hooks: bool) -> LayerPlans:
     """Create the plan provider of a layer.
 
-    With schedule "off" or None, the layer follows assigned plans only. `moves`: experts are dynamically placed.
-    `hooked`: the layer has hooks.
+    With schedule "off" or None, the layer follows assigned plans only. `is_placed`: experts are dynamically placed.
+    `has_hooks`: the layer has hooks.
     """
     if schedule is None or schedule == "off":
-        return LayerPlans(parts, moves)
+        return LayerPlans(parts, is_placed)
     from fusedmoe.layers.schedule import Schedule, ScheduledPlans
 
     # A name may imply more than a policy: "auto" also allows one-sided kernels.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
-    return ScheduledPlans(parts, named, moves, hooked)
+    return ScheduledPlans(parts, named, is_placed, has_hooks)
 
 
 def set_up_experts(
     parts: LayerParts,
     shared: Experts | None,
     model_dim: int,
-    moves: bool,
+    is_placed: bool,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> PlacedExperts | None:
@@ -128,11 +128,11 @@ def set_up_experts(
     """
     topology, gate, order, experts = parts
     assert isinstance(experts, Experts)
-    if moves:
-        from fusedmoe.placement.expert_table import first_place
+    if is_placed:
+        from fusedmoe.placement.expert_table import initial_place
         from fusedmoe.placement.placed_experts import PlacedExperts
 
-        place = first_place(gate.experts, topology)
+        place = initial_place(gate.experts, topology)
     else:
         place = assign_evenly(gate.experts, topology)
     if isinstance(source := getattr(experts, "source", None), ExpertSource):
@@ -147,9 +147,9 @@ def set_up_experts(
     experts.own_numbers, experts.num_experts = tuple(place.numbers), gate.experts
     for name, _ in experts.named_parameters():
         experts.shardings.setdefault(name, {"ep": NAMED})  # marks an expert's parameter even if nothing is split
-    if not moves:
+    if not is_placed:
         return None
-    require_copies(order, gate)
+    require_replicable(order, gate)
     return PlacedExperts(experts, gate.experts, topology)
 
 
@@ -177,16 +177,16 @@ def make_dispatcher(
     if placed is not None:
         from fusedmoe.placement.placed_dispatcher import PlacedDispatcher
 
-        made = PlacedDispatcher(placed, topology, all_to_all, plans.find, hooks)
+        made = PlacedDispatcher(placed, topology, all_to_all, plans.find_plans, hooks)
     elif plans.puts:
         from fusedmoe.engine.one_sided_dispatcher import OneSided
 
-        made = OneSided(plans.transport, topology, all_to_all, plans.find, name=name)
+        made = OneSided(plans.transport, topology, all_to_all, plans.find_plans, name=name)
     else:
-        made = Collectives(topology, all_to_all, plans.find, hooks, name)
+        made = Collectives(topology, all_to_all, plans.find_plans, hooks, name)
     if dispatch == "auto":
         from fusedmoe.layers.measure import choose_all_to_all, has_algorithm_choice
 
         if has_algorithm_choice(topology):
-            made.choose = partial(choose_all_to_all, topology, gate)
+            made.choose_algorithm = partial(choose_all_to_all, topology, gate)
     return made

@@ -17,7 +17,7 @@ from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.gates import Gate
 from fusedmoe.gates.base import Routing, SoftRouting
-from fusedmoe.gates.packing import pack
+from fusedmoe.gates.packing import read_cu_seqlens
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_invalid
 from fusedmoe.losses import Packing
@@ -31,39 +31,39 @@ class NonFiniteMonitor:
     """
 
     def __init__(self) -> None:
-        self._bad: Tensor | None = None
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._count: Tensor | None = None
+        self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_bad": None, "_arriving": None}
+        return {"_count": None, "_pending_copy": None}
 
     def add(self, bad: Tensor) -> None:
         """Add a count, an int64 scalar; no host synchronization."""
-        if self._bad is None or self._bad.device != bad.device:
-            self._bad = torch.zeros_like(bad)
+        if self._count is None or self._count.device != bad.device:
+            self._count = torch.zeros_like(bad)
         # In place: a CUDA graph that captured this forward adds to the same memory.
-        self._bad.add_(bad)
+        self._count.add_(bad)
 
     def poll(self) -> int:
         """Return the count of the last completed copy; never waits."""
-        if self._bad is None or not self._bad.is_cuda or torch.cuda.is_current_stream_capturing():
+        if self._count is None or not self._count.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
         count = 0
-        if self._arriving is not None:
-            copy, event = self._arriving
+        if self._pending_copy is not None:
+            copy, event = self._pending_copy
             if not event.query():
                 return 0
             count = int(copy)
-        copy = torch.empty((), dtype=torch.long, pin_memory=True, device="cpu").copy_(self._bad, non_blocking=True)
+        copy = torch.empty((), dtype=torch.long, pin_memory=True, device="cpu").copy_(self._count, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._arriving = copy, event
+        self._pending_copy = copy, event
         return count
 
     def wait_for_count(self) -> int:
         """Return and reset the count of all forwards so far; synchronizes with the device."""
-        count = 0 if self._bad is None else int(self._bad)
-        self._bad = self._arriving = None
+        count = 0 if self._count is None else int(self._count)
+        self._count = self._pending_copy = None
         return count
 
 
@@ -100,14 +100,14 @@ class InputChecks:
 
     Args:
         name: of another library's layer, for errors; "" for a `MoELayer`, whose router logits are checked.
-        carried: the exchange sends the result of `nonfinite_logits` to all ranks.
+        exchange_reports_logits: the exchange sends the result of `nonfinite_logits` to all ranks.
     """
 
-    def __init__(self, topology: Topology, name: str = "", carried: bool = False) -> None:
-        self._topology, self._carried = topology, carried
+    def __init__(self, topology: Topology, name: str = "", exchange_reports_logits: bool = False) -> None:
+        self._topology, self._exchange_reports_logits = topology, exchange_reports_logits
         self._has_exchange = topology.ep.size * topology.esp.size > 1
-        self._what = f"{name}: {_NONFINITE_VALUES}" if name else _NONFINITE_LOGITS
-        self._cure = _NONFINITE_VALUES_FIX if name else _NONFINITE_LOGITS_FIX
+        self._problem = f"{name}: {_NONFINITE_VALUES}" if name else _NONFINITE_LOGITS
+        self._fix = _NONFINITE_VALUES_FIX if name else _NONFINITE_LOGITS_FIX
         self._monitor = NonFiniteMonitor()
 
     def flatten_tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
@@ -132,13 +132,13 @@ class InputChecks:
         On CUDA with one rank a later call reports them.
         """
         logits_SE = routing.logits_SE
-        if logits_SE is None or self._is_carried(logits_SE):
+        if logits_SE is None or self._is_reported_by_exchange(logits_SE):
             return None
         # On the host: a finite sum has finite summands; otherwise count them.
         if not (torch.compiler.is_compiling() or uses_triton(logits_SE)) and math.isfinite(logits_SE.sum()):
             return None
-        bad = self._count_now(_bad_tokens(routing, logits_SE))
-        return f"{bad} of {len(logits_SE)} {self._what}. {self._cure}" if bad else None
+        bad = self._count_now(_count_nonfinite_tokens(routing, logits_SE))
+        return f"{bad} of {len(logits_SE)} {self._problem}. {self._fix}" if bad else None
 
     def values_error(self, *tensors: Tensor) -> str | None:
         """Return an error message for non-finite tokens or router weights, else None.
@@ -154,12 +154,12 @@ class InputChecks:
         else:  # the sum of finite values may overflow
             extremes = (one.item() for tensor in tensors if tensor.numel() for one in tensor.detach().aminmax())
             bad = not all(map(math.isfinite, extremes))
-        return f"{self._what}. {self._cure}" if bad else None
+        return f"{self._problem}. {self._fix}" if bad else None
 
     def values_refusal(self, *tensors: Tensor) -> str | NonFinite | None:
         """Check tokens and router weights for `Routed.refusal`; on CUDA return a count, without synchronizing."""
         if uses_triton(tensors[0]) and self._has_exchange:
-            return NonFinite(count_nonfinite(*tensors), f"{self._what}. {self._cure}")
+            return NonFinite(count_nonfinite(*tensors), f"{self._problem}. {self._fix}")
         return self.values_error(*tensors)
 
     def nonfinite_flag(self, *tensors: Tensor) -> Tensor | None:
@@ -178,7 +178,7 @@ class InputChecks:
     def _count_now(self, bad: Tensor) -> int:
         if torch.compiler.is_compiling() and not uses_triton(bad):
             # In a CPU graph only an assertion can stop the run.
-            torch.ops.aten._assert_async.msg(bad == 0, f"{self._what}. {self._cure}")
+            torch.ops.aten._assert_async.msg(bad == 0, f"{self._problem}. {self._fix}")
         elif uses_triton(bad) and not self._has_exchange:
             self._monitor.add(bad)
         else:
@@ -188,21 +188,22 @@ class InputChecks:
     def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
         """Return the count of tokens with non-finite logits for the exchange to report; None if `logits_error` does."""
         given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
-        if not given or not self._is_carried(given[0][1]):
+        if not given or not self._is_reported_by_exchange(given[0][1]):
             return None
-        counts = [_bad_tokens(*each) for each in given]
-        return NonFinite(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._what}. {self._cure}")
+        counts = [_count_nonfinite_tokens(*each) for each in given]
+        return NonFinite(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._problem}. {self._fix}")
 
-    def _is_carried(self, logits_SE: Tensor) -> bool:
-        return self._has_exchange and (torch.compiler.is_compiling() or (self._carried and uses_triton(logits_SE)))
+    def _is_reported_by_exchange(self, logits_SE: Tensor) -> bool:
+        reports = torch.compiler.is_compiling() or (self._exchange_reports_logits and uses_triton(logits_SE))
+        return self._has_exchange and reports
 
     def raise_deferred(self, wait: bool = False) -> None:
         """Raise for non-finite values in earlier forwards whose count is on the host; `wait`: in all of them."""
         # Reported once: otherwise every later forward would raise for the same logits.
         if bad := self._monitor.wait_for_count() if wait else self._monitor.poll():
             self._monitor = NonFiniteMonitor()
-            many = f"{bad} " if self._what is _NONFINITE_LOGITS else ""
-            self.refuse(f"{many}{self._what} in forwards before this one. {self._cure}")
+            many = f"{bad} " if self._problem is _NONFINITE_LOGITS else ""
+            self.refuse(f"{many}{self._problem} in forwards before this one. {self._fix}")
 
     def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
         """Check that MP ranks pass in the same number of tokens [S, M], in one dtype. Collective over mp.
@@ -212,8 +213,8 @@ class InputChecks:
             error message if this rank's are invalid. The exchange that follows reports it to all ranks; without one it
             is raised here.
         """
-        topology, mp, ends_here = self._topology, self._topology.mp, not self._has_exchange
-        if refusal is not None and ends_here:
+        topology, mp, raises_here = self._topology, self._topology.mp, not self._has_exchange
+        if refusal is not None and raises_here:
             mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
         own_13 = torch.tensor([[*own, x_SM.requires_grad]], device=device_of(mp))
@@ -229,9 +230,9 @@ class InputChecks:
         if not culprits:
             held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
-            if ends_here:
+            if raises_here:
                 mp.board.refuse(CHECK, refusal, mp.size)
-        if ends_here:
+        if raises_here:
             raise RankError(f"rank {topology.rank}: {refusal or f'ended because {mp.board.refusal(culprits[0])}'}")
         return x_SM[:0], refusal
 
@@ -252,33 +253,33 @@ class InputChecks:
             self.refuse(refusal)
 
 
-def _bad_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -> Tensor:
+def _count_nonfinite_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -> Tensor:
     counted = routing.bad if isinstance(routing, Routing) else None
     return count_invalid(logits_SE) if counted is None else counted
 
 
 def input_error(
-    got: str, x: object, model_dim: int, like: Tensor | None, least: int = 1, also: Collection[torch.dtype] = ()
+    prefix: str, x: object, model_dim: int, like: Tensor | None, min_dims: int = 1, dtypes: Collection[torch.dtype] = ()
 ) -> str | None:
     """Return an error message for invalid x, [..., M], else None.
 
     Args:
         like: a parameter of the experts; None: any dtype and device.
-        least: minimum number of dimensions.
-        also: dtypes allowed in addition to `like`'s.
+        min_dims: minimum number of dimensions.
+        dtypes: allowed in addition to `like`'s.
     """
     if not isinstance(x, Tensor):
-        return f"{got} that is {type(x).__name__}; it takes a tensor [..., {model_dim}]"
-    if x.dim() < least or x.shape[-1] != model_dim:
-        dims = f"; it takes at least {least} dimensions, and the last" if least > 1 else "; its last dimension"
-        return f"{got} of shape {list(x.shape)}{dims} must be model_dim = {model_dim}"
+        return f"{prefix} that is {type(x).__name__}; it takes a tensor [..., {model_dim}]"
+    if x.dim() < min_dims or x.shape[-1] != model_dim:
+        dims = f"; it takes at least {min_dims} dimensions, and the last" if min_dims > 1 else "; its last dimension"
+        return f"{prefix} of shape {list(x.shape)}{dims} must be model_dim = {model_dim}"
     like = x if like is None else like
     if x.device != like.device:
-        return f"{got} on {x.device} but its experts are on {like.device}; move one with .to()"
+        return f"{prefix} on {x.device} but its experts are on {like.device}; move one with .to()"
     if not x.is_floating_point():
-        return f"{got} of {x.dtype}; it takes floating-point numbers"
-    if x.dtype not in (like.dtype, *also) and not torch.is_autocast_enabled(x.device.type):
-        return f"{got} of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use torch.autocast"
+        return f"{prefix} of {x.dtype}; it takes floating-point numbers"
+    if x.dtype not in (like.dtype, *dtypes) and not torch.is_autocast_enabled(x.device.type):
+        return f"{prefix} of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use torch.autocast"
     return None
 
 
@@ -319,7 +320,7 @@ def read_packing(
     if refusal is not None:
         return None, refusal
     try:
-        return pack(gate, cu_seqlens, x), None
+        return read_cu_seqlens(gate, cu_seqlens, x), None
     except ConfigError as error:
         return None, str(error)
 
@@ -364,39 +365,39 @@ def empty_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
     return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)
 
 
-def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> None:
+def check_routing(gate: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> None:
     """Check the result of a gate, possibly a user's own, for tokens x_SM.
 
     Raises:
         ConfigError: wrong types, shapes or devices; invalid expert ids (on CUDA a device assertion).
     """
-    gate, experts, tokens = f"{type(by).__name__} gate", by.experts, x_SM.shape[0]
+    owner, experts, tokens = f"{type(gate).__name__} gate", gate.experts, x_SM.shape[0]
     if isinstance(routing, SoftRouting):
         shape = (tokens, experts * routing.slots)
         for name, matrix_SN in (("dispatch_SN", routing.dispatch_SN), ("combine_SN", routing.combine_SN)):
-            check_tensor(gate, name, matrix_SN, x_SM)
+            check_tensor(owner, name, matrix_SN, x_SM)
             if matrix_SN.shape != shape:
-                refuse(gate, f"{name} must be {list(shape)}, got {list(matrix_SN.shape)}")
+                refuse(owner, f"{name} must be {list(shape)}, got {list(matrix_SN.shape)}")
     elif isinstance(routing, Routing):
-        check_tensor(gate, "expert_SK", routing.expert_SK, x_SM)
-        check_choice(gate, routing.expert_SK, experts)
-        check_tensor(gate, "weight_SK", routing.weight_SK, x_SM)
-        check_floats(gate, "weight_SK", routing.weight_SK)
+        check_tensor(owner, "expert_SK", routing.expert_SK, x_SM)
+        check_choice(owner, routing.expert_SK, experts)
+        check_tensor(owner, "weight_SK", routing.weight_SK, x_SM)
+        check_floats(owner, "weight_SK", routing.weight_SK)
         shapes = routing.expert_SK.shape, routing.weight_SK.shape
         if shapes[0] != shapes[1] or shapes[0][0] != tokens:
             found = f"{list(shapes[0])} and {list(shapes[1])}"
-            refuse(gate, f"expert_SK and weight_SK must both be [S, K] of {tokens} tokens, got {found}")
+            refuse(owner, f"expert_SK and weight_SK must both be [S, K] of {tokens} tokens, got {found}")
         if routing.capacity is not None:
-            check_count(gate, "capacity", routing.capacity, 0)
+            check_count(owner, "capacity", routing.capacity, 0)
         if routing.priority_S is not None:
-            check_tensor(gate, "priority_S", routing.priority_S, x_SM)
+            check_tensor(owner, "priority_S", routing.priority_S, x_SM)
             if routing.priority_S.shape != (tokens,):
-                refuse(gate, f"priority_S must be [{tokens}], got {list(routing.priority_S.shape)}")
+                refuse(owner, f"priority_S must be [{tokens}], got {list(routing.priority_S.shape)}")
     else:
-        refuse(gate, f"it must give a Routing or a SoftRouting, got {type(routing).__name__}")
-    check_tensor(gate, "aux_loss", routing.aux_loss)
+        refuse(owner, f"it must give a Routing or a SoftRouting, got {type(routing).__name__}")
+    check_tensor(owner, "aux_loss", routing.aux_loss)
     if routing.aux_loss.dim() != 0:
-        refuse(gate, f"aux_loss must be a scalar, got {list(routing.aux_loss.shape)}")
+        refuse(owner, f"aux_loss must be a scalar, got {list(routing.aux_loss.shape)}")
 
 
 def empty_routing(x_SM: Tensor) -> Routing:

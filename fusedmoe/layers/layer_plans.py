@@ -15,7 +15,7 @@ from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Dispatcher, LocalExperts, Routed, SinceForward
+from fusedmoe.engine.dispatcher import Dispatcher, ForwardDecision, LocalExperts, Routed
 from fusedmoe.engine.graph_dispatch import run_by_operators_in_graph
 from fusedmoe.engine.module_hooks import needs_module_call
 from fusedmoe.engine.run import AssignedPlans, GradientReducer, Plans
@@ -65,9 +65,10 @@ class LayerPlans:
     """Provides the plans of one layer.
 
     Args:
-        moves: experts are dynamically placed.
+        is_placed: experts are dynamically placed.
     Attributes:
         assigned: plans that override the schedule; not copied with the layer.
+        shared: the layer's shared expert, if its plans compute it; None: they do not.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
@@ -75,14 +76,15 @@ class LayerPlans:
     puts, limit = False, 1
     #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
     requires_puts = False
+    shared: PlannedExperts | None = None
 
-    def __init__(self, parts: LayerParts, moves: bool = False) -> None:
-        self.topology, self.parts, self.moves = parts.topology, parts, moves
+    def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
+        self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
         self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
-        self._followed = SinceForward[AssignedPlans]()
+        self._plans_since_forward = ForwardDecision[AssignedPlans]()
 
     def __getstate__(self) -> dict[str, Any]:
         # Assigned plans belong to one layer of a step's plan, with its gradient reducer.
@@ -100,7 +102,8 @@ class LayerPlans:
     def can_compile(self) -> bool:
         """True if a compiled graph can hold the planned layer as one operator."""
         # A plan that reduces gradients during backward needs complete gradients; a graph completes them at its end.
-        reduces = self.assigned is not None and (self.assigned.gradients is not None or bool(self.assigned.beside))
+        assigned = self.assigned
+        reduces = assigned is not None and (assigned.gradients is not None or bool(assigned.trailing_all_reduces))
         return self.parts.experts.can_compile_chunks and not reduces and not self.requires_puts
 
     def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
@@ -113,9 +116,9 @@ class LayerPlans:
             require_runnable(
                 plan, (*self.kinds, *([TaskKind.GRADIENT_ALL_REDUCE] if gradients is not None else [])), own
             )
-            lacks = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
-            if lacks:
-                raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
+            missing = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
+            if missing:
+                raise ConfigError(f"{own} has no {missing[0]}, which every chunk of this layer goes through; add it")
         self.assigned = AssignedPlans(plans, gradients, beside)
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
@@ -129,7 +132,7 @@ class LayerPlans:
         """Return the one-sided kernels for rows like `x_SM`; None: collectives."""
         return None
 
-    def find(
+    def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
         """Return the plans for this batch, by the maximum number of pairs on a rank. None: run without chunks."""
@@ -138,9 +141,9 @@ class LayerPlans:
         return self.assigned_plans()
 
     def assigned_plans(self) -> AssignedPlans | None:
-        if self.assigned is None and self._followed.value is None:
+        if self.assigned is None and self._plans_since_forward.value is None:
             return None
-        return self._followed.renew(lambda: self.assigned)
+        return self._plans_since_forward.decide(lambda: self.assigned)
 
 
 class PlannedLayer:

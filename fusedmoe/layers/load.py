@@ -40,8 +40,8 @@ class Load:
         self.counters: RoutingCounters | None = None  # also defined in copies: graphs guard on it
         self.chosen_E = torch.zeros(experts, dtype=torch.long, device="cpu")
         self.kept_E = torch.zeros(experts, dtype=torch.long, device="cpu")
-        self._sum_E = torch.zeros(experts, dtype=torch.long, device="cpu")
-        self._counts = self._in_reentrant_checkpoint = False
+        self._load_since_update_E = torch.zeros(experts, dtype=torch.long, device="cpu")
+        self._is_last_counted = self._in_reentrant_checkpoint = False
         self._forwards_since_update = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,21 +51,21 @@ class Load:
         """Count a forward. Training forwards with gradients add their load to the sum for `update_gate`."""
         self.kept_E = kept_E
         experts = len(self.chosen_E)
-        self._counts = False
+        self._is_last_counted = False
         if isinstance(routing, SoftRouting):
             # Each expert computes slots that mix all tokens: there is no choice to count.
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = kept_E if all_kept else expert_load(routing.expert_SK, experts)
-        wanted = training and (self.counters is not None or gate.balances) and is_counting_tokens()
-        self._counts = self.counters is not None and wanted
-        if self._counts:
+        is_counted = training and (self.counters is not None or gate.needs_load) and is_counting_tokens()
+        self._is_last_counted = self.counters is not None and is_counted
+        if self._is_last_counted:
             assert self.counters is not None
             self.counters.count_choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
             self.counters.count_rows(kept_E)
-        if wanted and gate.balances:
+        if is_counted and gate.needs_load:
             # Always a tensor: otherwise compiled layers would need another graph for the first step.
-            self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
+            self._load_since_update_E = self._load_since_update_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be specialized on each value
                 self._forwards_since_update += 1
                 if self._forwards_since_update == _WARN_AFTER:
@@ -78,11 +78,11 @@ class Load:
 
     def count_sent(self, sent_counts: tuple[int, int] | None) -> None:
         """Add the (pairs, tokens) sent in the forward that `count` counted; None: unknown."""
-        if self._counts and sent_counts is not None:
+        if self._is_last_counted and sent_counts is not None:
             assert self.counters is not None
             self.counters.count_sent(*sent_counts)
 
-    def keep_aux(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
+    def storable_aux_loss(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
         """Return the auxiliary loss to store as the layer's attribute, which may be read long after the forward."""
         if not torch.is_grad_enabled():
             like = next(gate.parameters(), None) if training and gate.aux else None
@@ -97,8 +97,12 @@ class Load:
 
     def update_gate(self, gate: Gate, world: Group) -> None:
         """All-reduce the training load since the last call and pass it to a gate that balances. Collective."""
-        if gate.balances:
-            sum_E, self._sum_E, self._forwards_since_update = self._sum_E, torch.zeros_like(self._sum_E), 0
+        if gate.needs_load:
+            sum_E, self._load_since_update_E, self._forwards_since_update = (
+                self._load_since_update_E,
+                torch.zeros_like(self._load_since_update_E),
+                0,
+            )
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 

@@ -21,7 +21,7 @@ from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import disable_current_modes, recording, without_saved_tensor_hooks
+from fusedmoe.compat.torch import autograd_recording, disable_current_modes, without_saved_tensor_hooks
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
@@ -47,7 +47,7 @@ from fusedmoe.schedule.workload import Workload
 
 _DEGREES = (1, 4)
 FUSED_DEGREES = (1, 2, 4)
-_ROUNDS, _FEW = 5, 64
+_ROUNDS, _FEW_TOKENS = 5, 64
 _OPERATION = "measuring a layer"
 
 
@@ -67,9 +67,9 @@ def measure_layer(
         ConfigError: the experts do not describe their workload.
     """
     topology, gate, order, experts = plans.parts
-    half_s = None if again_s is None else again_s / 2
-    costs = measured_costs(topology, like.device, like.dtype, half_s)
-    if plans.moves:
+    half_budget_s = None if again_s is None else again_s / 2
+    costs = measured_costs(topology, like.device, like.dtype, half_budget_s)
+    if plans.is_placed:
         return costs
     # All ranks measure with the largest number of tokens.
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
@@ -91,31 +91,32 @@ def measure_layer(
     degrees = [degree for degree in FUSED_DEGREES if degree <= plans.limit]
     facts |= {} if fused_kind is None else {"fused": f"{fused_kind} in {degrees}"}
 
-    def observed() -> Observed:
+    def observe() -> Observed:
         step = workload.step_costs(costs, [0], plans.kinds)
-        budget_s = STEPS_BUDGET_S if half_s is None else half_s
-        of_parts = time_layer(topology, gate, order, experts, like, step, all_to_all, budget_s)
+        budget_s = STEPS_BUDGET_S if half_budget_s is None else half_budget_s
+        observed_parts = time_layer(topology, gate, order, experts, like, step, all_to_all, budget_s)
         if fused_kind is None:
-            return of_parts
-        give_up_s = sum(s for sample, s in of_parts.seconds.items() if sample.chunks == 1)
-        most = max(len(like), round_up_tokens(tokens))
+            return observed_parts
+        give_up_s = sum(s for sample, s in observed_parts.seconds.items() if sample.chunks == 1)
+        max_tokens = max(len(like), round_up_tokens(tokens))
 
-        def through(routed: Routed, degree: int) -> Tensor:
-            x_SM, layout, weight_SK, _ = routed
+        def run_layer(routed: Routed, degree: int) -> Tensor:
+            x_SM, layout, weight_SK, *_ = routed
             assert weight_SK is not None
-            transport = KernelTransport(fused_kind, (degree, degree), most)
+            transport = KernelTransport(fused_kind, (degree, degree), max_tokens)
             return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
 
-        seconds = time_fused(topology, gate, order, experts, like, fused_kind, through, degrees, give_up_s)
-        return of_parts | Observed(seconds)
+        seconds = time_fused(topology, gate, order, experts, like, fused_kind, run_layer, degrees, give_up_s)
+        return observed_parts | Observed(seconds)
 
     # Imports the compiler, which `import fusedmoe` avoids.
     from torch.distributed.tensor import DTensor
 
     facts["tokens"] = len(like)
     # FSDP gathers a layer's parameters only during its forward; otherwise earlier measurements of the parts are kept.
-    whole = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
-    seen = measure_parts(topology, like.device, like.dtype, facts, observed, again=whole and again_s is not None)
+    is_unsharded = not any(isinstance(parameter, DTensor) for parameter in experts.parameters())
+    ignore_cache = is_unsharded and again_s is not None
+    seen = measure_parts(topology, like.device, like.dtype, facts, observe, ignore_cache=ignore_cache)
     return replace(costs, observed={workload.shapes: seen})
 
 
@@ -174,7 +175,7 @@ def measurement_context() -> Iterator[None]:
         torch.inference_mode(False),
         disable_current_modes(),
         without_saved_tensor_hooks(),
-        recording(),
+        autograd_recording(),
         record_with(None),
     ):
         yield
@@ -187,7 +188,7 @@ def round_rows(rows: int) -> int:
     return max(1, -(-rows // step) * step)
 
 
-_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
+_observed_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
 
 
 def measure_parts(
@@ -197,13 +198,13 @@ def measure_parts(
     facts: dict[str, Any],
     measure: Callable[[], Observed],
     *,
-    again: bool = False,
+    ignore_cache: bool = False,
 ) -> Observed:
     """Return the costs of a layer's parts, cached or measured. Collective over all ranks."""
-    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
-    if key not in known or again:
+    known, key = _observed_parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(facts.items())}"
+    if key not in known or ignore_cache:
         machine = machine_facts(topology, device, dtype)
-        known[key] = cached_task_times(topology, {**machine, "layer": facts}, measure, again)
+        known[key] = cached_task_times(topology, {**machine, "layer": facts}, measure, ignore_cache)
     return known[key]
 
 
@@ -269,13 +270,13 @@ def _make_trial_inputs(
         gate.token_ids = None
     parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
     # A separate generator: training continues with the same random numbers.
-    chance = torch.Generator(like.device).manual_seed(topology.rank)
-    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
+    generator = torch.Generator(like.device).manual_seed(topology.rank)
+    x_SM, dy_SM = (torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype) for _ in range(2))
     return gate, parameters, x_SM, dy_SM
 
 
 # (tokens, number of chunks) -> results of a layer with a fused operation.
-Through = Callable[[Routed, int], Tensor]
+RunLayer = Callable[[Routed, int], Tensor]
 
 
 def time_fused(
@@ -285,7 +286,7 @@ def time_fused(
     experts: PlannedExperts,
     like: Tensor,
     kind: str,
-    through: Through,
+    run_layer: RunLayer,
     degrees: Sequence[int],
     give_up_s: float,
     *,
@@ -320,13 +321,13 @@ def time_fused(
         ordered = order.order(x, gate(x), gate.experts)
         if ordered.weight_SK is None:
             return None
-        y = order.restore(through(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), degree), ordered)
+        y = order.restore(run_layer(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), degree), ordered)
         between = now_s()
         torch.autograd.grad(y, [x, *parameters], dy_SM[:tokens], allow_unused=True)
         return [between - began, now_s() - between]
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
-        few = min(len(like), _FEW)
+        few = min(len(like), _FEW_TOKENS)
         if passes_s(few, 1) is None:
             return {}
         seconds_by_degree = {1: max_over_ranks_s(topology.world, passes_s(few, 1) or [], _OPERATION)}
@@ -344,7 +345,7 @@ def time_fused(
 
 
 # Per topology, and freed with it, by everything that the choice depends on; the layers of a model share it.
-_chosen: WeakKeyDictionary[Topology, dict[tuple[object, ...], AllToAll]] = WeakKeyDictionary()
+_fastest_all_to_all: WeakKeyDictionary[Topology, dict[tuple[object, ...], AllToAll]] = WeakKeyDictionary()
 
 
 def has_algorithm_choice(topology: Topology) -> bool:
@@ -366,11 +367,11 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
     """
     tokens = round_rows(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
     key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k
-    chosen = _chosen.setdefault(topology, {})
+    chosen = _fastest_all_to_all.setdefault(topology, {})
     if key not in chosen:
         candidates = [make_all_to_all(name, topology) for name in ALGORITHMS]
-        chance = torch.Generator(x_SM.device).manual_seed(topology.rank)
-        scores_SE = torch.rand(tokens, gate.experts, generator=chance, device=x_SM.device)
+        generator = torch.Generator(x_SM.device).manual_seed(topology.rank)
+        scores_SE = torch.rand(tokens, gate.experts, generator=generator, device=x_SM.device)
         layout = order_rows(scores_SE.topk(min(gate.k, gate.experts)).indices, gate.experts)
         routed = Routed(x_SM.new_zeros(tokens, x_SM.shape[1]), layout)
         tried = [_round_trips_s(topology, Collectives(topology, candidate), routed) for candidate in candidates]

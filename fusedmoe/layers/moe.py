@@ -12,14 +12,14 @@ from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.parallel import MpInput, MpTokens
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import module_states
-from fusedmoe.engine.dispatcher import Dispatcher, Routed
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
+from fusedmoe.engine.dispatcher import Dispatcher, Routed, SharedExpert
+from fusedmoe.engine.shared_expert_task import single_expert_layout
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.hooks import Hooks, apply_end_hooks, apply_start_hooks, validate_hooks
 from fusedmoe.kernels.backend import require_float_dtype
 from fusedmoe.kernels.derivatives import exclude_from_graphs
-from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers import input_checks
 from fusedmoe.layers.assembly import (
     agree_on_parts,
@@ -48,14 +48,14 @@ class _Tokens(NamedTuple):
     Attributes:
         packing: the packed sequences of these tokens; None: not packed.
         real_S: indices of these tokens among tokens and padding; None: no mask.
-        counts: tokens of each MP rank; None: MP ranks have separate tokens.
+        mp_counts: tokens of each MP rank; None: MP ranks have separate tokens.
     """
 
     x_SM: Tensor
     refusal: str | None
     packing: Packing | None = None
     real_S: Tensor | None = None
-    counts: list[int] | None = None
+    mp_counts: list[int] | None = None
 
 
 class MoELayer(PlannedLayer, nn.Module):
@@ -75,7 +75,7 @@ class MoELayer(PlannedLayer, nn.Module):
         │ 5.                  dispatch: send each token once to every rank with one of its experts    → x_RM
         │ 6.                  experts: grouped FFN, weighted sum over each token's experts here       → y_RM
         │ 7.                  combine: send these sums back, add them in rank order                   → y_SM
-        │ 8. _sum_results     restore the token order, add the shared expert
+        │ 8. _sum_results     restore the token order, add the shared expert (a schedule computes it during 5 to 7)
         ▼    _restore_tokens  all-gather over MP, insert zeros at padding
         y [..., M]
 
@@ -140,7 +140,7 @@ class MoELayer(PlannedLayer, nn.Module):
             logits.
     """
 
-    __jit_ignored_attributes__ = NotScripted()
+    __jit_ignored_attributes__ = RefusesScripting()
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         exclude_from_graphs(MoELayer, "_forward_guarded")
@@ -180,14 +180,19 @@ class MoELayer(PlannedLayer, nn.Module):
             require_library_dispatch(dispatch, option if off else f"schedule={schedule!r}")
         gate.setup(model_dim, device=device, dtype=dtype)
         parts = LayerParts(self.topology, gate, self.order, experts)
-        moves = placement == "fssdp" and self.topology.ep.size > 1
-        self.placed = set_up_experts(parts, shared, model_dim, moves, device, dtype)
+        is_placed = placement == "fssdp" and self.topology.ep.size > 1
+        self.placed = set_up_experts(parts, shared, model_dim, is_placed, device, dtype)
         self.recorder: Recorder | None = None
         self.number: int | None = None
-        self.plans = make_plans(schedule, parts, moves, bool(self.hooks))
+        self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
+        # A custom module may call collectives, and MP ranks sum its gradients: plans do neither.
+        is_planned = shared is not None and shared.reads_parameters_once and not self.mp_tokens.is_joint
+        self.plans.shared = shared if is_planned else None
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
-        self.checks = input_checks.InputChecks(self.topology, carried=self.dispatcher.collectives is not None)
+        self.checks = input_checks.InputChecks(
+            self.topology, exchange_reports_logits=self.dispatcher.collectives is not None
+        )
         axes = [group.axis for group in (self.topology.ep, self.topology.esp) if group.size > 1]
         copies = self.topology.edp.ranks
         self.check_wrapper = WrapperCheck(self.experts, self.topology.rank, copies, axes) if axes else None
@@ -233,41 +238,43 @@ class MoELayer(PlannedLayer, nn.Module):
         with self.topology.guard("MoELayer.forward"), record_with(layer_recorder(self.recorder, self.number)):
             like = next(self.experts.parameters(), None)
             nothing_SM = input_checks.empty_tokens(None, self.model_dim, like)
-            self._route(_Tokens(nothing_SM, refusal))
+            self._process_tokens(_Tokens(nothing_SM, refusal))
 
     def _forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         x = apply_start_hooks(self.hooks, x) if self.hooks and isinstance(x, Tensor) else x
         tokens = self._select_tokens(x, mask, cu_seqlens)
-        y = self._restore_tokens(self._route(tokens), tokens, x)
+        y = self._restore_tokens(self._process_tokens(tokens), tokens, x)
         return apply_end_hooks(self.hooks, y) if self.hooks else y
 
-    def _route(self, tokens: _Tokens) -> Tensor:
+    def _process_tokens(self, tokens: _Tokens) -> Tensor:
         """Steps 2 to 8."""
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))
         ordered = self._sort_rows(x_SM, routing)
-        y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None)
-        y_SM = self._sum_results(y_SM, ordered, x_SM)
+        planned = self.plans.shared
+        shared = None if planned is None else SharedExpert(planned, x_SM)
+        y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None, shared)
+        y_SM = self._sum_results(y_SM, ordered, x_SM, None if shared is None else shared.result)
         if self.topology.mp.size > 1:
-            aux = self.mp_tokens.aux(aux)
-        self.aux_loss = self.load.keep_aux(aux, self.gate, self.training)
+            aux = self.mp_tokens.aux_loss_share(aux)
+        self.aux_loss = self.load.storable_aux_loss(aux, self.gate, self.training)
         return y_SM
 
     def _select_tokens(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Tokens:
         """Step 1."""
         x_SM, refusal = self.checks.flatten_tokens(x, self.model_dim, self.experts)
-        packing = real_S = counts = None
+        packing = real_S = mp_counts = None
         if cu_seqlens is not None:
-            packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.joint)
+            packing, refusal = input_checks.read_packing(cu_seqlens, x, refusal, self.gate, self.mp_tokens.is_joint)
         if mask is not None:
             real_S, refusal = input_checks.find_tokens(mask, x, refusal, self.gate)
             x_SM = x_SM.index_select(0, real_S)
             packing = packing and packing.select(real_S)
-        if self.mp_tokens.joint:  # the ranks of an MP group have the same tokens: each routes a slice
+        if self.mp_tokens.is_joint:  # the ranks of an MP group have the same tokens: each routes a slice
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-            counts = self.mp_tokens.counts(len(x_SM))
-            x_SM = self.mp_tokens.take(x_SM, counts)
-        return _Tokens(x_SM, refusal, packing, real_S, counts)
+            mp_counts = self.mp_tokens.counts(len(x_SM))
+            x_SM = self.mp_tokens.shard(x_SM, mp_counts)
+        return _Tokens(x_SM, refusal, packing, real_S, mp_counts)
 
     def _choose_experts(self, tokens: _Tokens) -> tuple[Routing | SoftRouting, str | None]:
         """Step 2; also returns an error message if this rank cannot take part."""
@@ -276,7 +283,7 @@ class MoELayer(PlannedLayer, nn.Module):
             if tokens.packing is not None:
                 routing = self.gate(x_SM, tokens.packing)
             else:
-                routing = self.mp_tokens.call(self.gate, x_SM) if self.mp_tokens.joint else self.gate(x_SM)
+                routing = self.mp_tokens.call_module(self.gate, x_SM) if self.mp_tokens.is_joint else self.gate(x_SM)
             refusal = tokens.refusal or self.checks.routing_error(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.empty_routing(x_SM)  # no tokens are sent, only the reason
@@ -294,11 +301,16 @@ class MoELayer(PlannedLayer, nn.Module):
         return ordered
 
     def _exchange(
-        self, ordered: Ordered, routing: Routing | SoftRouting, refusal: str | None, masked: bool
+        self,
+        ordered: Ordered,
+        routing: Routing | SoftRouting,
+        refusal: str | None,
+        masked: bool,
+        shared: SharedExpert | None,
     ) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7; also returns the auxiliary loss, made dependent on the exchange in a graph."""
         nonfinite, aux = self.checks.nonfinite_logits(routing), routing.aux_loss
-        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite)
+        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite, shared)
         count = None if nonfinite is None else nonfinite.number
         if (captured := self.run_captured(routed, count, aux, masked)) is not None:
             return captured
@@ -306,21 +318,22 @@ class MoELayer(PlannedLayer, nn.Module):
         self.load.count_sent(self.dispatcher.sent_counts)
         return y_SM, aux
 
-    def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor) -> Tensor:
-        """Step 8 without the MP ranks."""
+    def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor, shared_SM: Tensor | None) -> Tensor:
+        """Step 8 without the MP ranks. `shared_SM`: the shared expert's results, if a plan has computed them."""
         with part_span("unpermute"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is None:
             return y_SM
-        shared_SM = self.mp_tokens.call(self.shared, x_SM, single_expert_layout(x_SM), None)
+        if shared_SM is None:
+            shared_SM = self.mp_tokens.call_module(self.shared, x_SM, single_expert_layout(x_SM), None)
         check_results(type(self.shared).__name__, shared_SM, x_SM)
         return y_SM + shared_SM
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
         """The inverse of `_select_tokens`."""
-        if tokens.counts is not None:
-            y_SM = self.mp_tokens.join(y_SM, tokens.counts)
+        if tokens.mp_counts is not None:
+            y_SM = self.mp_tokens.gather(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
             y_SM = y_SM.new_zeros(x.shape[:-1].numel(), self.model_dim).index_copy(0, tokens.real_S, y_SM)
         return y_SM.view(x.shape)
@@ -384,11 +397,6 @@ class MoELayer(PlannedLayer, nn.Module):
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, "
             f"schedule={str(self.plans)!r}, {self.topology}"
         )
-
-
-def single_expert_layout(x_SM: Tensor) -> Layout:
-    """Return the layout with which a shared expert processes every token."""
-    return contiguous_layout(torch.full((1,), x_SM.shape[0], device=x_SM.device), x_SM.shape[0])
 
 
 def number_layers(layers: Iterable[MoELayer | ScheduledExchange]) -> None:

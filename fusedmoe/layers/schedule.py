@@ -23,18 +23,20 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import CostModel, Observed
+from fusedmoe.schedule.cost import CostModel, Durations, Observed
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, user_policy
+from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import FUSED, PHASES
+from fusedmoe.schedule.task import FUSED, PHASES, Task, TaskKind
 from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 
 #: Policy of one-sided kernels, if available and faster. Plans of whole steps have no fused tasks.
 FUSED_POLICY = "fused"
 
-_AUTO = "joint"
+_AUTO_POLICY = "joint"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Schedule:
             object.__setattr__(self, "policy", user_policy(self.policy))
         if not isinstance(self.policy, Policy) and self.policy not in _schedule_names():
             raise ConfigError(
-                f"unknown policy {self.policy!r}; choose {', '.join(_schedule_names())}{_hint(self.policy)}"
+                f"unknown policy {self.policy!r}; choose {', '.join(_schedule_names())}{_policy_hint(self.policy)}"
             )
         check_count("Schedule", "limit", self.limit, 1)
         if self.degrees is not None:
@@ -96,16 +98,16 @@ class Schedule:
             ConfigError: unknown name.
         """
         if name not in (known := ("off", "auto", *_schedule_names())):
-            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_hint(name)}")
+            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_policy_hint(name)}")
         if name == "auto":
-            return cls(_AUTO, puts=True)
+            return cls(_AUTO_POLICY, puts=True)
         return None if name == "off" else cls(name)
 
     @property
     def _policy_object(self) -> Policy:
         if isinstance(self.policy, Policy):
             return self.policy
-        return _FUSED if self.policy == FUSED_POLICY else POLICIES[str(self.policy)]
+        return _FUSED_KERNELS if self.policy == FUSED_POLICY else POLICIES[str(self.policy)]
 
     def plans(
         self,
@@ -150,7 +152,11 @@ class Schedule:
         return name if self.degrees is None else f"{name} in {self.degrees} chunks"
 
 
-_FUSED = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
+_FUSED_KERNELS = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
+
+
+def _by_phase(plans: Plans) -> tuple[tuple[str, Plan], ...]:
+    return ("forward", plans.forward), ("backward", plans.backward)
 
 
 def _schedule_names() -> tuple[str, ...]:
@@ -191,8 +197,8 @@ def _best_fused(
     return _FusedChoice(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
-def _hint(name: object) -> str:
-    if name in POLICIES and POLICIES[str(name)].whole:
+def _policy_hint(name: object) -> str:
+    if name in POLICIES and POLICIES[str(name)].uses_micro_batches:
         return (
             f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step, or with Hugging Face "
             f"fusedmoe.hf.pipeline(model, policy={name!r})"
@@ -239,8 +245,8 @@ class ScheduledPlans(LayerPlans):
         ConfigError: the experts do not describe their workload, and the schedule has degrees to choose.
     """
 
-    def __init__(self, parts: LayerParts, schedule: Schedule, moves: bool, hooked: bool) -> None:
-        super().__init__(parts, moves)
+    def __init__(self, parts: LayerParts, schedule: Schedule, is_placed: bool, has_hooks: bool) -> None:
+        super().__init__(parts, is_placed)
         ep, esp = parts.topology.ep.size, parts.topology.esp.size
         if not isinstance(schedule, Schedule):
             raise ConfigError(
@@ -254,7 +260,7 @@ class ScheduledPlans(LayerPlans):
                 parts.experts.workload(1, 1, ep, esp)
         self.schedule, self.requires_puts = schedule, schedule.policy == FUSED_POLICY
         # One-sided kernels call no hooks and do not support dynamic placement.
-        self.puts, self.limit = schedule.puts and not moves and not hooked, schedule.limit
+        self.puts, self.limit = schedule.puts and not is_placed and not has_hooks, schedule.limit
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
@@ -270,21 +276,23 @@ class ScheduledPlans(LayerPlans):
     def is_unplanned(self) -> bool:
         return False
 
-    def find(
+    def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
         if self.cost_trial is not None:
-            return super().find(x_SM, exchange, in_chunks)
+            return super().find_plans(x_SM, exchange, in_chunks)
         assigned = self.assigned_plans()
         if assigned is not None or in_chunks is None:
             return assigned
         workload = self._workload(x_SM, exchange.max_pairs, exchange.tokens_per_pair)
         if workload not in self.plans_by_workload:
             can_regroup = in_chunks().can_regroup
-            self.plans_by_workload[workload] = self._plans(x_SM, workload, can_regroup, self.kinds, exchange.algorithm)
+            self.plans_by_workload[workload] = self._make_plans(
+                x_SM, workload, can_regroup, self.kinds, exchange.algorithm
+            )
         return AssignedPlans(self.plans_by_workload[workload])
 
-    def measured(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
+    def measure_costs(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
         return measure_layer(self, like, all_to_all)
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
@@ -311,7 +319,7 @@ class ScheduledPlans(LayerPlans):
             share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
             workload = self._workload(x_SM, tokens * gate.k, share)
             # Fused operations require grouped experts.
-            return self._plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
+            return self._make_plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
 
         return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
@@ -322,10 +330,10 @@ class ScheduledPlans(LayerPlans):
             self.topology.ep.size,
             self.topology.esp.size,
             isinstance(self.parts.experts.in_chunks(x_SM), GroupedExperts),
-            direct=self.puts,
+            is_kernel_only=self.puts,
             dtype=x_SM.dtype,
             device=x_SM.device,
-            heap=partial(has_heap, self.topology, x_SM.device),
+            has_heap=partial(has_heap, self.topology, x_SM.device),
         )
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
@@ -342,8 +350,25 @@ class ScheduledPlans(LayerPlans):
         # Pairs are rounded so that few sizes are planned; rounding the share would add an error of up to a quarter.
         return workload.sending(share)
 
+    def _with_shared_expert(
+        self, plans: Plans, workload: Workload | None, costs: CostModel | None, kinds: Collection[str], x_SM: Tensor
+    ) -> Plans:
+        """Return the plans with the shared expert, at the position with the shortest predicted pass."""
+        assert self.shared is not None
+        if workload is None or costs is None:
+            return Plans(*(with_shared_expert(plan, phase) for phase, plan in _by_phase(plans)))
+        layer = workload.step_costs(costs, [0], kinds)
+        tokens = max(1, round(workload.rows / workload.esp / self.parts.gate.k))
+        alone = self.shared.workload(tokens, x_SM.dtype.itemsize, 1, 1).layer_costs(costs)
+        found = []
+        for phase, plan in _by_phase(plans):
+            shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
+            known = Durations({**layer.seconds(plan), **shared}, layer.contention)
+            found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
+        return Plans(*found)
+
     @measurement_context()
-    def _plans(
+    def _make_plans(
         self,
         x_SM: Tensor,
         workload: Workload | None,
@@ -356,7 +381,9 @@ class ScheduledPlans(LayerPlans):
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))
             if costs is None:
-                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM, all_to_all)
+                costs = self._costs[x_SM.dtype, x_SM.device] = self.measure_costs(x_SM, all_to_all)
         plans = self.schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
+        if self.shared is not None:
+            plans = self._with_shared_expert(plans, workload, self.schedule.costs or costs, kinds, x_SM)
         require_same_plans(self.topology, plans)
         return plans

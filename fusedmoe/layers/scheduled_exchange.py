@@ -116,7 +116,7 @@ class ScheduledExchange(PlannedLayer):
         gate = Random(self.experts.num_experts)
         gate.setup(self.experts.widths[0])
         parts = LayerParts(self.topology, gate, Dropless(), self.experts)
-        plans = make_plans(schedule, parts, moves=False, hooked=False)
+        plans = make_plans(schedule, parts, is_placed=False, has_hooks=False)
         if self.topology.size > 1:
             own = self.experts
             facts: dict[str, Any] = {
@@ -128,7 +128,7 @@ class ScheduledExchange(PlannedLayer):
         self.plans = plans
         self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
         if (collectives := self.dispatcher.collectives) is not None:
-            collectives.local = self.experts.graph_module()
+            collectives.graph_module = self.experts.graph_module()
 
     @property
     def is_unplanned(self) -> bool:
@@ -146,11 +146,11 @@ class ScheduledExchange(PlannedLayer):
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
         if torch.compiler.is_compiling() or self.is_unplanned:
-            return self.in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
+            return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
 
-    def in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
+    def run_in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
         if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)

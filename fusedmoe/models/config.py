@@ -26,11 +26,11 @@ OBJECTIVES = ("causal", "masked")
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rope")
 EXPERTS = ("ffn", "swiglu")
-_WORDS: dict[str, Collection[str]] = {"objective": OBJECTIVES, "norm": NORMS, "positions": POSITIONS}
-_WORDS |= {"expert": EXPERTS, "activation": ACTIVATIONS}
-_COUNTS: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
-_COUNTS += ("experts_per_rank", "k", "moe_every", "head_dim", "vocab_size", "dense_hidden")
-_COUNTS += ("q_rank", "kv_rank", "rope_dim", "value_dim")
+_CHOICES: dict[str, Collection[str]] = {"objective": OBJECTIVES, "norm": NORMS, "positions": POSITIONS}
+_CHOICES |= {"expert": EXPERTS, "activation": ACTIVATIONS}
+_POSITIVE: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
+_POSITIVE += ("experts_per_rank", "k", "moe_every", "head_dim", "vocab_size", "dense_hidden")
+_POSITIVE += ("q_rank", "kv_rank", "rope_dim", "value_dim")
 _LATENT = ("kv_rank", "rope_dim", "value_dim", "head_dim")
 
 #: Number of byte values; a masked model has one more symbol, the mask.
@@ -91,16 +91,16 @@ class ModelConfig:
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name in _POSITIVE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
-        sizes = {name: getattr(self, name) for name in (*_COUNTS, "shared_hidden", "dense_layers", "capacity_factor")}
+        sizes = {name: getattr(self, name) for name in (*_POSITIVE, "shared_hidden", "dense_layers", "capacity_factor")}
         require_within(f"the model {self.name}", **sizes)
         if self.shared_hidden < 0:
             raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")
         if self.dense_layers < 0:
             raise ConfigError(f"dense_layers = {self.dense_layers} must be 0 (none) or more")
-        for name, known in _WORDS.items():
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.vocab_size is not None and self.vocab_size < BYTES + (self.objective == "masked"):
@@ -219,7 +219,7 @@ _DEEPSEEK_V3: dict[str, Any] = {"gate": "deepseek_v3", "shared_hidden": 2048} | 
 _DEEPSEEK_V3 |= {"gate_options": {"groups": 8, "groups_kept": 4, "route_scale": 2.5}}
 
 
-def _sized(
+def _make_config(
     family: ModelConfig, name: str, layers: int, model_dim: int, heads: int, hidden: int, **other: Any
 ) -> ModelConfig:
     return replace(family, name=name, layers=layers, model_dim=model_dim, heads=heads, hidden=hidden, **other)
@@ -229,14 +229,16 @@ MODELS: dict[str, ModelConfig] = {
     model.name: model
     for model in (
         ModelConfig(),
-        _sized(_GPT2, "GPT2-Tiny-MoE", 12, 256, 4, 512, seq_len=256, k=2, **_FLOWMOE),
-        _sized(_GPT2, "BERT-Large-MoE", 24, 512, 8, 1024, seq_len=512, k=1, **_BERT),
-        _sized(_LLAMA, "LLaMA2-MoE", 32, 1024, 16, 4096, seq_len=512, k=1, **_FLOWMOE),
-        _sized(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
-        _sized(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
-        _sized(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
-        _sized(_LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, head_dim=128, experts=128, k=8, **_PUBLISHED),
-        _sized(_LLAMA, "DeepSeek-V3", 61, 7168, 128, 2048, experts=256, k=8, **_DEEPSEEK_V3),
+        _make_config(_GPT2, "GPT2-Tiny-MoE", 12, 256, 4, 512, seq_len=256, k=2, **_FLOWMOE),
+        _make_config(_GPT2, "BERT-Large-MoE", 24, 512, 8, 1024, seq_len=512, k=1, **_BERT),
+        _make_config(_LLAMA, "LLaMA2-MoE", 32, 1024, 16, 4096, seq_len=512, k=1, **_FLOWMOE),
+        _make_config(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
+        _make_config(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
+        _make_config(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
+        _make_config(
+            _LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, head_dim=128, experts=128, k=8, **_PUBLISHED
+        ),
+        _make_config(_LLAMA, "DeepSeek-V3", 61, 7168, 128, 2048, experts=256, k=8, **_DEEPSEEK_V3),
     )
 }
 

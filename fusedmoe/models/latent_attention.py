@@ -30,7 +30,7 @@ class LatentAttention(Attention):
     kv_up_weight: nn.Parameter
     shardings = {"q_up_weight": {"mp": 0}, "kv_up_weight": {"mp": 0}, "out_weight": {"mp": 1}}
 
-    def _make_projections(self, **make: Any) -> None:
+    def _make_projections(self, **factory_kwargs: Any) -> None:
         config, mp, dim = self.config, self.topology.mp, self.config.model_dim
         assert config.kv_rank is not None and config.rope_dim is not None and config.value_dim is not None
         heads, std_out = config.heads, dim**-0.5 * (2 * config.layers) ** -0.5
@@ -47,10 +47,12 @@ class LatentAttention(Attention):
         for name, shape in shapes.items():
             at = self.shardings.get(name)
             split: dict[str, Any] = {} if at is None else {"group": mp, "dim": at["mp"]}
-            made = None if shape is None else normal_parameter(*shape, std=self._std_of[name], **split, **make)
+            made = (
+                None if shape is None else normal_parameter(*shape, std=self._std_of[name], **split, **factory_kwargs)
+            )
             self.register_parameter(name, made)
-        self.q_norm = None if config.q_rank is None else nn.RMSNorm(config.q_rank, **make)
-        self.kv_norm = nn.RMSNorm(config.kv_rank, **make)
+        self.q_norm = None if config.q_rank is None else nn.RMSNorm(config.q_rank, **factory_kwargs)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, **factory_kwargs)
         self.register_parameter("out_bias", None)
 
     def _project(self, x_BLM: Tensor, before: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,8 +65,8 @@ class LatentAttention(Attention):
         c_BLC, r_BLR = latent.split([config.kv_rank, config.rope_dim], -1)
         kv = F.linear(self.kv_norm(c_BLC), self.kv_up_weight).unflatten(-1, (heads, -1)).transpose(1, 2)
         k_BHLN, v_BHLV = kv[..., :fixed], kv[..., fixed:]
-        every = rotary_angles(before + x_BLM.shape[1], config.rope_dim, q_BHLD.device, q_BHLD.dtype)
-        angles = [of[before:] for of in every]
+        angles_LD = rotary_angles(before + x_BLM.shape[1], config.rope_dim, q_BHLD.device, q_BHLD.dtype)
+        angles = [of[before:] for of in angles_LD]
         k_BHLR = rotate(r_BLR[:, None], *angles).expand(-1, heads, -1, -1)
         q_BHLD = torch.cat([q_BHLD[..., :fixed], rotate(q_BHLD[..., fixed:], *angles)], -1)
         return q_BHLD, torch.cat([k_BHLN, k_BHLR], -1), v_BHLV

@@ -25,9 +25,9 @@ from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.runtime.recorder import Recorder, layer_recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, layer_recorder, record_operation
 
-_BASE = 10000.0
+_ROTARY_BASE = 10000.0
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class TokenSplit:
         start = sum(lengths[: topology.mp.index])
         return cls(length, tuple(lengths), start, start + lengths[topology.mp.index])
 
-    def rows(self, samples: int) -> list[int]:
+    def row_counts(self, samples: int) -> list[int]:
         """Return the number of rows of each MP rank."""
         return [samples * length for length in self.lengths]
 
-    def by_sample(self, rows_TM: Tensor, samples: int) -> Tensor:
+    def to_samples(self, rows_TM: Tensor, samples: int) -> Tensor:
         """Reorder rows concatenated by rank (after a gather) to [samples, L, M]."""
         # Both orders are equal: no copy.
         if len(self.lengths) == 1 or samples == 1:
             return rows_TM.view(samples, self.length, rows_TM.shape[-1])
-        parts = rows_TM.split(self.rows(samples))
+        parts = rows_TM.split(self.row_counts(samples))
         shaped = (part.view(samples, n, part.shape[-1]) for part, n in zip(parts, self.lengths, strict=True))
         return torch.cat(list(shaped), dim=1)
 
-    def by_rank(self, y_BLM: Tensor) -> Tensor:
+    def to_ranks(self, y_BLM: Tensor) -> Tensor:
         """Reorder [samples, L, M] to rows concatenated by rank (before a reduce-scatter)."""
         if len(self.lengths) == 1 or len(y_BLM) == 1:
             return y_BLM.flatten(0, 1)
@@ -93,9 +93,9 @@ def normal_parameter(
     return nn.Parameter(shard(whole, group, dim).to(device=device, dtype=dtype))
 
 
-def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **make: Any) -> nn.Parameter:
+def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **factory_kwargs: Any) -> nn.Parameter:
     """Create a zero parameter; with a group, this rank's chunk along `dim`."""
-    return nn.Parameter(shard(torch.zeros(shape, **make), group, dim))
+    return nn.Parameter(shard(torch.zeros(shape, **factory_kwargs), group, dim))
 
 
 def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
@@ -107,7 +107,7 @@ def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def fill_parameters(module: Any, std_of: Mapping[str, float]) -> None:
+def reset_direct_parameters(module: Any, std_of: Mapping[str, float]) -> None:
     """Reinitialize a module's direct parameters as `normal_parameter` does; parameters without a std become zero."""
     for name, parameter in module.named_parameters(recurse=False):
         shape, dim, group = list(parameter.shape), 0, None
@@ -125,8 +125,8 @@ def fill_parameters(module: Any, std_of: Mapping[str, float]) -> None:
 
 def rotary_angles(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the rotary angles, [length, head_dim / 2] each, computed in float64."""
-    turn = _BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-    angle_LD = torch.arange(length, device=device, dtype=torch.float64)[:, None] * turn
+    frequency_D = _ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angle_LD = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequency_D
     return angle_LD.cos().to(dtype), angle_LD.sin().to(dtype)
 
 
@@ -151,7 +151,7 @@ class Attention(nn.Module):
     out_bias: nn.Parameter | None
     shardings = {"qkv_weight": {"mp": 0}, "qkv_bias": {"mp": 0}, "out_weight": {"mp": 1}}
 
-    def __init__(self, config: ModelConfig, topology: Topology, layer: int, **make: Any) -> None:
+    def __init__(self, config: ModelConfig, topology: Topology, layer: int, **factory_kwargs: Any) -> None:
         super().__init__()
         mp = topology.mp
         if config.key_heads % mp.size:
@@ -161,21 +161,21 @@ class Attention(nn.Module):
             )
         self.config, self.topology, self.layer = config, topology, layer
         self.recorder: Recorder | None = None
-        self._make_projections(**make)
+        self._make_projections(**factory_kwargs)
 
-    def _make_projections(self, **make: Any) -> None:
+    def _make_projections(self, **factory_kwargs: Any) -> None:
         config, mp, dim, head = self.config, self.topology.mp, self.config.model_dim, self.config.head_size
         rows = (config.heads + 2 * config.key_heads) * head
-        self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **make)
-        self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **make) if config.bias else None)
+        self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **factory_kwargs)
+        self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **factory_kwargs) if config.bias else None)
         # Two residual branches per block: this scaling preserves the variance of the residual stream (GPT-2).
         std = dim**-0.5 * (2 * config.layers) ** -0.5
         self._std_of = {"qkv_weight": dim**-0.5, "out_weight": std}
-        self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **make)
-        self.register_parameter("out_bias", zero_parameter(dim, **make) if config.bias else None)
+        self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **factory_kwargs)
+        self.register_parameter("out_bias", zero_parameter(dim, **factory_kwargs) if config.bias else None)
 
     def reset_parameters(self) -> None:
-        fill_parameters(self, self._std_of)
+        reset_direct_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
@@ -183,15 +183,17 @@ class Attention(nn.Module):
         # Autocast would cast after communication, which would send twice the bytes.
         if torch.is_autocast_enabled(x_BPM.device.type):
             x_BPM = x_BPM.to(torch.get_autocast_dtype(x_BPM.device.type))
-        counts = split.rows(len(x_BPM))
+        counts = split.row_counts(len(x_BPM))
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, recorder)
-        x_BLM = split.by_sample(x_TM, len(x_BPM))
-        y_BLM = recorded(recorder, self._heads, x_BLM, kind="attention")
-        y_SM = reduce_scatter_rows(split.by_rank(y_BLM), mp, counts, recorder)
+        x_BLM = split.to_samples(x_TM, len(x_BPM))
+        y_BLM = record_operation(recorder, self._heads, x_BLM, kind="attention")
+        y_SM = reduce_scatter_rows(split.to_ranks(y_BLM), mp, counts, recorder)
         y_BPM = y_SM.view(x_BPM.shape)
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias
 
-    def continued(self, x_BPM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward_with_past(
+        self, x_BPM: Tensor, past: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Map later positions [B, P, M] -> [B, P, M] on one MP rank; `past` holds keys and values of earlier positions.
 
         Also returns the keys and values of these positions, [B, heads, P, D] each.
@@ -204,7 +206,7 @@ class Attention(nn.Module):
 
     def _attend(self, x_BLM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Apply this rank's heads to whole sequences; return its partial sum [B, L, M], and keys and values."""
-        sharing = self.config.heads // self.config.key_heads
+        queries_per_key = self.config.heads // self.config.key_heads
         before = sum(keys.shape[2] for keys, _ in past)
         q_BHLD, k_BHLD, v_BHLD = self._project(x_BLM, before)
         own, causal, seen = (k_BHLD, v_BHLD), self.config.objective == "causal", None
@@ -213,22 +215,22 @@ class Attention(nn.Module):
             k_BHLD, v_BHLD = (torch.cat([*(one[i] for one in past), own[i]], 2) for i in (0, 1))
             seen = torch.ones(q_BHLD.shape[2], k_BHLD.shape[2], dtype=torch.bool, device=x_BLM.device).tril(before)
         y_BHLD = F.scaled_dot_product_attention(
-            q_BHLD, k_BHLD, v_BHLD, attn_mask=seen, is_causal=causal and seen is None, enable_gqa=sharing > 1
+            q_BHLD, k_BHLD, v_BHLD, attn_mask=seen, is_causal=causal and seen is None, enable_gqa=queries_per_key > 1
         )
         return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight), own
 
     def _project(self, x_BLM: Tensor, before: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, [B, heads, L, D], after `before` earlier positions."""
         config = self.config
-        keys, sharing = config.key_heads // self.topology.mp.size, config.heads // config.key_heads
+        keys, queries_per_key = config.key_heads // self.topology.mp.size, config.heads // config.key_heads
         qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
-        qkv = qkv.unflatten(-1, (keys, sharing + 2, config.head_size))
-        q_BHLD = qkv[:, :, :, :sharing].flatten(2, 3).transpose(1, 2)
-        k_BHLD, v_BHLD = (qkv[:, :, :, sharing + i].transpose(1, 2) for i in (0, 1))
+        qkv = qkv.unflatten(-1, (keys, queries_per_key + 2, config.head_size))
+        q_BHLD = qkv[:, :, :, :queries_per_key].flatten(2, 3).transpose(1, 2)
+        k_BHLD, v_BHLD = (qkv[:, :, :, queries_per_key + i].transpose(1, 2) for i in (0, 1))
         if config.positions == "rope":
             # In the GEMM's dtype under autocast; in float64 for a float64 model.
-            every = rotary_angles(before + x_BLM.shape[1], config.head_size, q_BHLD.device, q_BHLD.dtype)
-            angles = [of[before:] for of in every]
+            angles_LD = rotary_angles(before + x_BLM.shape[1], config.head_size, q_BHLD.device, q_BHLD.dtype)
+            angles = [of[before:] for of in angles_LD]
             q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
         return q_BHLD, k_BHLD, v_BHLD
 
@@ -244,7 +246,7 @@ class DenseFeedForward(nn.Module):
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, topology: Topology, **make: Any) -> None:
+    def __init__(self, config: ModelConfig, topology: Topology, **factory_kwargs: Any) -> None:
         super().__init__()
         mp, dim, hidden = topology.mp, config.model_dim, config.dense_size
         if hidden % mp.size:
@@ -254,20 +256,20 @@ class DenseFeedForward(nn.Module):
         halves = (2,) if ACTIVATIONS[self.activation].gated else ()
         split = len(halves)
         self.shardings = {"up_weight": {"mp": split}, "up_bias": {"mp": split}, "down_weight": {"mp": 1}}
-        self.up_weight = normal_parameter(*halves, hidden, dim, std=dim**-0.5, group=mp, dim=split, **make)
-        up_bias = zero_parameter(*halves, hidden, group=mp, dim=split, **make) if config.bias else None
+        self.up_weight = normal_parameter(*halves, hidden, dim, std=dim**-0.5, group=mp, dim=split, **factory_kwargs)
+        up_bias = zero_parameter(*halves, hidden, group=mp, dim=split, **factory_kwargs) if config.bias else None
         self.register_parameter("up_bias", up_bias)
         std = hidden**-0.5 * (2 * config.layers) ** -0.5
         self._std_of = {"up_weight": dim**-0.5, "down_weight": std}
-        self.down_weight = normal_parameter(dim, hidden, std=std, group=mp, dim=1, **make)
-        self.register_parameter("down_bias", zero_parameter(dim, **make) if config.bias else None)
+        self.down_weight = normal_parameter(dim, hidden, std=std, group=mp, dim=1, **factory_kwargs)
+        self.register_parameter("down_bias", zero_parameter(dim, **factory_kwargs) if config.bias else None)
 
     def reset_parameters(self) -> None:
-        fill_parameters(self, self._std_of)
+        reset_direct_parameters(self, self._std_of)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
-        mp, counts = self.topology.mp, split.rows(len(x_BPM))
+        mp, counts = self.topology.mp, split.row_counts(len(x_BPM))
         # Rows stay concatenated by rank: the network is position-wise.
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, self.recorder)
         bias = None if self.up_bias is None else self.up_bias.flatten()

@@ -26,16 +26,22 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.latent_attention import LatentAttention
-from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, fill_parameters, normal_parameter
+from fusedmoe.models.tensor_parallel import (
+    Attention,
+    DenseFeedForward,
+    TokenSplit,
+    normal_parameter,
+    reset_direct_parameters,
+)
 from fusedmoe.orders import ORDERS, Order, Sparse
-from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, record_operation
 from fusedmoe.schedule import Workload
 from fusedmoe.schedule.workload import uniform_share
 
 # Target of ignored positions, cross_entropy's default.
 IGNORE = -100
 # Gate arguments set by the model config.
-_OF_THE_MODEL = ("experts", "k", "capacity_factor")
+_MODEL_ARGUMENTS = ("experts", "k", "capacity_factor")
 
 
 def make_gate(config: ModelConfig) -> Gate:
@@ -46,12 +52,12 @@ def make_gate(config: ModelConfig) -> Gate:
     kind = GATES[config.gate]
     known = inspect.signature(kind).parameters
     # Some gates do not accept k or a capacity.
-    arguments = {name: getattr(config, name) for name in _OF_THE_MODEL if name in known}
+    arguments = {name: getattr(config, name) for name in _MODEL_ARGUMENTS if name in known}
     for name in config.gate_options:
-        if name in _OF_THE_MODEL:
+        if name in _MODEL_ARGUMENTS:
             raise ConfigError(f"gate option {name!r} is a setting of the model: set it there")
         if name not in known:
-            options = ", ".join(option for option in known if option not in _OF_THE_MODEL)
+            options = ", ".join(option for option in known if option not in _MODEL_ARGUMENTS)
             raise ConfigError(f"gate {config.gate} has no option {name!r}; it has {options}")
     try:
         return kind(**arguments, **config.gate_options)
@@ -87,14 +93,14 @@ class Block(nn.Module):
         dispatch: str = "direct",
         hooks: Sequence[Hooks] = (),
         placement: Placements = "ep",
-        **make: Any,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, **make)
+        self.attention_norm = make_norm(config, **factory_kwargs)
         # Blocks without experts share the number of the next block with experts.
         number = sum(map(config.has_experts, range(layer)))
-        self.attention = (LatentAttention if config.kv_rank else Attention)(config, topology, number, **make)
-        self.experts_norm = make_norm(config, **make)
+        self.attention = (LatentAttention if config.kv_rank else Attention)(config, topology, number, **factory_kwargs)
+        self.experts_norm = make_norm(config, **factory_kwargs)
         self.experts: MoELayer | DenseFeedForward
         if config.has_experts(layer):
             self.experts = MoELayer(
@@ -108,11 +114,11 @@ class Block(nn.Module):
                 shared=make_experts(config, config.shared_hidden) if config.shared_hidden else None,
                 mp_input="split",
                 placement=placement,
-                **make,
+                **factory_kwargs,
             )
             self.experts.number = number
         else:
-            self.experts = DenseFeedForward(config, topology, **make)
+            self.experts = DenseFeedForward(config, topology, **factory_kwargs)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
         """Map [B, P, M] -> [B, P, M] and return this rank's part of the auxiliary loss. P: positions per sample."""
@@ -123,8 +129,8 @@ class Block(nn.Module):
         return x_BPM + self.experts(self.experts_norm(x_BPM)), self.experts.aux_loss
 
 
-def make_norm(config: ModelConfig, **make: Any) -> nn.Module:
-    return (nn.LayerNorm if config.norm == "layer" else nn.RMSNorm)(config.model_dim, **make)
+def make_norm(config: ModelConfig, **factory_kwargs: Any) -> nn.Module:
+    return (nn.LayerNorm if config.norm == "layer" else nn.RMSNorm)(config.model_dim, **factory_kwargs)
 
 
 class DenseUntilExperts(nn.Module):
@@ -156,7 +162,7 @@ class DenseUntilExpertsInPositions(DenseUntilExperts):
 
         def attend(norm: nn.Module, attention: Attention) -> Tensor:
             at = len(own)
-            y_BPM, found = attention.continued(norm(x_BPM), [(of[at], of[at + 1]) for of in past])
+            y_BPM, found = attention.forward_with_past(norm(x_BPM), [(of[at], of[at + 1]) for of in past])
             own.extend(found)
             return x_BPM + y_BPM
 
@@ -176,7 +182,7 @@ class BlockPipeline:
 
     Attributes:
         pipelined: the blocks with experts.
-        rest: the blocks after the last block with experts.
+        trailing_blocks: the blocks after the last block with experts.
     """
 
     def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
@@ -199,7 +205,7 @@ class BlockPipeline:
         experts: list[Any] = [blocks[-1].experts for blocks in groups]
         parts = list(zip(self._parts, experts, strict=True))
         self.pipelined: PipelinedBlocks = pipeline(parts, along=along, recompute=recompute)
-        self.rest = group
+        self.trailing_blocks = group
 
     def __call__(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
         """Return the last block's output, and this rank's part of all auxiliary losses."""
@@ -259,26 +265,26 @@ class Transformer(nn.Module):
         self.topology = Topology() if topology is None else topology
         self.recompute = recompute
         self.recorder: Recorder | None = None
-        self._micro: BlockPipeline | None = None
+        self._block_pipeline: BlockPipeline | None = None
         dim = config.model_dim
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         # Embeddings and head as in GPT-2.
-        self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
+        self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
         learned = config.positions == "learned"
         self.register_parameter(
-            "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **make) if learned else None
+            "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **factory_kwargs) if learned else None
         )
         self.blocks = nn.ModuleList(
-            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **make)
+            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **factory_kwargs)
             for layer in range(config.layers)
         )
-        self.norm = make_norm(config, **make)
-        self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
+        self.norm = make_norm(config, **factory_kwargs)
+        self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def reset_parameters(self) -> None:
         """Reinitialize embeddings and head, for example after `to_empty`. `__init__` draws the head last."""
-        fill_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
+        reset_direct_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
         """Return the loss of a batch; collective over all ranks.
@@ -288,7 +294,7 @@ class Transformer(nn.Module):
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
-        y_BPM, aux, split = self._hidden(tokens_BL)
+        y_BPM, aux, split = self._run_blocks(tokens_BL)
         targets_S = targets_BL[:, split.start : split.stop].flatten()
         targets = int((targets_BL != IGNORE).sum())
 
@@ -299,24 +305,24 @@ class Transformer(nn.Module):
             nats = F.cross_entropy(logits_SV, targets_S, ignore_index=IGNORE, reduction="sum")
             return nats / max(1, targets)
 
-        return Loss(recorded(self.recorder, compute_loss, y_BPM, kind="loss"), aux, targets)
+        return Loss(record_operation(self.recorder, compute_loss, y_BPM, kind="loss"), aux, targets)
 
     def logits(self, tokens_BL: Tensor) -> Tensor:
         """Return the logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective."""
-        y_BPM, _, _ = self._hidden(tokens_BL)
+        y_BPM, _, _ = self._run_blocks(tokens_BL)
         return F.linear(self.norm(y_BPM), self.head_weight)
 
     def moe_layers(self) -> Iterator[MoELayer]:
         return (block.experts for block in self.blocks if isinstance(block.experts, MoELayer))
 
-    def in_micro_batches(self, along: Along = "samples") -> PipelinedBlocks:
+    def pipeline_blocks(self, along: Along = "samples") -> PipelinedBlocks:
         """Run the blocks in micro-batches from now on; return the pipelined blocks, which hold the plans. Collective.
 
         `along` is "samples", or for causal models with mp = 1 "positions" of each sequence, which needs only one
         sample.
         """
-        self._micro = BlockPipeline(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
-        return self._micro.pipelined
+        self._block_pipeline = BlockPipeline(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
+        return self._block_pipeline.pipelined
 
     def dense_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters outside experts by MoE layer: of its blocks, gate and shared expert.
@@ -343,16 +349,16 @@ class Transformer(nn.Module):
         """Record spans of the whole model with `recorder` from now on; None stops."""
         self.recorder = recorder
         modules: Iterable[nn.Module] = self.modules()
-        if self._micro is not None:
-            self._micro.pipelined.recorder = recorder
+        if self._block_pipeline is not None:
+            self._block_pipeline.pipelined.recorder = recorder
             # A plan records its tasks, which include their modules: recording both would count twice.
-            if recorder is not None and self._micro.pipelined.plans is not None:
-                modules = (module for block in self._micro.rest for module in block.modules())
+            if recorder is not None and self._block_pipeline.pipelined.plans is not None:
+                modules = (module for block in self._block_pipeline.trailing_blocks for module in block.modules())
         for module in modules:
             if isinstance(module, (Attention, DenseFeedForward, MoELayer)):
                 module.recorder = recorder
 
-    def _hidden(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
+    def _run_blocks(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
         """Return the last block's output [B, P, M], this rank's part of the auxiliary loss, and the token split."""
         length = tokens_BL.shape[1]
         split = TokenSplit.from_length(length, self.topology)
@@ -367,9 +373,9 @@ class Transformer(nn.Module):
             if isinstance(layer.gate, Hash):
                 layer.gate.token_ids = tokens_BP
         aux, blocks = x_BPM.new_zeros(()), list(self.blocks)
-        if self._micro is not None:
-            x_BPM, aux = self._micro(x_BPM, split)
-            blocks = list(self._micro.rest)
+        if self._block_pipeline is not None:
+            x_BPM, aux = self._block_pipeline(x_BPM, split)
+            blocks = list(self._block_pipeline.trailing_blocks)
         for block in blocks:
             if self.recompute and torch.is_grad_enabled():
                 # Blocks communicate: recompute to the end of the block, so that all ranks stop at the same point.

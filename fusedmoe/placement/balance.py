@@ -40,7 +40,7 @@ from fusedmoe.placement.traffic import (
     EXCHANGES,
     PlacementCosts,
     PlacementLoad,
-    gather,
+    gather_transfers,
     layer_s,
     require_token_counts,
     transfers_s,
@@ -50,11 +50,11 @@ from fusedmoe.placement.traffic import (
 #: the search for a level starts from the result of the next higher level.
 LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
 # Replicas that compute fewer rows than this fraction of a rank's mean are underused and may be replaced.
-_UNDERUSED = 1 / 4
+_UNDERUSED_FRACTION = 1 / 4
 # On-demand replicas, and planning, must save this fraction of the layer's time.
-_WORTH = 0.02
+_MIN_SAVING = 0.02
 # The search retries max(2, 2048 / (W·E)) levels inside nodes and with less room, which bounds planning time.
-_TRIES, _SMALL = 2, 2048
+_MIN_RETRIES, _RETRY_BUDGET = 2, 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Balance:
     nodes: Nodes
 
     @property
-    def busiest(self) -> int:
+    def max_rank_rows(self) -> int:
         return int(self.computed_EV.sum(axis=0).max())
 
     def sent_from(self, rank: int) -> NDArray[np.int64]:
@@ -81,14 +81,14 @@ class Balance:
 
         Rows stay on the rank if possible, otherwise on its node if possible.
         """
-        ways, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
-        far_sent_EW, far_received_EW = ways.sent_EW - ways.near_sent_EW, ways.received_EW - ways.near_received_EW
+        links, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
+        far_sent_EW, far_received_EW = links.sent_EW - links.near_sent_EW, links.received_EW - links.near_received_EW
         sent_EV = _rows_sent_by(rank, far_sent_EW, far_received_EW)
         inside = slice(first, first + self.nodes.per_node)
         sent_EV[:, inside] += _rows_sent_by(
-            rank - first, ways.near_sent_EW[:, inside], ways.near_received_EW[:, inside]
+            rank - first, links.near_sent_EW[:, inside], links.near_received_EW[:, inside]
         )
-        sent_EV[:, rank] += ways.kept_EW[:, rank]
+        sent_EV[:, rank] += links.kept_EW[:, rank]
         return sent_EV
 
     @cached_property
@@ -105,9 +105,9 @@ class Balance:
     def mean_load(self) -> PlacementLoad:
         """Return the load with the same total rows, spread evenly over all ranks and links."""
         ranks = self.nodes.ranks
-        near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.ingress_W.sum())
-        work_W, ingress_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
-        return PlacementLoad(work_W, ingress_W, int(ingress_W[0]), -(-near // ranks))
+        near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.inter_node_received_W.sum())
+        work_W, received_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
+        return PlacementLoad(work_W, received_W, int(received_W[0]), -(-near // ranks))
 
     @cached_property
     def _link_rows(self) -> _LinkRows:
@@ -153,12 +153,12 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
         raise ConfigError(f"balance: level = {level} must be 1 or more, and finite")
     sharing = RowSharing(tokens_WE, placement, nodes, m)
     for above in sorted((one for one in LEVELS if one > level), reverse=True):
-        most = _row_limit(above, tokens_WE)
-        sharing.spread(most)
-        sharing.settle(most)
-    most = _row_limit(level, tokens_WE)
-    if not sharing.spread(most):
-        sharing.replicate(most)
+        row_limit = _row_limit(above, tokens_WE)
+        sharing.reach_limit(row_limit)
+        sharing.reach_lowest_limit(row_limit)
+    row_limit = _row_limit(level, tokens_WE)
+    if not sharing.reach_limit(row_limit):
+        sharing.replicate(row_limit)
     return _balance_of(sharing, tokens_WE, nodes)
 
 
@@ -182,9 +182,9 @@ def cheapest_balance(
     nodes, with room for fewer replicas, and with node-local replicas. The result never costs more than `balance` with
     any of `LEVELS`, with m = 0 or this m. New replicas may replace underused replicas.
     """
-    walk = _Walk(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
-    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s) or as_it_is
+    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
+    unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
+    return _search_replicas(placement, level_balances, m, costs, hidden_s, unchanged_s) or unchanged
 
 
 def auto_balance(
@@ -207,7 +207,7 @@ def auto_balance(
     computing half of the rows takes longer than the exposed transfers of its parameters and gradients.
 
     Args:
-        placement: owners, and replicas sent by one gather (`traffic.gather`).
+        placement: owners, and replicas sent by one gather (`traffic.gather_transfers`).
         planning_s: seconds that the search takes, equal on all ranks.
         hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
             the transfers of replica gradients.
@@ -216,11 +216,12 @@ def auto_balance(
     tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
     nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, nodes), nodes)
     now_s = layer_s(nearest.load, costs)
-    if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _WORTH * now_s):
+    if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _MIN_SAVING * now_s):
         return nearest
-    walk = _Walk(placement, tokens_WE, nodes, m)
-    as_it_is_s, as_it_is = _cheapest(placement, costs, walk.balances, hidden_s)
-    return _search_replicas(placement, walk, m, costs, hidden_s, as_it_is_s - _WORTH * now_s) or as_it_is
+    level_balances = _LevelBalances(placement, tokens_WE, nodes, m)
+    unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
+    below_s = unchanged_s - _MIN_SAVING * now_s
+    return _search_replicas(placement, level_balances, m, costs, hidden_s, below_s) or unchanged
 
 
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
@@ -235,9 +236,9 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     after, nodes = balanced.placement, balanced.nodes
     if after.is_within(before):
         return 0.0
-    there_s = transfers_s(gather(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    there_s = transfers_s(gather_transfers(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
     if hidden_s:
-        hidden_s -= transfers_s(gather(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
+        hidden_s -= transfers_s(gather_transfers(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
     return there_s + there_s - min(there_s, max(0.0, hidden_s))
 
 
@@ -248,7 +249,7 @@ def _cheapest(
     best_s, best = math.inf, balances[0]
     for found in balances:
         # Cheap lower bounds first: all ranks wait for this result.
-        if found.busiest * costs.token_s < best_s:
+        if found.max_rank_rows * costs.token_s < best_s:
             found_s = layer_s(found.load, costs)
             if found_s < best_s:
                 found_s += exposed_s(before, found, costs, hidden_s)
@@ -257,26 +258,26 @@ def _cheapest(
     return best_s, best
 
 
-class _Walk:
+class _LevelBalances:
     """Balances with the replicas of one placement, computed for each of `LEVELS` from the highest to the lowest.
 
     Attributes:
         balances: the first assigns each row to its nearest replica; one more for each level that moves rows.
-        stuck: row assignment before each level that only new replicas can reach. The key is the level's maximum number
-            of rows per rank.
+        unreached_levels: row assignments of the levels that only new replicas can reach. The key is the level's
+            maximum number of rows per rank.
     """
 
     def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
         self.start, self.tokens_WE, self.nodes = start, tokens_WE, nodes
         sharing = RowSharing(tokens_WE, start, nodes, m)
-        self.balances, self.stuck = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
+        self.balances, self.unreached_levels = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
         for level in reversed(LEVELS):
-            most = _row_limit(level, tokens_WE)
-            if sharing.work_V.max() > most:
-                if not sharing.spread(most):
-                    if sharing.free_V.any():
-                        self.stuck[most] = sharing.copy()
-                    sharing.settle(most)
+            row_limit = _row_limit(level, tokens_WE)
+            if sharing.work_V.max() > row_limit:
+                if not sharing.reach_limit(row_limit):
+                    if sharing.free_slots_V.any():
+                        self.unreached_levels[row_limit] = sharing.copy()
+                    sharing.reach_lowest_limit(row_limit)
                 self.balances.append(_balance_of(sharing, tokens_WE, nodes))
 
     @cached_property
@@ -294,7 +295,7 @@ class _Walk:
 
 
 def _search_replicas(
-    before: Placement, walk: _Walk, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
+    before: Placement, level_balances: _LevelBalances, m: int, costs: PlacementCosts, hidden_s: float, below_s: float
 ) -> Balance | None:
     """Return the fastest balance with new or replaced replicas, if its layer takes less than `below_s`; else None.
 
@@ -303,14 +304,14 @@ def _search_replicas(
     bound of the time does not exclude.
 
     Args:
-        walk: the balances over the replicas of `before`, already computed.
+        level_balances: the balances over the replicas of `before`, already computed.
         m: maximum number of replicas per rank.
         hidden_s: seconds of gradient transfers that overlap with computation.
     """
-    tokens_WE, nodes, best = walk.tokens_WE, walk.nodes, None
+    tokens_WE, nodes, best = level_balances.tokens_WE, level_balances.nodes, None
     transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
 
-    def offer(start: Placement, offered: Balance) -> float:
+    def consider(start: Placement, offered: Balance) -> float:
         nonlocal below_s, best
         if start != before:
             offered = replace(offered, placement=_fill_with_earlier(offered.placement, before, m))
@@ -319,52 +320,53 @@ def _search_replicas(
             below_s, best = offered_s, offered
         return offered_s
 
-    def may_win(each: _Walk, most: int, room: int) -> bool:
-        # Lower bound: one rank computes `most` rows, and one new replica is sent.
-        work_s = most * costs.token_s
+    def can_be_faster(each: _LevelBalances, row_limit: int, room: int) -> bool:
+        # Lower bound: one rank computes `row_limit` rows, and one new replica is sent.
+        work_s = row_limit * costs.token_s
         rows_s = EXCHANGES * each.min_inter_node_rows(room) * costs.token_bytes / costs.inter_bytes_s
         return work_s + rows_s + transfer_s + max(0.0, transfer_s - hidden_s) < below_s
 
-    def offer_replicated(each: _Walk, most: int, room: int, *, inside: bool = False) -> tuple[float, int]:
-        """Add up to `room` replicas per rank; offer the balance. Returns its seconds and the most replicas per rank."""
-        sharing = each.stuck[most].copy(room)
-        sharing.replicate(most, inside=inside)
-        return offer(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.fullest
+    def replicate(each: _LevelBalances, row_limit: int, room: int, *, inside: bool = False) -> tuple[float, int]:
+        """Consider up to `room` new replicas per rank. Returns the seconds and the maximum replicas of a rank."""
+        sharing = each.unreached_levels[row_limit].copy(room)
+        sharing.replicate(row_limit, inside=inside)
+        return consider(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.max_new_rank_replicas
 
-    tries = max(_TRIES, _SMALL // tokens_WE.size)
-    used = _drop_underused(walk.balances[-1])
+    tries = max(_MIN_RETRIES, _RETRY_BUDGET // tokens_WE.size)
+    used = _drop_underused(level_balances.balances[-1])
     near = add_node_local(used, tokens_WE, nodes, m, costs)
     starts = [near] if near != used else []
-    if used != before and (tries > _TRIES or walk.balances[-1].busiest > _row_limit(1.0, tokens_WE)):
+    is_uneven = level_balances.balances[-1].max_rank_rows > _row_limit(1.0, tokens_WE)
+    if used != before and (tries > _MIN_RETRIES or is_uneven):
         starts.append(used)
-    walks = [walk, *(_Walk(start, tokens_WE, nodes, m) for start in starts)]
-    for each in walks[1:]:
+    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, nodes, m) for start in starts)]
+    for each in all_balances[1:]:
         for balanced in each.balances:
-            offer(each.start, balanced)
-    runs: list[tuple[float, int, _Walk, int, int]] = []
-    for each in walks:
+            consider(each.start, balanced)
+    runs: list[tuple[float, int, _LevelBalances, int, int]] = []
+    for each in all_balances:
         # Lowest level first: its busiest rank computes the fewest rows.
-        for most in reversed(each.stuck):
-            if may_win(each, most, m):
-                run_s, room = offer_replicated(each, most, m)
-                runs.append((run_s, len(runs), each, most, room))
-    for _, _, each, most, room in sorted(runs)[:tries]:
+        for row_limit in reversed(each.unreached_levels):
+            if can_be_faster(each, row_limit, m):
+                run_s, room = replicate(each, row_limit, m)
+                runs.append((run_s, len(runs), each, row_limit, room))
+    for _, _, each, row_limit, room in sorted(runs)[:tries]:
         # Node-local replicas change neither a node's total rows nor its inter-node rows.
-        if may_win(each, max(most, each.stuck[most].busiest_node), 0):
-            offer_replicated(each, most, m, inside=True)
+        if can_be_faster(each, max(row_limit, each.unreached_levels[row_limit].busiest_node_mean_rows), 0):
+            replicate(each, row_limit, m, inside=True)
         # Less room than the fullest rank used leads to a different choice of replicas.
         while (room := room - 1) > 0:
-            if may_win(each, most, room):
-                _, room = offer_replicated(each, most, room)
+            if can_be_faster(each, row_limit, room):
+                _, room = replicate(each, row_limit, room)
     return best
 
 
-def _drop_underused(exact: Balance) -> Placement:
+def _drop_underused(balanced: Balance) -> Placement:
     # Replicas that forwarded their expert to another rank must stay.
-    placement = exact.placement
-    transfers = gather(placement.sharding, placement, exact.nodes)
+    placement = balanced.placement
+    transfers = gather_transfers(placement.sharding, placement, balanced.nodes)
     passed_on = {(one.expert, one.source) for one in transfers}
-    few_EV = exact.computed_EV * exact.nodes.ranks < _UNDERUSED * exact.tokens_WE.sum()
+    few_EV = balanced.computed_EV * balanced.nodes.ranks < _UNDERUSED_FRACTION * balanced.tokens_WE.sum()
     holds_EW = placement.holds_EW.copy()
     for one in transfers:
         if few_EV[one.expert, one.target] and (one.expert, one.target) not in passed_on:

@@ -20,12 +20,12 @@ from torch.nn.utils import parametrize
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, chain_gathers, gather
+from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers
 
 
 class ExpertTable:
@@ -39,7 +39,7 @@ class ExpertTable:
         current: `placement` with the on-demand replicas chosen after the gate.
         nodes: nodes of `group`, the expert-parallel group.
         shards: group of ranks with shards of the same experts.
-        held_W: experts in each rank's table, by row.
+        experts_W: experts in each rank's table, by row.
     """
 
     def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
@@ -57,35 +57,35 @@ class ExpertTable:
     def set_placement(self, placement: Placement) -> None:
         """Set owners and replicas of the next forward passes."""
         self.placement, self.current = placement, placement.sharding
-        self.held_W = [placement.owned(rank) for rank in range(placement.ranks)]
+        self.experts_W = [placement.owned(rank) for rank in range(placement.ranks)]
         self._transfers: tuple[Transfer, ...] | None = None
-        self._hold(placement)
+        self._set_current(placement)
         self.experts.own_numbers, self.experts.is_placed = placement.owned(self.group.index), True
 
-    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+    def replace_parameters(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the parameters by the tensors of other owned experts. Drops gradients."""
         for name, parameter in self.parameter_items:
             _replace_data(parameter, tensors[name])
 
-    def add(self, wanted: Placement) -> tuple[Transfer, ...]:
-        """Allocate rows for missing replicas in `wanted`, and return their transfers.
+    def set_replicas(self, target: Placement) -> tuple[Transfer, ...]:
+        """Allocate rows for missing replicas in `target`, and return their transfers.
 
         Removes other replicas: their rows are reused, and they send no gradients.
         """
-        more = gather(self.current.both(wanted), wanted, self.nodes)
-        stays = tuple(one for one in self.transfers if wanted.holds_EW[one.expert, one.target])
-        self._hold(wanted)
-        self._transfers = chain_gathers(stays, more)
+        more = gather_transfers(self.current.both(target), target, self.nodes)
+        kept = tuple(one for one in self.transfers if target.holds_EW[one.expert, one.target])
+        self._set_current(target)
+        self._transfers = chain_gathers(kept, more)
         return more
 
-    def _hold(self, wanted: Placement) -> None:
-        self.held_W, self.current = held_after(self.held_W, self.current, wanted), wanted
+    def _set_current(self, target: Placement) -> None:
+        self.experts_W, self.current = experts_after(self.experts_W, self.current, target), target
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers of all replicas from their owners."""
         if self._transfers is None:
-            self._transfers = gather(self.sharding, self.current, self.nodes)
+            self._transfers = gather_transfers(self.sharding, self.current, self.nodes)
         return self._transfers
 
     @property
@@ -115,22 +115,21 @@ class ExpertTable:
         return self.parameters[0].device
 
     @property
-    def held(self) -> tuple[int, ...]:
-        return self.held_W[self.group.index]
+    def local_experts(self) -> tuple[int, ...]:
+        return self.experts_W[self.group.index]
 
     @property
-    def rows(self) -> dict[int, int]:
+    def row_of_expert(self) -> dict[int, int]:
         """The row of each expert in this rank's table."""
-        return {expert: row for row, expert in enumerate(self.held)}
+        return {expert: row for row, expert in enumerate(self.local_experts)}
 
     @property
     def num_rows(self) -> int:
         """Number of rows of this rank's table, at least 1."""
-        return max(1, len(self.held))
+        return max(1, len(self.local_experts))
 
     @property
     def num_owned(self) -> int:
-        """Number of experts that this rank owns."""
         return len(self.placement.owned(self.group.index))
 
     def is_read_early(self, dtype: torch.dtype) -> bool:
@@ -149,10 +148,10 @@ class ExpertTable:
 
     def versions(self) -> list[tuple[int, int]]:
         """Return (version, storage id) per parameter. Writes and reallocation change it."""
-        return [(version_of(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
+        return [(tensor_version(parameter), id(parameter.data.untyped_storage())) for parameter in self.parameters]
 
 
-def first_place(experts: int, topology: Topology) -> Place:
+def initial_place(experts: int, topology: Topology) -> Place:
     """Return the consecutive experts that this rank owns at first. Numbers of experts differ by at most 1 over EP."""
     ep, esp = topology.ep, topology.esp
     owned = Placement.even(ep.size, experts).owned(ep.index)
@@ -170,14 +169,14 @@ def nodes_of(topology: Topology) -> Nodes:
 
 def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sum the token counts of ranks with shards of the same experts. Collective over `shards`."""
-    # These ranks must decide alike.
+    # Ranks with shards of an expert must choose the same replicas.
     if shards.size == 1:
         return tokens_WE
     summed_WE = torch.from_numpy(tokens_WE).to(device_of(shards), copy=True)
     return all_reduce(shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
 
-def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Sequence[int]]) -> Layout:
+def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], experts_W: Sequence[Sequence[int]]) -> Layout:
     """Re-sort expert-sorted rows by destination slot.
 
     Worked example: tables [0, 1] and [2, 0], sent_EV = [[2, 1], [0, 0], [0, 4]]. Of expert 0's three rows, two are sent
@@ -187,15 +186,15 @@ def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Se
     Args:
         layout: of this rank's rows, without padding.
         sent_EV: number of rows of each expert to send to each rank.
-        held_W: the experts in each rank's table.
+        experts_W: the experts in each rank's table.
     """
-    width = max(1, *map(len, held_W))
+    width = max(1, *map(len, experts_W))
     row_EV = np.zeros_like(sent_EV)
-    for rank, held in enumerate(held_W):
+    for rank, held in enumerate(experts_W):
         row_EV[list(held), rank] = np.arange(len(held))
-    slot_EV = row_EV + width * np.arange(len(held_W))
+    slot_EV = row_EV + width * np.arange(len(experts_W))
     slot_N = torch.from_numpy(np.repeat(slot_EV.reshape(-1), sent_EV.reshape(-1))).to(layout.counts_E.device)
-    counts_P = torch.bincount(slot_N, minlength=width * len(held_W))
+    counts_P = torch.bincount(slot_N, minlength=width * len(experts_W))
     from_N = torch.argsort(slot_N, stable=True)
     to_N = torch.empty_like(from_N)
     to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
@@ -207,13 +206,13 @@ def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], held_W: Sequence[Se
     return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
 
-def held_after(held_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
+def experts_after(experts_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
     """Return the experts in each rank's table after its replicas change from `before` to `after`.
 
     New replicas reuse the rows of removed replicas, then are appended. Worked example: a rank owns 0 and 1 and has a
     replica of 2: [0, 1, 2]. With replicas of 3 and 4 instead it becomes [0, 1, 3, 4].
     """
-    held_WP = [list(held) for held in held_W]
+    held_WP = [list(held) for held in experts_W]
     for rank, held in enumerate(held_WP):
         gone_E, new_E = (
             np.flatnonzero(one.holds_EW[:, rank] & ~other.holds_EW[:, rank]).tolist()

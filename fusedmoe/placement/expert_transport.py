@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Transfers = Sequence[tuple[int, int, int, int]]
 
 
-class ArrivedExpert(NamedTuple):
+class ReplicaGrads(NamedTuple):
     """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per table."""
 
     expert: int
@@ -40,7 +40,7 @@ class _TransferCall(NamedTuple):
 
     operation: str
     transfers: Transfers
-    rows: Mapping[int, int]
+    row_of_expert: Mapping[int, int]
     tables: Sequence[Tensor]
     num_owned: int | None
     recording: AbstractContextManager[None] | None
@@ -50,15 +50,15 @@ class SparseWork:
     """Handle on transfers in flight, like `torch.distributed.Work`. `sent_bytes`: sent by this rank."""
 
     def __init__(
-        self, sent_bytes: int = 0, done: Callable[[], list[ArrivedExpert]] = list, after: torch.cuda.Event | None = None
+        self, sent_bytes: int = 0, wait: Callable[[], list[ReplicaGrads]] = list, event: torch.cuda.Event | None = None
     ) -> None:
-        self.sent_bytes, self._done, self._after = sent_bytes, done, after
+        self.sent_bytes, self._wait, self._event = sent_bytes, wait, event
 
-    def wait(self) -> list[ArrivedExpert]:
+    def wait(self) -> list[ReplicaGrads]:
         """Wait for the transfers (on CUDA the current stream waits). Returns gradients that this rank has to add."""
-        if self._after is not None:
-            torch.cuda.current_stream().wait_event(self._after)
-        return self._done()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return self._wait()
 
 
 class SparseCollectives:
@@ -75,30 +75,30 @@ class SparseCollectives:
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
         self._group, self._one_sided = group, one_sided
         self._thread: WorkerThread | None = None
-        self._last: Future[list[ArrivedExpert]] | None = None
+        self._last_future: Future[list[ReplicaGrads]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def gather(
         self,
         transfers: Transfers,
-        rows: Mapping[int, int],
+        row_of_expert: Mapping[int, int],
         tables: Sequence[Tensor],
         recording: AbstractContextManager[None] | None = None,
     ) -> SparseWork:
         """SparseAllGather: send parameters to the ranks that will hold replicas. All ranks pass the same transfers.
 
         Args:
-            rows: the table row of each expert that this rank holds or receives.
+            row_of_expert: the table row of each expert that this rank holds or receives.
             tables: [rows, ...], contiguous, with equal trailing shapes and dtypes on every rank. Received experts are
                 written to them until the work is done.
             recording: a context around the transfers, which measures them.
         """
-        return self._start(_TransferCall("sparse all-gather", transfers, rows, tables, None, recording))
+        return self._start(_TransferCall("sparse all-gather", transfers, row_of_expert, tables, None, recording))
 
     def reduce(
         self,
         transfers: Transfers,
-        rows: Mapping[int, int],
+        row_of_expert: Mapping[int, int],
         tables: Sequence[Tensor],
         num_owned: int,
         recording: AbstractContextManager[None] | None = None,
@@ -110,23 +110,24 @@ class SparseCollectives:
         `SparseWork.wait` returns them, in summation order.
 
         Args:
-            rows, tables, recording: as for `gather`; rows of replicas are overwritten.
+            row_of_expert, tables, recording: as for `gather`; rows of replicas are overwritten.
         """
-        return self._start(_TransferCall("sparse reduce-scatter", transfers, rows, tables, num_owned, recording))
+        call = _TransferCall("sparse reduce-scatter", transfers, row_of_expert, tables, num_owned, recording)
+        return self._start(call)
 
     def wait_for_all(self) -> None:
         """Wait for all calls (on CUDA the current stream waits). Does not raise their errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        if self._thread is not None and self._last is not None:
-            self._thread.wait_for(self._last)
+        if self._thread is not None and self._last_future is not None:
+            self._thread.wait_for(self._last_future)
 
     def close(self) -> None:
         """Wait for all calls, and end the thread."""
-        if self._thread is not None and self._last is not None:
-            self._thread.wait_for(self._last)
+        if self._thread is not None and self._last_future is not None:
+            self._thread.wait_for(self._last_future)
             self._thread.end()
-        self._thread = self._last = None
+        self._thread = self._last_future = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCollectives:
         # Process groups cannot be copied.
@@ -137,7 +138,7 @@ class SparseCollectives:
             return SparseWork()
         # Raises for a closed topology, before a thread starts.
         _ = self._group.handle
-        call = call._replace(rows=dict(call.rows), tables=[table.detach() for table in call.tables])
+        call = call._replace(row_of_expert=dict(call.row_of_expert), tables=[table.detach() for table in call.tables])
         sources = [source for _, source, _, _ in call.transfers]
         sent, run = sources.count(self._group.index) * sum(map(_row_bytes, call.tables)), partial(self._run, call)
         if self._group.on_gpu:
@@ -148,32 +149,32 @@ class SparseCollectives:
                 # The allocator must not reuse the tables before the stream is done.
                 for table in call.tables:
                     table.record_stream(self._stream)
-            after = torch.cuda.Event()
-            after.record(self._stream)
-            return SparseWork(sent, lambda: arrived, after)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            return SparseWork(sent, lambda: arrived, event)
         if self._one_sided is not None:
             # Triton's interpreter is not thread-safe.
             arrived = run()
             return SparseWork(sent, lambda: arrived)
         self._thread = self._thread or WorkerThread("fusedmoe sparse")
-        self._last = self._thread.begin(run)
-        return SparseWork(sent, partial(self._thread.result, self._last))
+        self._last_future = self._thread.submit(run)
+        return SparseWork(sent, partial(self._thread.result, self._last_future))
 
     @torch.no_grad()
-    def _run(self, call: _TransferCall) -> list[ArrivedExpert]:
-        arrived: list[ArrivedExpert] = []
+    def _run(self, call: _TransferCall) -> list[ReplicaGrads]:
+        arrived: list[ReplicaGrads] = []
         try:
             with call.recording or nullcontext():
                 # The next step may forward experts that have just arrived.
                 for step in range(max(transfer[3] for transfer in call.transfers) + 1):
                     of_step = [transfer for transfer in call.transfers if transfer[3] == step]
                     for expert, parts in self._exchange(call._replace(transfers=of_step)):
-                        row, added = call.rows[expert], call.num_owned is not None
+                        row, added = call.row_of_expert[expert], call.num_owned is not None
                         if call.num_owned is not None and row < call.num_owned:
-                            arrived.append(ArrivedExpert(expert, parts))
+                            arrived.append(ReplicaGrads(expert, parts))
                             continue
                         for table, part in zip(call.tables, parts, strict=True):
-                            table[row] = _sum(table[row], part) if added else part
+                            table[row] = _add_in_float32(table[row], part) if added else part
         except RankError:
             raise
         except BaseException as error:
@@ -190,7 +191,8 @@ class SparseCollectives:
         received = sorted((source, expert) for expert, source, target, _ in call.transfers if target == me)
         send = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
         recv = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
-        parts = [table[call.rows[expert]].reshape(-1).view(torch.uint8) for _, expert in sent for table in tables]
+        sent_rows = [call.row_of_expert[expert] for _, expert in sent]
+        parts = [table[row].reshape(-1).view(torch.uint8) for row in sent_rows for table in tables]
         bytes_ = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tables[0].device)
         if self._one_sided is None:
             bytes_ = all_to_all_rows(self._group, bytes_, send, recv, call.operation)
@@ -212,6 +214,6 @@ def _view_as_row(part: Tensor, table: Tensor) -> Tensor:
     return part.view(table.dtype).view(table.shape[1:])
 
 
-def _sum(first: Tensor, second: Tensor) -> Tensor:
+def _add_in_float32(first: Tensor, second: Tensor) -> Tensor:
     dtype = torch.promote_types(first.dtype, torch.float32)
     return (first.to(dtype) + second.to(dtype)).to(first.dtype)

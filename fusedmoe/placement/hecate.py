@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.replica_search import accept, improve
-from fusedmoe.placement.traffic import PlacementCosts, gather, layer_s, load, transfers_s
+from fusedmoe.placement.replica_search import accept_if_faster, improve
+from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s, placement_load, transfers_s
 
 #: Iterations between two changes of owners.
-EVERY = 100
+RESHARDING_STEPS = 100
 # Owners stay while the load of the busiest ranks exceeds the mean by at most this fraction.
-_EVEN = 0.05
+_MAX_IMBALANCE = 0.05
 #: Iterations that a prediction averages (w in the paper).
 WINDOW = 5
 
@@ -47,16 +47,16 @@ LayerPolicy = Callable[[LayerLoads], Placement]
 
 
 def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placement:
-    """Return the replicas for the predicted load by Algorithm 1, improved by a search. Owners stay.
+    """Return the replicas for the predicted load by Algorithm 1, improved by a search. Owners do not change.
 
-    `t`, `m`: as for `materialise`. `searches`: False: Algorithm 1 as published, which keeps replicas that save no time.
+    `t`, `m`: as for `materialise`. `searches`: if False, Algorithm 1 as published, with replicas that save no time.
     """
     sharding, load_E = now.placement.sharding, predict_load(now.history_IE)
     placement = materialise(sharding, load_E, now.nodes, t, m)
     if not searches:
         return placement
     placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
-    return accept(sharding, placement, load_E, now.nodes, now.costs)
+    return accept_if_faster(sharding, placement, load_E, now.nodes, now.costs)
 
 
 def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
@@ -73,8 +73,8 @@ def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[
 
 
 def is_due(step: int) -> bool:
-    """Return whether owners may change: every `EVERY` steps, and after the first `WINDOW` steps."""
-    return step % EVERY == 0 or step == WINDOW
+    """Return whether owners may change: every `RESHARDING_STEPS` steps, and after the first `WINDOW` steps."""
+    return step % RESHARDING_STEPS == 0 or step == WINDOW
 
 
 def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> int:
@@ -136,21 +136,21 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
             break  # the other experts have no load
         holding = np.flatnonzero(holds_EW[expert]).tolist()
         # Rounded half up; at most one per other rank.
-        wanted = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
-        part = float(load_E[expert]) / (len(holding) + wanted)
+        num_replicas = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
+        part = float(load_E[expert]) / (len(holding) + num_replicas)
         for rank in holding:
             work_W[rank] += part - float(share_E[expert])
         load_left -= share_E[expert]
-        chosen = _choose(wanted, holding, free, work_W, part, nodes)
+        chosen = _choose_ranks(num_replicas, holding, free, work_W, part, nodes)
         holds_EW[expert, chosen] = True
         slots_left -= len(chosen)
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _choose(
-    wanted: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
+def _choose_ranks(
+    num_replicas: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
 ) -> list[int]:
-    """Return the ranks for up to `wanted` replicas. Updates `free` slots and `work` per rank in place."""
+    """Return the ranks for up to `num_replicas` replicas. Updates `free` slots and `work` per rank in place."""
     chosen: list[int] = []
     covered = {nodes.of(rank) for rank in holding}
     free_N, work_N = (
@@ -165,7 +165,7 @@ def _choose(
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
 
-    while open_ranks and len(chosen) < wanted:
+    while open_ranks and len(chosen) < num_replicas:
         rank = min(open_ranks, key=preference)
         open_ranks.remove(rank)
         chosen.append(rank)
@@ -193,13 +193,13 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
         m: maximum number of replicas per rank, including replicas in `placement`.
     """
     load_E = np.asarray(tokens_WE).sum(axis=0)
-    best, best_s = placement, layer_s(load(tokens_WE, placement, nodes), costs)
+    best, best_s = placement, layer_s(placement_load(tokens_WE, placement, nodes), costs)
     # Only powers of two as overlap degrees: tokens wait for this search.
     for t in (1 << power for power in range((placement.experts - 1).bit_length() + 1)):
         candidate = materialise(placement, load_E, nodes, t, m)
         if candidate == placement:
             continue
-        seconds = layer_s(load(tokens_WE, candidate, nodes), costs) + exposed_gather_s(
+        seconds = layer_s(placement_load(tokens_WE, candidate, nodes), costs) + exposed_gather_s(
             placement, candidate, nodes, costs
         )
         if seconds < best_s:
@@ -209,7 +209,7 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
 
 def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
     """Return the exposed seconds of the sparse all-gather from `before` to `after` and its reduce-scatter."""
-    return 2 * transfers_s(gather(before, after, nodes), nodes, costs, costs.expert_bytes)
+    return 2 * transfers_s(gather_transfers(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 
 def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
@@ -280,7 +280,7 @@ def is_uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
     Algorithm 2 can only worsen balanced loads. Arguments: see `reshard`.
     """
     work_LW = [load_E @ one.holds_EW for one, load_E in zip(shardings, np.asarray(load_LE, dtype=float), strict=True)]
-    return bool(np.max(work_LW, axis=1).sum() > (1 + _EVEN) * np.mean(work_LW, axis=1).sum())
+    return bool(np.max(work_LW, axis=1).sum() > (1 + _MAX_IMBALANCE) * np.mean(work_LW, axis=1).sum())
 
 
 def _assign_busiest(
@@ -296,20 +296,20 @@ def _assign_busiest(
     """
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
     # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.
-    homeless = []
+    to_reassign = []
     for place in range(t):
         for layer, expert in enumerate(busiest_LT[:, place].tolist()):
             rank = int(before_LE[layer, expert])
             # An owner of many of a layer's t busiest experts would send them all, and sum their gradients.
-            crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
-            if free_W[rank] > 0 and not crowded:
+            is_crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
+            if free_W[rank] > 0 and not is_crowded:
                 owner_LE[layer, expert] = rank
                 free_W[rank] -= 1
             else:
-                homeless.append((layer, expert))
-    for layer, expert in homeless:
+                to_reassign.append((layer, expert))
+    for layer, expert in to_reassign:
         owned_W = np.bincount(owner_LE[layer, busiest_LT[layer]] + 1, minlength=nodes.ranks + 1)[1:]
-        rank = _least_loaded_rank(owned_W, free_W, nodes, prefer_free=True)
+        rank = _least_loaded_rank(owned_W, free_W, nodes, prefer_most_free=True)
         owner_LE[layer, expert] = rank
         free_W[rank] -= 1
     return owner_LE
@@ -324,13 +324,13 @@ def _count_crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], n
 
 
 def _least_loaded_rank(
-    work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_free: bool = False
+    work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_most_free: bool = False
 ) -> int:
     """Return the rank with the least work on the node with the least work, among ranks with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
-    # Ties: fewer free slots first, as in the paper; `prefer_free`: more.
-    sign = -1 if prefer_free else 1
+    # Ties: fewer free slots first, as in the paper; `prefer_most_free`: more.
+    sign = -1 if prefer_most_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))
     open_R = np.flatnonzero(free_NR[node] > 0).tolist()

@@ -36,21 +36,23 @@ class PlacedDispatcher(Collectives):
         self, routed: Routed, calls: ExpertCalls, by_node: bool = True, weight_N: Tensor | None = None
     ) -> CountedBatch:
         placed = self._placed
-        placed.begin_turn(active_recorder())
+        placed.begin_once(active_recorder())
         with part_span("permute"):
             # Remove padding: rows are split over replicas by their counts. Predictions use training steps only.
             training = placed.table.experts.training and not is_recomputing()
             layout = placed.split_rows(routed.layout.exact(), training)
-        refusal = placed.replicas.refusal() or routed.refusal
+        refusal = placed.replicas.why_unusable() or routed.refusal
         return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
 
-    def exchange(self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any) -> Exchange:
-        return super().exchange(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
+        return super().exchange_counts(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         with without_selective_checkpoint():
-            counted = self.exchange_metadata(routed, self.calls(self._placed.table.experts))
-            return self._placed.call(partial(self.send_through_experts, counted))
+            counted = self.exchange_metadata(routed, self.find_expert_calls(self._placed.table.experts))
+            return self._placed.call(partial(self.send_through_experts, counted, shared=routed.shared))
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
         # In a step with a plan, all layers follow the plan.

@@ -4,7 +4,7 @@ Each rank has a table of the experts that it holds (`expert_table.py`), and disp
 tables. A rank's rows for one expert are split over the owner and its replicas, transparently to dispatch, experts and
 combine.
 
-    begin → split_rows → call( use(experts, replicas) )          one forward pass of a layer
+    begin → split_rows → call( run(experts, replicas) )          one forward pass of a layer
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.topology import Topology
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, ExpertsModule
@@ -45,14 +45,14 @@ from fusedmoe.placement.replica_gradients import (
 )
 from fusedmoe.placement.replica_state import ReplicaTiming
 from fusedmoe.placement.replicas import Recording, Replicas
-from fusedmoe.placement.traffic import Transfer, dispatch
-from fusedmoe.runtime.recorder import Moment, Recorder, span
+from fusedmoe.placement.traffic import Transfer, split_tokens
+from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
 
 # (placement, tokens of each rank for each expert) -> a placement with at least the replicas of `placement`.
-Correct = Callable[[Placement, NDArray[np.int64]], Placement]
+Calibrate = Callable[[Placement, NDArray[np.int64]], Placement]
 # (as above, whether replicas may be added) -> rows that each rank computes.
 ShareRows = Callable[[Placement, NDArray[np.int64], bool], Balance]
 
@@ -63,17 +63,17 @@ class PlacementSettings:
 
     Attributes:
         transport: sends experts between ranks; shared by all layers, which orders the transfers.
-        before, after: the adjacent layers, whose replicas may be fetched one layer ahead.
+        previous_layer, next_layer: the adjacent layers, whose replicas may be fetched one layer ahead.
         releases_replicas: replicas are released after each forward and fetched again for its backward.
-        correct: adds on-demand replicas for the current batch's routing (`hecate.calibrate`).
+        calibrate: adds on-demand replicas for the current batch's routing (`hecate.calibrate`).
         share_rows: assigns rows to replicas (`placement.balance`); None: rows are split evenly.
     """
 
     transport: SparseCollectives | None = None
-    before: PlacedExperts | None = None
-    after: PlacedExperts | None = None
+    previous_layer: PlacedExperts | None = None
+    next_layer: PlacedExperts | None = None
     releases_replicas: bool = False
-    correct: Correct | None = None
+    calibrate: Calibrate | None = None
     share_rows: ShareRows | None = None
 
 
@@ -81,15 +81,17 @@ class IdleClock:
     """While `is_on`, records the times in a forward pass at which the model and a layer's experts start and end."""
 
     def __init__(self) -> None:
-        self.is_on, self.start, self.turn, self.end = False, Moment(), Moment(), Moment()
+        self.is_on = False
+        self.model_start, self.experts_start, self.experts_end = DeviceTime(), DeviceTime(), DeviceTime()
 
-    def note(self, moment: Moment, device: torch.device) -> None:
+    def note(self, moment: DeviceTime, device: torch.device) -> None:
         if self.is_on:
-            moment.note(device)
+            moment.record(device)
 
-    def idle_s(self, before: IdleClock | None) -> float:
+    def idle_s(self, previous: IdleClock | None) -> float:
         """Return the seconds between the previous layer's experts (or the model's start) and this layer's."""
-        return max(0.0, self.turn.after(self.start if before is None else before.end))
+        start = self.model_start if previous is None else previous.experts_end
+        return max(0.0, self.experts_start.seconds_since(start))
 
 
 class PlacedExperts:
@@ -101,8 +103,8 @@ class PlacedExperts:
     Attributes:
         table: the ranks that hold each expert, and this rank's parameters.
         replicas: state of this rank's replicas.   timing: when replicas are sent.
-        has_learned: a backward pass has computed gradients of these experts.
-        duplicates: existing results of `copy.deepcopy`, numbered in order of creation.
+        is_trained: a backward pass has computed gradients of these experts.
+        deep_copies: existing results of `copy.deepcopy`, numbered in order of creation.
     """
 
     def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
@@ -112,19 +114,19 @@ class PlacedExperts:
         self.table, self.replicas, self.timing = table, Replicas(table), timing
         self.settings = PlacementSettings()
         self.clock, self._load_E = IdleClock(), np.zeros(table.placement.experts, dtype=np.int64)
-        self.duplicates: WeakValueDictionary[int, PlacedExperts] = WeakValueDictionary()
-        self._indices = count()
+        self.deep_copies: WeakValueDictionary[int, PlacedExperts] = WeakValueDictionary()
+        self._copy_numbers = count()
         self._recorder: Recorder | None = None
-        self._route: GradientRoute | None = None
-        self._received: tuple[Tensor, ...] = ()
+        self._gradient_route: GradientRoute | None = None
+        self._parameter_aliases: tuple[Tensor, ...] = ()
         # Whether `begin` has prepared a forward; whether no on-demand replica may be added until the next step.
-        self._has_begun = self._replicas_are_final = self.has_learned = False
+        self._has_begun = self._replicas_are_final = self.is_trained = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedExperts:
         # Topology, groups and streams are shared. The copy has no replicas.
         made = copy(self)
         memo[id(self)] = made
-        self.duplicates[next(self._indices)] = made
+        self.deep_copies[next(self._copy_numbers)] = made
         made._reset(self.table.copy_for(deepcopy(self.table.experts, memo)), self.timing)
         return made
 
@@ -140,7 +142,7 @@ class PlacedExperts:
         self.attach(PlacementSettings())
         self.take_load()
         self.clock.is_on = self._has_begun = False
-        self._recorder, self._route, self._received = None, None, ()
+        self._recorder, self._gradient_route, self._parameter_aliases = None, None, ()
         self._set_placement(self.table.sharding)
 
     @property
@@ -161,9 +163,9 @@ class PlacedExperts:
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
         """Change owners. `tensors`: parameters of this rank's new experts. Drops gradients."""
         self.replicas.drop()  # first: no transfer may write to the old memory
-        self.table.replace(tensors)
+        self.table.replace_parameters(tensors)
         self._set_placement(sharding)
-        self._route, self._received = None, ()  # they describe rows of the old owners
+        self._gradient_route, self._parameter_aliases = None, ()  # they describe rows of the old owners
 
     def _set_placement(self, placement: Placement) -> None:
         self.table.set_placement(placement)
@@ -187,13 +189,13 @@ class PlacedExperts:
             return "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"
         if self.settings.releases_replicas:
             return "rematerialises=True releases replicas after each layer: use rematerialises=False"
-        if self.settings.correct is not None:
+        if self.settings.calibrate is not None:
             return "replicas are added once a gate has chosen for a whole batch: use policy='hecate' without calibrates"
         return None
 
     # A forward pass.
 
-    def begin_turn(self, recorder: Recorder | None) -> None:
+    def begin_once(self, recorder: Recorder | None) -> None:
         """Call `begin` unless it was already called for this forward pass. Collective."""
         if not self.is_attached or not (self._has_begun or is_recomputing()):
             self.begin(recorder)
@@ -207,17 +209,17 @@ class PlacedExperts:
         Args:
             recorder: records the transfers of this pass.
         """
-        self.clock.note(self.clock.start, self.table.device)
+        self.clock.note(self.clock.model_start, self.table.device)
         # Replicas of an earlier forward serve its backward only: changes of parameters through `.data` are
         # undetectable.
         self.replicas.drop()
         self._has_begun, self._recorder = True, recorder
-        is_first = self.settings.before is None
+        is_first = self.settings.previous_layer is None
         one_by_one = self._needs_fetch_ahead or self.timing is ReplicaTiming.IN_TURNS
         if is_first if one_by_one else self.timing is ReplicaTiming.EAGER:
             self.fetch()
         if torch.is_grad_enabled():
-            self._make_route()
+            self._create_gradient_route()
 
     @property
     def _needs_fetch_ahead(self) -> bool:
@@ -225,12 +227,12 @@ class PlacedExperts:
         shares = self.settings.share_rows is not None and self.timing is ReplicaTiming.EAGER
         return self.settings.releases_replicas or shares
 
-    def _make_route(self) -> None:
+    def _create_gradient_route(self) -> None:
         # Before the whole model: its backward runs last, and other layers' backward hides the gradient transfers.
-        rows = {expert: row for row, expert in enumerate(self.table.held[: self.table.num_owned])}
+        row_of_expert = {expert: row for row, expert in enumerate(self.table.local_experts[: self.table.num_owned])}
         parameters = self.table.parameters
-        self._route = GradientRoute(rows, [parameter.requires_grad for parameter in parameters])
-        self._received = receive_gradients(parameters, self._route)
+        self._gradient_route = GradientRoute(row_of_expert, [parameter.requires_grad for parameter in parameters])
+        self._parameter_aliases = receive_gradients(parameters, self._gradient_route)
 
     def fetch(self) -> None:
         """Start fetching replicas unless already started. Collective."""
@@ -239,9 +241,9 @@ class PlacedExperts:
 
     def fetch_next(self) -> None:
         """Start fetching the next layer's replicas if they are fetched one layer ahead. Collective."""
-        after = self.settings.after
-        if self._needs_fetch_ahead and after is not None and self.timing is not ReplicaTiming.IN_TURNS:
-            after.fetch()
+        next_layer = self.settings.next_layer
+        if self._needs_fetch_ahead and next_layer is not None and self.timing is not ReplicaTiming.IN_TURNS:
+            next_layer.fetch()
 
     def wait_for_replicas(self) -> None:
         """Wait for all replicas of this layer; start fetching them if necessary. Collective."""
@@ -267,113 +269,115 @@ class PlacedExperts:
         """
         table, settings = self.table, self.settings
         if training:
-            self.clock.note(self.clock.turn, table.device)
+            self.clock.note(self.clock.experts_start, table.device)
         counts_E = layout.counts_E
         # All counts on each rank: the assignment of rows to replicas needs no further communication.
-        ones, mine = [1] * table.group.size, table.group.index
+        ones, me = [1] * table.group.size, table.group.index
         tokens_WE = all_gather_rows(table.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
         if training:  # loads predict training batches; evaluation may have different tokens
-            self._load_E += tokens_WE[mine]
-        if settings.correct is not None and training:
-            self._add_replicas(settings.correct(table.current, sum_over_shards(table.shards, tokens_WE)))
+            self._load_E += tokens_WE[me]
+        if settings.calibrate is not None and training:
+            self._add_replicas(settings.calibrate(table.current, sum_over_shards(table.shards, tokens_WE)))
         if settings.share_rows is None:
-            sent_EV = dispatch(tokens_WE, table.current, table.nodes)[mine]
+            sent_EV = split_tokens(tokens_WE, table.current, table.nodes)[me]
         else:
             # Once per step: a recomputation, or the backward of an earlier forward, needs the same tables.
-            adds = training and may_add and not self._replicas_are_final
-            sent_EV = self._share_rows(settings.share_rows, tokens_WE, adds).sent_from(mine)
-        return sort_by_slot(layout, sent_EV, table.held_W)
+            may_add = training and may_add and not self._replicas_are_final
+            sent_EV = self._share_rows(settings.share_rows, tokens_WE, may_add).sent_from(me)
+        return sort_by_slot(layout, sent_EV, table.experts_W)
 
-    def _share_rows(self, share_rows: ShareRows, tokens_WE: NDArray[np.int64], adds: bool) -> Balance:
-        if adds:
+    def _share_rows(self, share_rows: ShareRows, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
+        if may_add:
             self._replicas_are_final = True
-            # Ranks with shards of the same experts must decide alike.
-            wanted = share_rows(self.table.current, sum_over_shards(self.table.shards, tokens_WE), True)
-            if wanted.placement == self.table.current and self.table.shards.size == 1:
-                return wanted
-            self._add_replicas(wanted.placement)
+            target = share_rows(self.table.current, sum_over_shards(self.table.shards, tokens_WE), True)
+            if target.placement == self.table.current and self.table.shards.size == 1:
+                return target
+            self._add_replicas(target.placement)
         return share_rows(self.table.current, tokens_WE, False)
 
-    def _add_replicas(self, wanted: Placement) -> None:
-        """Fetch the missing replicas of `wanted`; remove all others. Collective."""
-        if wanted != self.table.current:
+    def _add_replicas(self, target: Placement) -> None:
+        """Fetch the missing replicas of `target`; remove all others. Collective."""
+        if target != self.table.current:
             self.wait_for_replicas()
-            self.replicas.add(self.table.add(wanted), self._record_gather())
+            self.replicas.add(self.table.set_replicas(target), self._record_gather())
 
-    def call(self, use: Callable[[Experts, ReplicaCall], T], *, waits: bool = False, fetches: bool = True) -> T:
-        """Return `use(experts, replicas)`, where the experts' parameters are the tables with replicas. Collective.
+    def call(
+        self, run: Callable[[Experts, ReplicaCall], T], *, wait_first: bool = False, fetch_first: bool = True
+    ) -> T:
+        """Return `run(experts, replicas)`, where the experts' parameters are the tables with replicas. Collective.
 
-        `waits`: wait for replicas first. `fetches`: start fetching them first; False: a plan's task fetches them during
-        `use`.
+        `wait_first`: wait for replicas before `run`. `fetch_first`: start fetching them before `run`; False: a plan's
+        task fetches them during `run`.
         """
-        settings, after = self.settings, self.settings.after
+        settings, next_layer = self.settings, self.settings.next_layer
         # A recomputation is followed by its backward.
-        in_turns, recomputes = self.timing is ReplicaTiming.IN_TURNS, is_recomputing()
-        if not recomputes:
+        is_in_turns, is_recomputed = self.timing is ReplicaTiming.IN_TURNS, is_recomputing()
+        if not is_recomputed:
             self._has_begun = False
-        if waits or in_turns:
+        if wait_first or is_in_turns:
             self.wait_for_replicas()
             self.fetch_next()
-        elif fetches:
+        elif fetch_first:
             self.fetch()
-        if in_turns:
+        if is_in_turns:
             self.wait_for_link()
         # The transfer of parameters to replicas would lose forward-mode derivatives.
         require_no_tangent("experts with replicas (placement='fssdp')", self.table.parameters)
         tables, needs_grad, send = self.table.tensors(), torch.is_grad_enabled(), None
         self._replicas_are_final |= needs_grad
         if needs_grad:
-            tables, send = self._differentiable(tables)
+            tables, send = self._attach_tables(tables)
         named = {f"experts.{name}": table for name, table in zip(self.table.names, tables, strict=True)}
         replicas = ReplicaCall(self, tables, send)
-        y = torch.func.functional_call(ExpertsModule(self.table.experts), named, (use, replicas))
-        if needs_grad and (settings.releases_replicas or in_turns):
+        y = torch.func.functional_call(ExpertsModule(self.table.experts), named, (run, replicas))
+        if needs_grad and (settings.releases_replicas or is_in_turns):
             assert isinstance(y, Tensor)
             y = before_backward(y, self._prepare_backward)
         # The last layer's backward runs next: keep its replicas.
-        if settings.releases_replicas and not (needs_grad and (after is None or recomputes)):
+        if settings.releases_replicas and not (needs_grad and (next_layer is None or is_recomputed)):
             self.replicas.release()
         # In a step with a plan, the link is free for the next layer's replicas after this layer's rows.
-        if in_turns and after is not None and not recomputes:
-            after.fetch()
-        if not recomputes:
-            self.clock.note(self.clock.end, self.table.device)
+        if is_in_turns and next_layer is not None and not is_recomputed:
+            next_layer.fetch()
+        if not is_recomputed:
+            self.clock.note(self.clock.experts_end, self.table.device)
         return y
 
-    def _differentiable(self, tables: Sequence[Tensor]) -> tuple[list[Tensor], SendGradients | None]:
+    def _attach_tables(self, tables: Sequence[Tensor]) -> tuple[list[Tensor], SendGradients | None]:
         """Attach the tables to the parameters in autograd. Also returns the sender of gradients, None if frozen."""
-        if self._route is None:  # `begin` was not called with gradients enabled
-            self._make_route()
-        assert self._route is not None
-        versions = [version_of(parameter) for parameter in self.table.parameters]
-        send = partial(self._send_gradients, self.table.transfers, self.table.rows, self.table.num_owned, versions)
-        made = list(attach_tables(self._received, tables, self._route, send))
-        send_gradients = partial(self._send_by_plan, self._route, send) if any(self._route.needs_grad) else None
-        return made, send_gradients
+        if self._gradient_route is None:  # `begin` was not called with gradients enabled
+            self._create_gradient_route()
+        assert self._gradient_route is not None
+        versions = [tensor_version(parameter) for parameter in self.table.parameters]
+        table = self.table
+        send = partial(self._send_gradients, table.transfers, table.row_of_expert, table.num_owned, versions)
+        made = list(attach_tables(self._parameter_aliases, tables, self._gradient_route, send))
+        needs_grad = any(self._gradient_route.needs_grad)
+        return made, partial(self._send_by_plan, self._gradient_route, send) if needs_grad else None
 
     # The backward pass.
 
     def _prepare_backward(self) -> None:
         """Fetch released replicas before the layer's backward. With a plan, wait for all transfers. Collective."""
-        in_turns, before = self.timing is ReplicaTiming.IN_TURNS, self.settings.before
+        is_in_turns, previous = self.timing is ReplicaTiming.IN_TURNS, self.settings.previous_layer
         if self.settings.releases_replicas:
             self.wait_for_replicas()
-            if before is not None and not in_turns:
-                before.fetch()
-        if in_turns:
+            if previous is not None and not is_in_turns:
+                previous.fetch()
+        if is_in_turns:
             self.wait_for_link()
 
     def _send_gradients(
         self,
         transfers: tuple[Transfer, ...],
-        rows: dict[int, int],
+        row_of_expert: dict[int, int],
         num_owned: int,
         versions: list[int],
         grads: Sequence[Tensor],
     ) -> SparseWork:
-        self.has_learned = True
+        self.is_trained = True
         # Gradients of old parameters must not be added to new parameters.
-        if versions != [version_of(parameter) for parameter in self.table.parameters]:
+        if versions != [tensor_version(parameter) for parameter in self.table.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
                 "optimizer.step()"
@@ -381,14 +385,14 @@ class PlacedExperts:
         if self.settings.releases_replicas:
             self.replicas.release()
         recording = self._record("sparse reduce-scatter", REDUCE, "backward")
-        return self.replicas.send_gradients(transfers, rows, grads, num_owned, recording)
+        return self.replicas.send_gradients(transfers, row_of_expert, grads, num_owned, recording)
 
     def _send_by_plan(self, route: GradientRoute, send: SendGradients, grads: Sequence[Tensor]) -> SparseWork:
         route.is_sent = True
         work = route.send(send, grads)
-        before = self.settings.before
-        if self.settings.releases_replicas and before is not None:
-            before.fetch()
+        previous = self.settings.previous_layer
+        if self.settings.releases_replicas and previous is not None:
+            previous.fetch()
         return work
 
     def _record_gather(self) -> Recording:

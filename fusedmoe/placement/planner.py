@@ -18,7 +18,7 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.runtime.cache import measured_costs
 
-HECATE = ("hecate", "algorithm1")
+HECATE_POLICIES = ("hecate", "algorithm1")
 
 #: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
@@ -53,23 +53,23 @@ class PlacementPlanner:
         self.costs = UNKNOWN_COSTS
         self.planning_s: float | None = None
 
-    def decide(
+    def choose_placements(
         self, iteration: int, placements: Sequence[Placement], history_ILE: NDArray[np.int64], topology: Topology
     ) -> list[Placement]:
         """Return each layer's placement in the next step, from current placements and loads. Collective."""
         world, before = topology.world, tuple(placements)
-        if self.policy in HECATE and self.may_reshard and is_due(iteration):
+        if self.policy in HECATE_POLICIES and self.may_reshard and is_due(iteration):
             shardings, load_LE = tuple(placement.sharding for placement in before), predict_load(history_ILE)
             if self.planning_s is None or is_uneven(shardings, load_LE):
                 before = reshard(shardings, load_LE, self.nodes, self.overlap)
         # Layers are independent: distribute them over ranks.
-        decided = []
+        chosen_here = []
         for layer in range(world.index, len(before), world.size):
             loads = LayerLoads(iteration, before[layer], history_ILE[:, layer], self.nodes, self.costs)
-            placement = self._place(loads, layer)
-            decided.append((placement.owners, placement.replicas))
+            placement = self._choose_placement(loads, layer)
+            chosen_here.append((placement.owners, placement.replicas))
         owners = [placement.owners for placement in before]
-        of_ranks = all_gather_object(world, (owners, decided), "placements")
+        of_ranks = all_gather_object(world, (owners, chosen_here), "placements")
         if any(theirs != owners for theirs, _ in of_ranks):
             raise RankError(
                 f"rank {topology.rank}: the ranks give experts to different owners. These follow from the loads: "
@@ -78,7 +78,7 @@ class PlacementPlanner:
         chosen = [of_ranks[layer % world.size][1][layer // world.size] for layer in range(len(before))]
         return [Placement(self.nodes.ranks, *owners_and_replicas) for owners_and_replicas in chosen]
 
-    def _place(self, loads: LayerLoads, layer: int) -> Placement:
+    def _choose_placement(self, loads: LayerLoads, layer: int) -> Placement:
         before = loads.placement
         if self.policy == "ep":
             return before
@@ -88,21 +88,21 @@ class PlacementPlanner:
         same = (placement.ranks, placement.experts) == (before.ranks, before.experts)
         if not same or not (self.may_reshard or placement.owners == before.owners):
             raise ConfigError(
-                f"ShardedExperts: the policy has placed layer {layer} as {_in_line(placement)} after "
-                f"{_in_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
+                f"ShardedExperts: the policy has placed layer {layer} as {_one_line(placement)} after "
+                f"{_one_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
             )
         return placement
 
-    def correct(self, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
+    def calibrate(self, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
         """Return the placement with on-demand replicas for the current batch's routing."""
         assert self.correction is not None
-        wanted = self.correction(placement, tokens_WE, self.nodes, self.memory, self.costs)
-        if not placement.is_within(wanted):
+        calibrated = self.correction(placement, tokens_WE, self.nodes, self.memory, self.costs)
+        if not placement.is_within(calibrated):
             raise ConfigError(
                 f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
-                f"{_in_line(placement)} is not within {_in_line(wanted)}"
+                f"{_one_line(placement)} is not within {_one_line(calibrated)}"
             )
-        return wanted
+        return calibrated
 
     def share_rows(self, placement: Placement, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
         """Return the assignment of a batch's rows to owners and replicas, with new replicas if `may_add`."""
@@ -130,19 +130,19 @@ def measured_placement_costs(placed: PlacedExperts, model_dim: int, topology: To
     """Measure the costs of a layer's tokens and experts. Collective over all ranks."""
     parameters, expert_bytes = placed.table.parameters, placed.table.expert_bytes
     first = parameters[0]
-    lines = measured_costs(topology, first.device, first.dtype).lines
-    inter = lines["all-to-all/ep"]
+    fitted = measured_costs(topology, first.device, first.dtype).lines
+    inter = fitted["all-to-all/ep"]
     # Forward: one multiplication and one addition per parameter; backward: twice that.
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
     return PlacementCosts(
-        token_s=flop * lines["gemm"].beta_s,
+        token_s=flop * fitted["gemm"].beta_s,
         token_bytes=model_dim * first.element_size(),
         expert_bytes=expert_bytes,
         state_bytes=2 * expert_bytes,  # Adam's two moments; the optimizer has not stepped yet
         inter_bytes_s=inter.per_s,
-        intra_bytes_s=lines.get("all-gather/esp", inter).per_s,
+        intra_bytes_s=fitted.get("all-gather/esp", inter).per_s,
     )
 
 
-def _in_line(placement: Placement) -> str:
+def _one_line(placement: Placement) -> str:
     return str(placement).replace("\n", "; ")

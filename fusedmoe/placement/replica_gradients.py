@@ -25,14 +25,14 @@ class GradientRoute:
     """State of one forward's gradient transfers, shared by `receive_gradients` and `attach_tables`.
 
     Attributes:
-        rows: row of each owned expert in the parameters.
+        row_of_expert: row of each owned expert in the parameters.
         needs_grad: per parameter, whether it requires gradients.
         works: started transfers.
         is_sent: a task of a plan has sent the gradients; autograd must not send them again.
     """
 
-    def __init__(self, rows: dict[int, int], needs_grad: Sequence[bool]) -> None:
-        self.rows, self.needs_grad, self.is_sent = rows, needs_grad, False
+    def __init__(self, row_of_expert: dict[int, int], needs_grad: Sequence[bool]) -> None:
+        self.row_of_expert, self.needs_grad, self.is_sent = row_of_expert, needs_grad, False
         self.works: list[SparseWork] = []
 
     def send(self, send: SendGradients, grads: Sequence[Tensor]) -> SparseWork:
@@ -124,7 +124,7 @@ class _ReceiveGradients(Function):
         own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in needed]
         by_row: dict[int, list[tuple[Tensor, ...]]] = {}
         for expert, parts in arrived:
-            by_row.setdefault(route.rows[expert], []).append(parts)
+            by_row.setdefault(route.row_of_expert[expert], []).append(parts)
         for row, several in by_row.items():
             for grad, *others in zip(own, *several, strict=True):
                 # Sum in transfer order (deterministic) in fp32 or wider, and round once.

@@ -14,15 +14,15 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts
 
 # Weight of the imbalance over all ranks in the objective: prefers the more even of equally fast placements.
-_EVENNESS = 0.1
+_IMBALANCE_WEIGHT = 0.1
 # Maximum steps from one start. From Algorithm 1, 32 experts on 16 ranks take fewer than 10.
-_STEPS = 60
+_MAX_STEPS = 60
 # Maximum number of slots that count as few.
 _FEW_SLOTS = 16
 # Minimum relative gain of a step.
-_GAIN = 1e-3
+_MIN_GAIN = 1e-3
 # Minimum fraction of the layer's time that replicas must save.
-_WORTH = 0.02
+_MIN_SAVING = 0.02
 
 
 def improve(
@@ -48,17 +48,17 @@ def improve(
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
 
 
-def accept(
-    placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts
+def accept_if_faster(
+    placement: Placement, candidate: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts
 ) -> Placement:
-    """Return `wanted` if it makes the layer more than 2% (`_WORTH`) faster than `placement`, else `placement`.
+    """Return `candidate` if it makes the layer more than 2% (`_MIN_SAVING`) faster than `placement`, else `placement`.
 
-    If the costs of both computation and communication are unknown (0), returns `wanted`.
+    If the costs of both computation and communication are unknown (0), returns `candidate`.
     """
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
     # Hidden transfers are not free.
-    saves = search.layer_s(wanted.holds_EW) < (1 - _WORTH) * search.layer_s(placement.holds_EW)
-    return wanted if saves or search.compute_s == search.exchange_s == 0 else placement
+    saves = search.layer_s(candidate.holds_EW) < (1 - _MIN_SAVING) * search.layer_s(placement.holds_EW)
+    return candidate if saves or search.compute_s == search.exchange_s == 0 else placement
 
 
 class _ReplicaSearch:
@@ -74,49 +74,50 @@ class _ReplicaSearch:
     ) -> None:
         self.fixed_EW, self.nodes, self.t = placement.holds_EW, nodes, t
         self.room_W = np.maximum(m - placement.extra_W(), 0)
-        self.each_E = load_E / nodes.ranks
+        self.rank_load_E = load_E / nodes.ranks
         self.compute_s, self.exchange_s = costs.token_s, EXCHANGES * costs.token_bytes / costs.inter_bytes_s
-        self.even = _EVENNESS / max(float(load_E.sum()), 1e-300)
+        self.imbalance_weight = _IMBALANCE_WEIGHT / max(float(load_E.sum()), 1e-300)
 
     def layer_s(self, holds_EW: NDArray[np.bool_]) -> float:
-        total_C = self.counts(holds_EW, self.each_E).sum(axis=0)
+        total_C = self.token_counts(holds_EW, self.rank_load_E).sum(axis=0)
         ranks = self.nodes.ranks
         return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
 
     def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Take steps from `holds_EW` while they reduce the price; return the last placement."""
+        """Take steps from `holds_EW` while they reduce the objective; return the last placement."""
         holds_EW = holds_EW.copy()
         ranks = self.nodes.ranks
-        only_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row means no rank
-        counts_EC = self.counts(holds_EW, self.each_E)
+        one_rank_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row means no rank
+        counts_EC = self.token_counts(holds_EW, self.rank_load_E)
         change_EVVC = np.zeros((len(holds_EW), ranks + 1, ranks + 1, counts_EC.shape[1]))
-        stale = np.flatnonzero(self.each_E > 0)
-        best = float(self.price(counts_EC.sum(axis=0)))
-        for _ in range(_STEPS):
-            counts_EC[stale] = self.counts(holds_EW[stale], self.each_E[stale])
+        stale = np.flatnonzero(self.rank_load_E > 0)
+        best = float(self.objective(counts_EC.sum(axis=0)))
+        for _ in range(_MAX_STEPS):
+            counts_EC[stale] = self.token_counts(holds_EW[stale], self.rank_load_E[stale])
             goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
             place, source = np.nonzero(goes_AV)
             expert = stale[place]
-            sets_AVW = (holds_EW[expert] & ~only_VW[source])[:, None] | only_VW
-            change_EVVC[expert, source] = self.counts(sets_AVW, self.each_E[expert, None]) - counts_EC[expert, None]
+            sets_AVW = (holds_EW[expert] & ~one_rank_VW[source])[:, None] | one_rank_VW
+            counts_AVC = self.token_counts(sets_AVW, self.rank_load_E[expert, None])
+            change_EVVC[expert, source] = counts_AVC - counts_EC[expert, None]
             total_C = counts_EC.sum(axis=0)
-            price, changes = min(self.steps(holds_EW, total_C, change_EVVC), key=lambda step: step[0])
-            if price >= best * (1 - _GAIN):
+            objective, changes = min(self.best_steps(holds_EW, total_C, change_EVVC), key=lambda step: step[0])
+            if objective >= best * (1 - _MIN_GAIN):
                 break
-            best = price
+            best = objective
             for changed, gone, new in changes:
-                holds_EW[changed] = (holds_EW[changed] & ~only_VW[gone]) | only_VW[new]
+                holds_EW[changed] = (holds_EW[changed] & ~one_rank_VW[gone]) | one_rank_VW[new]
             stale = np.array([changed for changed, _, _ in changes])
         return holds_EW
 
-    def steps(
+    def best_steps(
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
-        """Yield the best step of each kind: the price after it, and its changes."""
+        """Yield the best step of each kind: the objective after it, and its changes."""
         ranks, none = self.nodes.ranks, self.nodes.ranks
-        extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.each_E > 0)[:, None]
+        extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.rank_load_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
-        may_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
+        can_add_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
         free_W = extra_EW.sum(axis=0) < self.room_W
         # A step must relieve the busiest rank or the busiest link.
         busiest = [int(total_C[:ranks].argmax()), ranks + int(total_C[ranks:].argmax())]
@@ -127,39 +128,39 @@ class _ReplicaSearch:
             np.pad(may_EW, ((0, 0), (0, 1)), constant_values=True) for may_EW in (extra_EW, lacks_EW & free_W)
         )
         ok_EVV = goes_EV[:, :, None] & comes_EV[:, None]
-        ok_EVV[:, none] &= may_E[:, None]
+        ok_EVV[:, none] &= can_add_E[:, None]
         expert, source, target = np.nonzero(ok_EVV & _are_relieving(relief_2EVV))
-        yield self.best(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
+        yield self.best_step(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
 
         # Remove one expert's replica and add another's.
         gone, at = np.nonzero(extra_EW)
         new, to = np.nonzero(lacks_EW)
         ok_AB = (gone[:, None] != new) & ((at[:, None] == to) | free_W[to])
-        ok_AB &= may_E[new] | (copies_E[gone] == 1)[:, None]
+        ok_AB &= can_add_E[new] | (copies_E[gone] == 1)[:, None]
         relief_2AB = [relief[gone, at, none][:, None] + relief[new, none, to] for relief in relief_2EVV]
         a, b = np.nonzero(ok_AB & _are_relieving(relief_2AB))
         nowhere_A, nowhere_B = np.full_like(a, none), np.full_like(b, none)
         changes_AC = change_EVVC[gone[a], at[a], none] + change_EVVC[new[b], none, to[b]]
-        yield self.best(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
+        yield self.best_step(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
 
         # Swap two replicas.
         ok_AA = lacks_EW[gone[:, None], at]
         relief_2AA = [half + half.T for half in (relief[gone[:, None], at[:, None], at] for relief in relief_2EVV)]
         a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _are_relieving(relief_2AA))
         changes_AC = change_EVVC[gone[a], at[a], at[b]] + change_EVVC[gone[b], at[b], at[a]]
-        yield self.best(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
+        yield self.best_step(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
 
-    def best(
-        self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], moves: list[tuple[NDArray[np.int64], ...]]
+    def best_step(
+        self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], steps: list[tuple[NDArray[np.int64], ...]]
     ) -> tuple[float, list[tuple[int, int, int]]]:
-        """Return the lowest price after one of the steps `changes_AC`, and the changes of that step."""
+        """Return the lowest objective after one of the steps `changes_AC`, and the changes of that step."""
         if not len(changes_AC):
             return np.inf, []
-        price_A = self.price(total_C + changes_AC)
-        place = int(price_A.argmin())
-        return float(price_A[place]), [(int(e[place]), int(a[place]), int(b[place])) for e, a, b in moves]
+        objective_A = self.objective(total_C + changes_AC)
+        place = int(objective_A.argmin())
+        return float(objective_A[place]), [(int(e[place]), int(a[place]), int(b[place])) for e, a, b in steps]
 
-    def counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
+    def token_counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
         """Return token counts [..., C] of experts on ranks [..., W], with `each_X` tokens per rank and expert."""
         nodes = self.nodes
         each_X = np.asarray(each_X, dtype=np.float64)
@@ -171,11 +172,11 @@ class _ReplicaSearch:
         work_XW = holds_XW * np.repeat(inside_XN, nodes.per_node, axis=-1) + received_XW
         return np.concatenate([work_XW, received_XW, lacks_XN * each_X[..., None]], axis=-1)
 
-    def price(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
+    def objective(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the objective [...] of token counts [..., C]: the layer's seconds plus a penalty on uneven counts."""
         work_XW, inter_XC = counts_XC[..., : self.nodes.ranks], counts_XC[..., self.nodes.ranks :]
         total: NDArray[np.float64] = sum(
-            seconds * (tokens.max(axis=-1) + self.even * np.einsum("...c,...c->...", tokens, tokens))
+            seconds * (tokens.max(axis=-1) + self.imbalance_weight * np.einsum("...c,...c->...", tokens, tokens))
             for seconds, tokens in ((self.compute_s, work_XW), (self.exchange_s, inter_XC))
         )
         return total

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedmoe.placement.expert_table import ExpertTable
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.replica_state import ReplicaEvent, ReplicaState, after
-from fusedmoe.placement.traffic import Transfer, reduce
+from fusedmoe.placement.traffic import Transfer, reduce_transfers
 
 # Context that records a transfer, entered by the thread that runs it.
 Recording = AbstractContextManager[None] | None
@@ -60,30 +60,30 @@ class Replicas:
             for work in works:
                 work.wait()
         except BaseException:
-            self._change(ReplicaEvent.FAIL)
+            self._transition(ReplicaEvent.FAIL)
             raise
         if self.state is not ReplicaState.PRESENT:
-            self._change(ReplicaEvent.ARRIVE)
+            self._transition(ReplicaEvent.ARRIVE)
 
     def drop(self) -> None:
         """Wait for started transfers, and mark the replicas as outdated."""
-        self._settle()
-        self._change(ReplicaEvent.DROP)
+        self._wait_if_in_flight()
+        self._transition(ReplicaEvent.DROP)
 
     def release(self) -> None:
         """Wait for started transfers, and free the memory of the replicas."""
-        self._settle()
-        self._change(ReplicaEvent.RELEASE)
+        self._wait_if_in_flight()
+        self._transition(ReplicaEvent.RELEASE)
         self.table.free_replicas()
 
     def abandon(self) -> None:
         """Mark the replicas as outdated. The caller ensures that transfers have ended."""
         self._works = []
         if self.state is ReplicaState.IN_FLIGHT:
-            self._change(ReplicaEvent.FAIL)
-        self._change(ReplicaEvent.DROP)
+            self._transition(ReplicaEvent.FAIL)
+        self._transition(ReplicaEvent.DROP)
 
-    def refusal(self) -> str | None:
+    def why_unusable(self) -> str | None:
         """Return why replicas must not be used (this rank's experts have changed since the fetch), or None."""
         has_data = bool(self._works) or self.state is ReplicaState.PRESENT
         if has_data and self._versions != self.table.versions():
@@ -96,7 +96,7 @@ class Replicas:
     def send_gradients(
         self,
         transfers: Sequence[Transfer],
-        rows: Mapping[int, int],
+        row_of_expert: Mapping[int, int],
         grads: Sequence[Tensor],
         num_owned: int,
         recording: Recording,
@@ -105,7 +105,7 @@ class Replicas:
         if not transfers:
             return SparseWork()
         assert self.transport is not None
-        work = self.transport.reduce(reduce(transfers), rows, grads, num_owned, recording)
+        work = self.transport.reduce(reduce_transfers(transfers), row_of_expert, grads, num_owned, recording)
         self.sent_bytes += work.sent_bytes
         return work
 
@@ -116,14 +116,14 @@ class Replicas:
         if transfers:
             assert self.transport is not None
             with torch.inference_mode(False):  # it may end in another thread
-                work = self.transport.gather(transfers, self.table.rows, tensors, recording)
+                work = self.transport.gather(transfers, self.table.row_of_expert, tensors, recording)
             self.sent_bytes += work.sent_bytes
             self._works.append(work)
         self.state = state
 
-    def _settle(self) -> None:
+    def _wait_if_in_flight(self) -> None:
         if self.state is ReplicaState.IN_FLIGHT:
             self.wait_for_transfers()
 
-    def _change(self, event: ReplicaEvent) -> None:
+    def _transition(self, event: ReplicaEvent) -> None:
         self.state = after(self.state, event)

@@ -26,28 +26,28 @@ def move_experts(
     layers: Sequence[PlacedExperts],
     shardings: Sequence[Placement],
     optimizers: JoinedOptimizers,
-    duplicates: Sequence[Sequence[PlacedExperts]],
+    copies_by_layer: Sequence[Sequence[PlacedExperts]],
 ) -> int:
     """Move each layer's experts to the owners in `shardings`. Collective over the expert-parallel group.
 
-    Each tensor of an expert is sent once. Drops gradients. Returns the number of bytes sent. `duplicates`: per layer,
-    copies of its experts without an optimizer, which are moved too.
+    Each tensor of an expert is sent once. Drops gradients. Returns the number of bytes sent. `copies_by_layer`: copies
+    of a layer's experts without an optimizer, which are moved too.
 
     Raises:
         ConfigError: the optimizer's state is not shaped like the parameter and cannot be split by expert.
         RankError: optimizer state has different keys on different ranks.
     """
-    triples = zip(layers, shardings, duplicates, strict=True)
-    changing = [(placed, to, following) for placed, to, following in triples if to != placed.table.sharding]
+    triples = zip(layers, shardings, copies_by_layer, strict=True)
+    changing = [(placed, to, copies) for placed, to, copies in triples if to != placed.table.sharding]
     if not changing:
         return 0
     group = changing[0][0].table.group
-    kept = [
+    states_by_layer = [
         [_state(optimizers.optimizer_of(p), name, p) for name, p in placed.table.parameter_items]
         for placed, *_ in changing
     ]
     # Check before sending: a rank whose optimizer has not stepped has no state to send, and its peers would wait.
-    _require_same_keys(group, [[sorted(tensors) for tensors in states] for states in kept])
+    _require_same_keys(group, [[sorted(tensors) for tensors in states] for states in states_by_layer])
     sent = 0
 
     def move_rows(tensor: Tensor, before: Placement, after: Placement) -> Tensor:
@@ -56,9 +56,9 @@ def move_experts(
         sent += bytes_
         return received
 
-    for (placed, sharding, following), states in zip(changing, kept, strict=True):
+    for (placed, sharding, copies), states in zip(changing, states_by_layer, strict=True):
         change = placed.table.placement, sharding
-        for copy in following:
+        for copy in copies:
             copy.reshard(sharding, {name: move_rows(p.data, *change) for name, p in copy.table.parameter_items})
         parameters: dict[str, Tensor] = {}
         for (name, parameter), state in zip(placed.table.parameter_items, states, strict=True):
@@ -89,9 +89,9 @@ def find_copies_to_move(
     known = {id(copy) for model in given for copy in model}
 
     def gather_copies() -> tuple[list[dict[tuple[int, ...], PlacedExperts]], list[Paths]]:
-        """Return each layer's copies on this rank by path, and the sorted (has_learned, path) of all ranks' copies."""
+        """Return each layer's copies on this rank by path, and the sorted (is_trained, path) of all ranks' copies."""
         copies = [{path: copy for path, copy in _find_copies(placed, ()) if id(copy) not in known} for placed in layers]
-        own = [sorted((copy.has_learned, path) for path, copy in layer.items()) for layer in copies]
+        own = [sorted((copy.is_trained, path) for path, copy in layer.items()) for layer in copies]
         return copies, all_gather_object(group, own, "copies of experts")
 
     def are_trained(own: Paths) -> bool:
@@ -122,16 +122,16 @@ def find_copies_to_move(
 
 def _find_copies(placed: PlacedExperts, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], PlacedExperts]]:
     """Yield (path, copy) for the deep copies of a layer, recursively, except those with their own ShardedExperts."""
-    for index, copy in list(placed.duplicates.items()):
+    for index, copy in list(placed.deep_copies.items()):
         if not copy.is_attached:
             yield (*path, index), copy
             yield from _find_copies(copy, (*path, index))
 
 
-def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizers, *, tries: bool = False) -> None:
+def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizers, *, steps: bool = False) -> None:
     """Raise `ConfigError` if `move_experts` would fail, or if experts that require gradients are in no optimizer.
 
-    `tries`: also check the state that a step creates, with a new optimizer of the same kind if it can be constructed.
+    `steps`: also check the state that a step creates, with a new optimizer of the same kind if it can be constructed.
     """
     known = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     for placed in layers:
@@ -144,16 +144,16 @@ def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizer
                     "the experts, in a list if there are several, or use reshard=False."
                 )
     parameters = [parameter for placed in layers for parameter in placed.table.parameters]
-    for optimizer in dict.fromkeys(map(optimizers.optimizer_of, parameters)) if tries else ():
+    for optimizer in dict.fromkeys(map(optimizers.optimizer_of, parameters)) if steps else ():
         # The first step creates the state, which is too late for this check. So a new optimizer of this kind steps on a
         # small 3-D parameter. Its sizes are distinct, so no other shape equals it, and large enough for 8-bit state.
         small = nn.Parameter(torch.zeros(2, 48, 64, device=layers[0].table.device))
         small.grad = torch.ones_like(small)
-        tried = optimizer
+        stepped = optimizer
         with suppress(Exception), torch.enable_grad():
-            tried = similar_optimizer(optimizer, small)
-            tried.step(lambda: 0.0)
-        _state(tried, "parameter", small)
+            stepped = similar_optimizer(optimizer, small)
+            stepped.step(lambda: 0.0)
+        _state(stepped, "parameter", small)
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -188,16 +188,18 @@ def _require_same_keys(group: Group, keys: list[list[list[str]]]) -> None:
 def _exchange_rows(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
     """Exchange expert rows. Returns this rank's rows, [owned, ...] by expert number, and the bytes sent."""
     me = group.index
-    ours, wanted = before.owned(me), after.owned(me)
+    owned_before, owned_after = before.owned(me), after.owned(me)
     # Sorted by rank, then expert, on both sides: received rows need no permutation.
-    leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
-    coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
-    send, recv = ([sum(rank == peer for rank, _ in pairs) for peer in range(group.size)] for pairs in (leaving, coming))
-    row = {expert: at for at, expert in enumerate(ours)}
-    rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
+    outgoing = sorted((after.owners[expert], expert) for expert in owned_before if after.owners[expert] != me)
+    incoming = sorted((before.owners[expert], expert) for expert in owned_after if before.owners[expert] != me)
+    send, recv = (
+        [sum(rank == peer for rank, _ in pairs) for peer in range(group.size)] for pairs in (outgoing, incoming)
+    )
+    row = {expert: at for at, expert in enumerate(owned_before)}
+    rows = tensor[[row[expert] for _, expert in outgoing]].contiguous()
     received = all_to_all_rows(group, rows, send, recv, "moving experts")
-    arrived = {expert: at for at, (_, expert) in enumerate(coming)}
-    result = tensor.new_empty((len(wanted), *tensor.shape[1:]))
-    for at, expert in enumerate(wanted):
+    arrived = {expert: at for at, (_, expert) in enumerate(incoming)}
+    result = tensor.new_empty((len(owned_after), *tensor.shape[1:]))
+    for at, expert in enumerate(owned_after):
         result[at] = received[arrived[expert]] if expert in arrived else tensor[row[expert]]
     return result, rows.nbytes

@@ -39,30 +39,30 @@ class RowSharing:
         self.before, self.holds_VE = before, before.holds_EW.T.copy()
         self.computed_VE = nearest_rows(before, tokens_WE, nodes).T.copy()
         self.work_V = self.computed_VE.sum(axis=1)
-        self.free_V = np.maximum(m - before.extra_W(), 0)
+        self.free_slots_V = np.maximum(m - before.extra_W(), 0)
         self._node_V = np.arange(nodes.ranks) // nodes.per_node
         self._inside_VV = self._node_V[:, None] == self._node_V
         # [V, V]: the first rank computes rows of an expert that the second rank holds.
         held_EV = self.holds_VE.T.astype(np.float32)
-        self.gives_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
+        self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
-    def copy(self, room: int | None = None) -> RowSharing:
-        """Return a copy. `room`: maximum number of replicas per rank; None: unchanged."""
+    def copy(self, max_replicas: int | None = None) -> RowSharing:
+        """Return a copy. `max_replicas`: maximum number of replicas per rank; None: unchanged."""
         made = copy(self)
-        for name in ("computed_VE", "holds_VE", "work_V", "free_V", "gives_VV"):
+        for name in ("computed_VE", "holds_VE", "work_V", "free_slots_V", "can_move_VV"):
             setattr(made, name, getattr(self, name).copy())
-        if room is not None:
-            made.free_V = np.maximum(room - self.before.extra_W(), 0)
+        if max_replicas is not None:
+            made.free_slots_V = np.maximum(max_replicas - self.before.extra_W(), 0)
         return made
 
     @property
-    def fullest(self) -> int:
+    def max_new_rank_replicas(self) -> int:
         """Maximum number of replicas on a rank, over ranks with new replicas."""
         new_V = self.holds_VE.sum(axis=1) - self.before.holds_EW.sum(axis=0)
         return int((self.before.extra_W() + new_V)[new_V > 0].max(initial=0))
 
     @property
-    def busiest_node(self) -> int:
+    def busiest_node_mean_rows(self) -> int:
         """Mean number of rows per rank on the busiest node."""
         return int(np.bincount(self._node_V, self.work_V).max()) // int(np.count_nonzero(self._node_V == 0))
 
@@ -71,62 +71,63 @@ class RowSharing:
             return self.before
         return Placement.holding(self.before.owners, self.holds_VE.T)
 
-    def spread(self, most: int) -> bool:
-        """Move rows between holders, first inside nodes, until no rank exceeds `most`. True on success."""
-        self.even_out(most, self._inside_VV)
-        return self.even_out(most) <= most
+    def reach_limit(self, row_limit: int) -> bool:
+        """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`. True on success."""
+        self.augment(row_limit, self._inside_VV)
+        return self.augment(row_limit) <= row_limit
 
-    def settle(self, most: int) -> None:
-        """Move rows between holders until no rank exceeds `most`; if impossible, until the lowest possible maximum."""
-        while (least := self.even_out(most)) > most:
-            most = least
+    def reach_lowest_limit(self, row_limit: int) -> None:
+        """Move rows between holders until no rank exceeds `row_limit`, or the lowest possible maximum."""
+        while (least := self.augment(row_limit)) > row_limit:
+            row_limit = least
 
-    def replicate(self, most: int, *, inside: bool = False) -> None:
-        """Add replicas until no rank exceeds `most` rows; if the room is too small, until the lowest possible maximum.
+    def replicate(self, row_limit: int, *, inside: bool = False) -> None:
+        """Add replicas until no rank exceeds `row_limit` rows, or the lowest possible maximum.
 
         `inside`: only on nodes that hold the expert, which avoids inter-node transfers.
         """
-        self.add_replicas(most, inside=inside)
-        while (least := self.even_out(most)) > most:
-            if inside or not self._add_bridge(most):
-                most = least
+        self.add_replicas(row_limit, inside=inside)
+        while (least := self.augment(row_limit)) > row_limit:
+            if inside or not self._add_bridge(row_limit):
+                row_limit = least
 
-    def even_out(self, most: int, among_VV: NDArray[np.bool_] | None = None) -> int:
-        """Move rows between holders by augmenting paths until no rank computes more than `most`.
+    def augment(self, row_limit: int, among_VV: NDArray[np.bool_] | None = None) -> int:
+        """Move rows between holders by augmenting paths until no rank computes more than `row_limit`.
 
-        Returns `most`, or a lower bound above it for the busiest rank under any sharing of rows. `among_VV`: pairs of
-        ranks between which rows may move.
+        Returns `row_limit`, or a lower bound above it for the busiest rank under any sharing of rows.
+        `among_VV`: pairs of ranks between which rows may move.
         """
         work_V = self.work_V
-        if work_V.max() <= most:
-            return most
-        gives_VV = self.gives_VV if among_VV is None else self.gives_VV & among_VV
+        if work_V.max() <= row_limit:
+            return row_limit
+        can_move_VV = self.can_move_VV if among_VV is None else self.can_move_VV & among_VV
         # For few ranks, `count_nonzero` and boolean products are several times faster than `any`.
-        while np.count_nonzero(over_V := work_V > most):
+        while np.count_nonzero(over_V := work_V > row_limit):
             # Breadth-first search from the overloaded ranks to the nearest rank with room.
-            layers, seen_V, room_V = [over_V], over_V.copy(), work_V < most
+            layers, seen_V, room_V = [over_V], over_V.copy(), work_V < row_limit
             while np.count_nonzero(layers[-1]) and not np.count_nonzero(layers[-1] & room_V):
-                layers.append(layers[-1] @ gives_VV & ~seen_V)
+                layers.append(layers[-1] @ can_move_VV & ~seen_V)
                 seen_V |= layers[-1]
             if not np.count_nonzero(layers[-1]):
                 # No other rank holds an expert of these rows, so one of the visited ranks computes at least their mean.
                 return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
-            chain = [int(np.where(layers[-1], most - work_V, -1).argmax())]
+            chain = [int(np.where(layers[-1], row_limit - work_V, -1).argmax())]
             for before_V in layers[-2::-1]:
-                ranks = (before_V & gives_VV[:, chain[0]]).nonzero()[0]
+                ranks = (before_V & can_move_VV[:, chain[0]]).nonzero()[0]
                 movable = self.computed_VE[ranks] @ self.holds_VE[chain[0]]
                 chain.insert(0, int(ranks[movable.argmax()]))
-            self._move(chain, most)
+            self._move(chain, row_limit)
             for rank in chain:
-                self.gives_VV[rank] = self.holds_VE[:, self.computed_VE[rank] > 0].any(axis=1)
+                self.can_move_VV[rank] = self.holds_VE[:, self.computed_VE[rank] > 0].any(axis=1)
                 if among_VV is not None:
-                    gives_VV[rank] = self.gives_VV[rank] & among_VV[rank]
-        return most
+                    can_move_VV[rank] = self.can_move_VV[rank] & among_VV[rank]
+        return row_limit
 
-    def _move(self, chain: list[int], most: int) -> None:
+    def _move(self, chain: list[int], row_limit: int) -> None:
         hops = [(giver, taker, self.computed_VE[giver] * self.holds_VE[taker]) for giver, taker in pairwise(chain)]
         first, last = chain[0], chain[-1]
-        rows = min(self.work_V[first] - most, most - self.work_V[last], *(movable_E.sum() for _, _, movable_E in hops))
+        surplus, room = self.work_V[first] - row_limit, row_limit - self.work_V[last]
+        rows = min(surplus, room, *(movable_E.sum() for _, _, movable_E in hops))
         for giver, taker, movable_E in hops:
             # Largest first: few experts change.
             order = (-movable_E).argsort(kind="stable")
@@ -140,22 +141,22 @@ class RowSharing:
         self.work_V[last] += rows
 
     def _add(self, expert: int, rank: int) -> None:
-        self.free_V[rank] -= not self.holds_VE[rank, expert]
+        self.free_slots_V[rank] -= not self.holds_VE[rank, expert]
         self.holds_VE[rank, expert] = True
-        self.gives_VV[self.computed_VE[:, expert] > 0, rank] = True
+        self.can_move_VV[self.computed_VE[:, expert] > 0, rank] = True
 
-    def add_replicas(self, most: int, *, inside: bool = False) -> None:
-        """Move surplus rows of ranks above `most` to new replicas on ranks with room. `inside`: as for `replicate`."""
+    def add_replicas(self, row_limit: int, *, inside: bool = False) -> None:
+        """Move surplus rows of ranks above `row_limit` to new replicas. `inside`: as for `replicate`."""
         work_V, group_V = self.work_V, (self._node_V if inside else np.zeros_like(self._node_V)).tolist()
         room_of: dict[int, list[tuple[int, int]]] = {group: [] for group in group_V}
-        for rank in np.flatnonzero((work_V < most) & (self.free_V > 0)).tolist():
-            insort(room_of[group_V[rank]], (most - int(work_V[rank]), rank))
+        for rank in np.flatnonzero((work_V < row_limit) & (self.free_slots_V > 0)).tolist():
+            insort(room_of[group_V[rank]], (row_limit - int(work_V[rank]), rank))
         # Per overloaded rank: (rows, expert), ascending.
         rows_of = {}
-        for rank in np.flatnonzero(work_V > most).tolist():
+        for rank in np.flatnonzero(work_V > row_limit).tolist():
             experts_R = np.flatnonzero(self.computed_VE[rank])
             rows_of[rank] = sorted(zip(self.computed_VE[rank, experts_R].tolist(), experts_R.tolist(), strict=True))
-        pieces = [(-min(int(work_V[rank]) - most, of[-1][0]), rank) for rank, of in rows_of.items()]
+        pieces = [(-min(int(work_V[rank]) - row_limit, of[-1][0]), rank) for rank, of in rows_of.items()]
         heapq.heapify(pieces)  # the largest first
         while pieces:
             negative, source = heapq.heappop(pieces)
@@ -173,24 +174,24 @@ class RowSharing:
             work_V[source] -= moved
             work_V[target] += moved
             self._add(expert, target)
-            self.gives_VV[target] |= self.holds_VE[:, expert]
-            if work_V[source] > most:
-                heapq.heappush(pieces, (-min(int(work_V[source]) - most, rows_of[source][-1][0]), source))
-            if space > moved and self.free_V[target] > 0:
+            self.can_move_VV[target] |= self.holds_VE[:, expert]
+            if work_V[source] > row_limit:
+                heapq.heappush(pieces, (-min(int(work_V[source]) - row_limit, rows_of[source][-1][0]), source))
+            if space > moved and self.free_slots_V[target] > 0:
                 insort(room, (space - moved, target))
 
-    def _add_bridge(self, most: int) -> bool:
+    def _add_bridge(self, row_limit: int) -> bool:
         """Add a replica on a full rank that can pass rows on to a rank with room. False without such a rank."""
-        passes_V = self.work_V < most
-        while (more_V := self.gives_VV[:, passes_V].any(axis=1) & ~passes_V).any():
-            passes_V |= more_V
+        can_pass_on_V = self.work_V < row_limit
+        while (more_V := self.can_move_VV[:, can_pass_on_V].any(axis=1) & ~can_pass_on_V).any():
+            can_pass_on_V |= more_V
         # Rows that a rank can accept: room, plus rows of experts that it shares with another such rank.
-        shared_E = self.holds_VE[passes_V].sum(axis=0) > 1
-        takes_V = self.computed_VE @ shared_E + np.maximum(most - self.work_V, 0)
-        takes_V *= passes_V & (self.free_V > 0)
-        target = int(takes_V.argmax())
-        if takes_V[target] == 0:
+        shared_E = self.holds_VE[can_pass_on_V].sum(axis=0) > 1
+        acceptable_V = self.computed_VE @ shared_E + np.maximum(row_limit - self.work_V, 0)
+        acceptable_V *= can_pass_on_V & (self.free_slots_V > 0)
+        target = int(acceptable_V.argmax())
+        if acceptable_V[target] == 0:
             return False
-        pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - most, 0)[:, None])
+        pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - row_limit, 0)[:, None])
         self._add(int(pieces_VE.max(axis=0).argmax()), target)
         return True

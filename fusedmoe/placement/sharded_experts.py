@@ -26,7 +26,7 @@ from fusedmoe.placement.hecate import WINDOW, LayerPolicy, calibrate, overlap_de
 from fusedmoe.placement.placed_experts import PlacedExperts, PlacementSettings
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.planner import (
-    HECATE,
+    HECATE_POLICIES,
     UNKNOWN_COSTS,
     Correction,
     PlacementPlanner,
@@ -160,7 +160,7 @@ class ShardedExperts:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         for layer in layers:
             _require_placed(layer)
-        self._names = [placed.table.names for placed in self._placed]
+        self._parameter_names = [placed.table.names for placed in self._placed]
         if len({placed.table.placement.experts for placed in self._placed}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
@@ -168,10 +168,10 @@ class ShardedExperts:
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
         # Idle seconds of the first steps, which determine t; None: t is given or already measured.
         self._idle_s: list[float] | None = None
-        self._measures_overlap = overlap is None and policy in HECATE and bool(layers)
+        self._measures_overlap = overlap is None and policy in HECATE_POLICIES and bool(layers)
         # Costs given by the caller are not measured again.
         by_costs = self._measures_overlap or calibrates or callable(policy) or balance != "predicted"
-        self._renews_costs = costs is None and bool(by_costs)
+        self._remeasures_costs = costs is None and bool(by_costs)
         self._hooks: list[Any] = []
         nodes = self._placed[0].table.nodes if layers else Nodes(1, 1)
         correction = calibrate if calibrates is True else calibrates or None
@@ -182,7 +182,7 @@ class ShardedExperts:
         facts |= {"overlap": overlap, "reshard": reshard, "calibrates": bool(calibrates), "balance": balance}
         facts |= {"averaged": len(self.averaged), "rematerialises": rematerialises, "heap": heap is not None}
         self._require_agreement(model, costs, facts)
-        self._transport = _transport(topology, heap)
+        self._transport = _make_transport(topology, heap)
         self._attach(rematerialises, balance != "predicted")
         # Fetch before the forward, not after the step: parameters may be changed in between.
         self._hooks += [
@@ -194,19 +194,19 @@ class ShardedExperts:
     def _require_agreement(self, model: nn.Module, costs: PlacementCosts | None, facts: dict[str, Any]) -> None:
         """Check that arguments are equal on all ranks and optimizer state can move; measure costs. Collective."""
         topology, planner = self._topology, self._planner
-        planner.costs = self._measured_costs() if self._renews_costs else costs or UNKNOWN_COSTS
+        planner.costs = self._measured_costs() if self._remeasures_costs else costs or UNKNOWN_COSTS
         # Ranks with different settings would choose different placements, and wait for experts that no rank sends.
         topology.require_equal_facts(facts | {"costs": planner.costs}, "ShardedExperts")
         checks = [partial(require_elementwise, self._optimizer, model, topology)]
         # Fail at construction, not in the first step that changes owners.
         if planner.may_reshard:
-            checks.append(partial(require_movable, self._placed, self._optimizer, tries=True))
+            checks.append(partial(require_movable, self._placed, self._optimizer, steps=True))
         for check in checks:
             on_all_ranks(topology.world, "looking at the optimizer", check)
         if facts["balance"] == "auto":
             planner.measure_planning(self._placed[0], topology)
 
-    def _attach(self, releases_replicas: bool, shares_rows: bool) -> None:
+    def _attach(self, releases_replicas: bool, has_row_sharing: bool) -> None:
         planner, transport = self._planner, self._transport
         neighbors = zip([None, *self._placed[:-1]], [*self._placed[1:], None], strict=True)
         for placed, (before, after) in zip(self._placed, neighbors, strict=True):
@@ -215,12 +215,12 @@ class ShardedExperts:
                 before,
                 after,
                 releases_replicas,
-                None if planner.correction is None else planner.correct,
-                planner.share_rows if shares_rows else None,
+                None if planner.correction is None else planner.calibrate,
+                planner.share_rows if has_row_sharing else None,
             )
             placed.attach(settings)
         if self._measures_overlap:
-            self._measure_idle(True)
+            self._set_idle_measurement(True)
 
     @property
     def overlap(self) -> int:
@@ -292,9 +292,9 @@ class ShardedExperts:
             self._set_overlap(int(overlap))
         here, there = ([(one.ranks, one.experts) for one in placements] for placements in (self.placements, saved))
         if there == here:
-            self._install(saved)
+            self._apply_placements(saved)
         elif self._history:
-            self._decide()  # saved placements are for other ranks, but the loads are of the same experts
+            self._choose_placements()  # saved placements are for other ranks, but the loads are of the same experts
 
     def close(self) -> None:
         """Remove the hooks and stop the threads. Experts stay with their owners, without replicas."""
@@ -307,7 +307,7 @@ class ShardedExperts:
 
     def _begin(self) -> None:
         # `.data` of a parameter added later would not move with its expert.
-        if self._names != [placed.table.names for placed in self._placed]:
+        if self._parameter_names != [placed.table.names for placed in self._placed]:
             raise ConfigError(
                 "ShardedExperts: parameters of experts have come or gone since this was made. Parametrise experts "
                 "(LoRA) first; to do it now, close() this and make another, with the optimizer that has them."
@@ -326,16 +326,18 @@ class ShardedExperts:
             load_LE = torch.from_numpy(np.stack([placed.take_load() for placed in self._placed]))
             load_LE = load_LE.to(device_of(self._topology.world))
             self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
-            if self._renews_costs and (costs := self._measured_costs()) != self._planner.costs:
+            if self._remeasures_costs and (costs := self._measured_costs()) != self._planner.costs:
                 self._set_costs(costs)
             if self._idle_s is not None:
-                self._add_idle(self._idle_s)
-            self._decide()
+                self._record_idle(self._idle_s)
+            self._choose_placements()
 
-    def _decide(self) -> None:
-        self._install(self._planner.decide(self.iteration, self.placements, np.stack(self._history), self._topology))
+    def _choose_placements(self) -> None:
+        history_ILE = np.stack(self._history)
+        chosen = self._planner.choose_placements(self.iteration, self.placements, history_ILE, self._topology)
+        self._apply_placements(chosen)
 
-    def _install(self, placements: Sequence[Placement]) -> None:
+    def _apply_placements(self, placements: Sequence[Placement]) -> None:
         shardings = [placement.sharding for placement in placements]
         if shardings != [placement.sharding for placement in self.placements]:
             given = [[layer.placed for layer in placed_layers(model)] for model in self.averaged]
@@ -345,7 +347,7 @@ class ShardedExperts:
         for placed, placement in zip(self._placed, placements, strict=True):
             placed.set_placement(placement)
 
-    def _add_idle(self, all_s: list[float]) -> None:
+    def _record_idle(self, all_s: list[float]) -> None:
         """Append this step's mean seconds between MoE layers to `all_s`. After `WINDOW` steps, set t by the median."""
         clocks = [placed.clock for placed in self._placed]
         own_s = [clock.idle_s(before) for before, clock in zip([None, *clocks[:-1]], clocks, strict=True)]
@@ -363,13 +365,13 @@ class ShardedExperts:
         if self._planner.planning_s is not None:
             self._planner.measure_planning(self._placed[0], self._topology)
         if self._measures_overlap:
-            self._measure_idle(True)
+            self._set_idle_measurement(True)
 
     def _set_overlap(self, overlap: int) -> None:
         self._planner.overlap = overlap
-        self._measure_idle(False)
+        self._set_idle_measurement(False)
 
-    def _measure_idle(self, is_on: bool) -> None:
+    def _set_idle_measurement(self, is_on: bool) -> None:
         self._idle_s = [] if is_on else None
         for placed in self._placed:
             placed.clock.is_on = is_on
@@ -395,7 +397,7 @@ def _require_placed(layer: PlacedLayer) -> None:
     require_stacked(placed.table.experts, placed.table.num_owned)
 
 
-def _transport(topology: Topology, heap: Heap | None) -> SparseCollectives:
+def _make_transport(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
         # A separate process group: expert transfers and the layers' collectives do not wait for each other.
         return SparseCollectives(topology.duplicate_group(topology.ep, "experts that move"))

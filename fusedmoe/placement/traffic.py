@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
     step: int  # above 0: forwards the data of an earlier transfer of the same expert
 
 
-def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer, ...]:
+def gather_transfers(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer, ...]:
     """Return the transfers of a SparseAllGather from `before` to `after`, sorted by step, expert and source.
 
     Raises `ConfigError` if `after` lacks a replica in `before`, or has different owners or ranks.
@@ -48,11 +48,11 @@ def gather(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer,
         if after.replicas[expert] != before.replicas[expert]:
             has = {owner, *before.replicas[expert]}
             missing = [rank for rank in after.replicas[expert] if rank not in has]
-            transfers += _chain(expert, owner, has, missing, nodes, arrived_W)
+            transfers += _chain_transfers(expert, owner, has, missing, nodes, arrived_W)
     return tuple(sorted(transfers, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
-def _chain(
+def _chain_transfers(
     expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
 ) -> Iterable[Transfer]:
     end, ready = owner, 0  # end of the chain, and the first step in which it can forward
@@ -94,7 +94,7 @@ def chain_gathers(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple
     return tuple(sorted((*before, *added), key=lambda one: (one.step, one.expert, one.source)))
 
 
-def reduce(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
+def reduce_transfers(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
     """Return the transfers of the SparseReduceScatter that is the adjoint of a gather: routes and steps reversed.
 
     A target adds received rows to its own. A rank sends an expert's gradient after receiving all contributions to it.
@@ -118,12 +118,12 @@ class LinkBytes(NamedTuple):
         return int(self.inter_sent_W.sum() + self.intra_sent_W.sum())
 
     @property
-    def busiest(self) -> int:
+    def max_link_bytes(self) -> int:
         """Maximum bytes that a rank sends or receives on one kind of link."""
         return int(max(counts_W.max() for counts_W in self))
 
 
-def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
+def link_bytes(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
     """Return the bytes that each rank sends and receives for these transfers, between nodes and within its node."""
     counts = np.zeros((4, nodes.ranks), dtype=np.int64)
     for transfer in transfers:
@@ -148,7 +148,7 @@ def require_token_counts(
     return tokens_WE
 
 
-def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
+def split_tokens(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
     """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders.
 
     A rank that holds the expert keeps its tokens. Otherwise they are split evenly over the holders on its node or, if
@@ -225,14 +225,14 @@ class PlacementLoad(NamedTuple):
     """Token counts of ranks and links under a placement, in one all-to-all of a layer."""
 
     work_W: NDArray[np.int64]  # computed by each rank
-    ingress_W: NDArray[np.int64]  # received by each rank from other nodes
-    busiest_inter: int  # maximum that a rank sends or receives between nodes
-    busiest_intra: int  # maximum that a rank sends or receives within its node
+    inter_node_received_W: NDArray[np.int64]  # received by each rank from other nodes
+    max_inter: int  # maximum that a rank sends or receives between nodes
+    max_intra: int  # maximum that a rank sends or receives within its node
 
 
-def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
+def placement_load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
     """Return the token counts of ranks and links. `tokens_WE`: [W, E] integers."""
-    sent_WEV = dispatch(tokens_WE, placement, nodes)
+    sent_WEV = split_tokens(tokens_WE, placement, nodes)
     flow_WV = sent_WEV.sum(axis=1)  # tokens from each rank to each rank, itself included
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inside_WV = node_W[:, None] == node_W
@@ -248,7 +248,7 @@ def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementL
 
 def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
     """Return the busiest rank's seconds of a layer's all-to-alls in an iteration."""
-    inter_s, intra_s = tokens.busiest_inter / costs.inter_bytes_s, tokens.busiest_intra / costs.intra_bytes_s
+    inter_s, intra_s = tokens.max_inter / costs.inter_bytes_s, tokens.max_intra / costs.intra_bytes_s
     # Both kinds of links transfer concurrently.
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
@@ -265,5 +265,5 @@ def layer_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
 
 def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: PlacementCosts, expert_bytes: int) -> float:
     """Return the busiest rank's seconds of expert transfers of `expert_bytes` each."""
-    *inter, sent, received = (counts_W.max() for counts_W in traffic(transfers, nodes, expert_bytes))
+    *inter, sent, received = (counts_W.max() for counts_W in link_bytes(transfers, nodes, expert_bytes))
     return float(max(max(inter) / costs.inter_bytes_s, max(sent, received) / costs.intra_bytes_s))

@@ -70,7 +70,7 @@ def _read_on_rank_0(topology: Topology, path: Path, operation: str, again: bool 
     return all_gather_object(topology.world, text, operation)[0]
 
 
-def write(path: Path, text: str, what: str) -> None:
+def write_or_warn(path: Path, text: str, what: str) -> None:
     """Write a cache file, or issue a warning about `what` if it cannot be written."""
     try:
         write_cache_file(path, text)
@@ -98,14 +98,14 @@ def cached_profile(
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
     text = _read_on_rank_0(topology, path, "reading the profile", again)
-    measured = None if text is None else _valid_profile(text, topology, device)
+    measured = None if text is None else _parse_valid_profile(text, topology, device)
     if measured is None:
         with ProgressBar("measuring this machine", budget_s) as bar:
             show = bar.show if topology.is_first else None
-            machine = describe(facts)
+            machine = describe_machine(facts)
             measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.is_first:
-            write(path, measured.to_json(), "what was measured")
+            write_or_warn(path, measured.to_json(), "what was measured")
     if measured.costs.poor_fits and topology.is_first:
         warn(
             f"{path}: measured times of {measured.costs.poor_fits} are noisy, so schedules may be slow. Measure again "
@@ -126,7 +126,7 @@ def _profile_command(topology: Topology, dtype: torch.dtype) -> str:
 
 
 # By topology, while it is in use; the layers of a model share one.
-_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
+_costs_by_topology: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
 
 
 def measured_costs(
@@ -136,7 +136,7 @@ def measured_costs(
 
     `again_s`: measure again for about this many seconds; the same on every rank.
     """
-    known = _measured.setdefault(topology, {})
+    known = _costs_by_topology.setdefault(topology, {})
     key = (device.type, dtype)
     if key not in known or again_s is not None:
         budget_s = BUDGET_S if again_s is None else again_s
@@ -163,7 +163,7 @@ def cached_task_times(
     if observed is None:
         observed = measure()
         if topology.is_first:
-            write(_observed_path(facts), json.dumps(observed.as_dict()), "what was measured")
+            write_or_warn(_observed_path(facts), json.dumps(observed.as_dict()), "what was measured")
     return observed
 
 
@@ -206,7 +206,7 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
     }
 
 
-def describe(facts: dict[str, Any]) -> str:
+def describe_machine(facts: dict[str, Any]) -> str:
     """Return a one-line description of the machine."""
     ranks = facts["ranks"]
     hosts = len({rank["host"] for rank in ranks})
@@ -218,7 +218,7 @@ def describe(facts: dict[str, Any]) -> str:
     return f"{where} ({' and '.join(devices)}{threads}), {sizes}, {software}"
 
 
-def _valid_profile(text: str, topology: Topology, device: torch.device) -> Profile | None:
+def _parse_valid_profile(text: str, topology: Topology, device: torch.device) -> Profile | None:
     with suppress(ConfigError):
         kept = Profile.from_json(text)
         if kept.costs.lines.keys() == set(line_names(topology)) and kept.costs.tiled == (device.type == "cpu"):
@@ -241,8 +241,8 @@ def _networks() -> Sequence[str]:
             cards.append(f"{card.name} {_speed(card / 'speed')} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         cards.append(f"{port.parent.parent.name}/{port.name} {_speed(port / 'rate')}")
-    told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-    return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
+    return [*cards, *(f"{name}={os.environ[name]}" for name in variables if name in os.environ)]
 
 
 def _speed(path: Path) -> str:
@@ -276,21 +276,23 @@ def cached_plans(
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
     # A user's function may have changed since a file was written.
-    keeps = [name for name in paths if name not in POLICIES or not POLICIES[name].is_user_defined]
-    texts = {name: read_cache_file(paths[name]) if first and not again and name in keeps else None for name in paths}
+    cacheable = [name for name in paths if name not in POLICIES or not POLICIES[name].is_user_defined]
+    texts = {
+        name: read_cache_file(paths[name]) if first and not again and name in cacheable else None for name in paths
+    }
     # All ranks use rank 0's files, because disks may differ.
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
-    kept = {name: _valid_plan(texts[name], costs) for name in paths}
+    kept = {name: _parse_valid_plan(texts[name], costs) for name in paths}
     if all(kept.values()):
         return {name: plan for name, plan in kept.items() if plan is not None}
     with ProgressBar("planning") as bar:
         # Equal inputs give equal plans, so all ranks search.
         search = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
         plans = {name: kept[name] or search.plan(name) for name in paths}
-    for name in keeps:
+    for name in cacheable:
         if first and kept[name] is None:
             head = {"format": _FORMAT, "version": _VERSION, "policy": name, "step_s": makespan(plans[name], costs)}
-            write(paths[name], json.dumps({**head, **_as_dict(plans[name])}), "what was planned")
+            write_or_warn(paths[name], json.dumps({**head, **_plan_as_dict(plans[name])}), "what was planned")
     return plans
 
 
@@ -304,14 +306,14 @@ def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: i
         "numpy": np.__version__,
         "scipy": scipy.__version__,
         "fusedmoe": library_version(),
-        "source": _source(),
+        "source": _planning_source_digest(),
     }
     if policy == "joint" and (own := user_plan_fingerprints(costs, limit)):
         facts["own"] = own
     return cache_dir() / f"plan-{fingerprint(facts)}.json"
 
 
-def _source() -> str:
+def _planning_source_digest() -> str:
     """Return a digest of the planning modules' source, which may change without a new version."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
@@ -320,26 +322,26 @@ def _source() -> str:
     return digest.hexdigest()[:16]
 
 
-def _as_dict(plan: Plan) -> dict[str, Any]:
+def _plan_as_dict(plan: Plan) -> dict[str, Any]:
     return {"fingerprint": plan.fingerprint, "plan": str(plan).splitlines()}
 
 
-def _from_dict(data: Any) -> Plan:
-    """Read the result of `_as_dict`. Raises `ConfigError` if the plan was truncated or edited."""
+def _plan_from_dict(data: Any) -> Plan:
+    """Read the result of `_plan_as_dict`. Raises `ConfigError` if the plan was truncated or edited."""
     plan = Plan.parse("\n".join(data["plan"]))
     if plan.fingerprint != data["fingerprint"]:
         raise ConfigError("a plan is damaged (fingerprint mismatch)")
     return plan
 
 
-def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
+def _parse_valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
     if text is None:
         return None
     with suppress(KeyError, TypeError, ConfigError):
         data = json.loads(text)
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             return None
-        plan = _from_dict(data)
+        plan = _plan_from_dict(data)
         # A plan for other layers has a different step time.
         if makespan(plan, costs) == data["step_s"]:
             return plan
@@ -349,7 +351,9 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
     """Return the cache file of the fastest measured plan of a step. Collective over all ranks."""
     machine = machine_facts(topology, device, dtype)
-    return cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _source(), **facts})}.json"
+    return (
+        cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _planning_source_digest(), **facts})}.json"
+    )
 
 
 def choice_text(chooser: PlanChooser) -> str:
@@ -357,7 +361,7 @@ def choice_text(chooser: PlanChooser) -> str:
     best = chooser.best
     ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
     kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
-    plans = [{"family": each.family, "whole": each.whole, **_as_dict(each.plan)} for each in kept]
+    plans = [{"family": each.family, "whole": each.uses_micro_batches, **_plan_as_dict(each.plan)} for each in kept]
     head = {"format": _CHOICE, "version": _VERSION, "line": chooser.line(), "seconds": best.median_s}
     return json.dumps({**head, "table": [row._asdict() for row in chooser.table()], "plans": plans})
 
@@ -369,8 +373,8 @@ def read_choice(
 
     Ignores a damaged file, or one with plans of other layers, with a warning.
 
-    `costs_of(whole)` returns the costs of a step. With `whole`, micro-batches pass through whole layers; otherwise only
-    dispatch, experts and combine are in chunks.
+    `costs_of(uses_micro_batches)` returns the costs of a step, with micro-batches through whole layers or with
+    chunks of dispatch, experts and combine only.
     """
     text = _read_on_rank_0(topology, path, "reading what was measured")
     if text is None:
@@ -381,8 +385,9 @@ def read_choice(
             raise ConfigError("unexpected format")
         candidates = []
         for kept in data["plans"]:
-            plan, whole = _from_dict(kept), bool(kept["whole"])
-            candidates.append(PlanCandidate(str(kept["family"]), plan, whole, predicted_s(plan, costs_of(whole))))
+            plan, uses_micro_batches = _plan_from_dict(kept), bool(kept["whole"])
+            step_s = predicted_s(plan, costs_of(uses_micro_batches))
+            candidates.append(PlanCandidate(str(kept["family"]), plan, uses_micro_batches, step_s))
         if not candidates:
             raise ConfigError("it contains no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:

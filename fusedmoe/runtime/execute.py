@@ -26,7 +26,7 @@ import torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import device_uses_triton
 from fusedmoe.runtime.recorder import Recorder, is_profiling, span
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import (
     COUNTS,
     FUSED,
@@ -68,7 +68,7 @@ def execute(
     """
     if not plan.kinds <= bodies.keys() or not plan.kinds.isdisjoint(FUSED):
         require_runnable(plan, [kind for kind in bodies if kind not in FUSED], "execute: the plan")
-    body = _recorded_body(bodies, recorder)
+    body = _make_body(bodies, recorder)
     with torch.no_grad():
         # Threads are overhead without concurrent tasks.
         if streams is None and plan.overlaps:
@@ -85,7 +85,7 @@ def execute(
             raise
 
 
-def _recorded_body(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], None]:
+def _make_body(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], None]:
     if recorder is None and not is_profiling():
         return lambda task: bodies[task.kind](task)
 
@@ -129,7 +129,7 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
                 # Wait in slices, to detect link threads that have died.
                 while not done[earlier].wait(POLL_S):
                     for thread, works in links:
-                        thread.check(works)
+                        thread.is_done(works)
             if errors:
                 return
             # Dependents of a skipped task are skipped on all ranks.
@@ -161,7 +161,7 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
         for resource in RESOURCES[1:]:
             if plan.on(resource):
                 thread = WorkerThread(f"fusedmoe {resource}")
-                links.append((thread, thread.begin(partial(link, resource))))
+                links.append((thread, thread.submit(partial(link, resource))))
                 thread.end()
         work(RESOURCES[0])
     except BaseException as error:
@@ -206,21 +206,21 @@ class Capabilities:
 
     Attributes:
         ep, esp: sizes of the expert-parallel and expert-sharding groups.
-        grouped: experts use the library's grouped products, not modules.
-        direct: only kernels access rows between the gate and the experts' results: no hooks, no einsum order, no
-            dynamic placement.
-        heap: returns whether all ranks have symmetric memory. May be collective.
-        copies: experts have replicas on other ranks (`fusedmoe.placement`).
+        has_grouped_experts: experts use the library's grouped products, not modules.
+        is_kernel_only: only kernels access rows between the gate and the experts' results: no hooks, no einsum order,
+            no dynamic placement.
+        has_heap: returns whether all ranks have symmetric memory. May be collective.
+        has_replicas: experts have replicas on other ranks (`fusedmoe.placement`).
     """
 
     ep: int = 1
     esp: int = 1
-    grouped: bool = True
-    direct: bool = True
+    has_grouped_experts: bool = True
+    is_kernel_only: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
-    heap: Callable[[], bool] = lambda: False
-    copies: bool = False
+    has_heap: Callable[[], bool] = lambda: False
+    has_replicas: bool = False
 
 
 def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
@@ -232,13 +232,13 @@ def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
         # The plan contains attention, gate and other work only for their duration: autograd runs them.
         return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
     if follows == "blocks":
-        copied = (GATHER, REDUCE) if layer.copies else ()
+        copied = (GATHER, REDUCE) if layer.has_replicas else ()
         return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
     # Fused operations are available only to layers that follow their own schedule.
     split = layer.ep > 1 or layer.esp > 1
-    served = device_uses_triton(layer.device) and layer.dtype != torch.float64
-    # `heap` may be collective, so it is called last, and only if all other conditions hold.
-    if not (split and layer.grouped and layer.direct and served and layer.heap()):
+    has_kernels = device_uses_triton(layer.device) and layer.dtype != torch.float64
+    # `has_heap` may be collective, so it is called last, and only if all other conditions hold.
+    if not (split and layer.has_grouped_experts and layer.is_kernel_only and has_kernels and layer.has_heap()):
         return parts
     # With experts split over both axes, rows are sent directly to all shards.
     over_experts, over_shards = FUSED
@@ -248,9 +248,10 @@ def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
 def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
     """Raise `ConfigError` if the plan has a task whose kind is not in `kinds`."""
     if not plan.kinds.issubset(kinds):
-        strange = next(task for task in plan.sequence if task.kind not in kinds)
+        unsupported = next(task for task in plan.sequence if task.kind not in kinds)
         raise ConfigError(
-            f"{whose} has {name(strange)} ({strange.kind}), which cannot run here; supported: {', '.join(kinds)}"
+            f"{whose} has {task_name(unsupported)} ({unsupported.kind}), which cannot run here; "
+            f"supported: {', '.join(kinds)}"
         )
 
 

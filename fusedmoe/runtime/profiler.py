@@ -78,8 +78,8 @@ _SIDE = 1024
 # To fit the time limit, first the number of sizes is halved down to the first value, then the unit down to this
 # fraction: a line through few distant sizes is better than one through many small sizes.
 _MIN_STEPS, _MIN_UNIT_DIVISOR = 6, 2**8
-# Probes of the sizes that determine the ladder.
-_PROBES = 3
+# Probes that determine the sizes to measure.
+_NUM_PROBES = 3
 # Fraction of the time limit for probes and estimation errors.
 _RESERVE = 0.25
 
@@ -92,8 +92,8 @@ _CONTENDERS = {
 # Smaller measured fractions are noise.
 _MIN_FRACTION = 0.05
 # Consecutive exchanges of one row.
-_SIGNALS = 8
-_EMPTY, _EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
+_NUM_SIGNALS = 8
+_EMPTY_PLAN, _NUM_EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
 Clock = Callable[[], float]
@@ -197,7 +197,7 @@ def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float
     return shares[0], shares[1]
 
 
-class _Work(NamedTuple):
+class _Operation(NamedTuple):
     """A measured operation. Sizes are numbers of fp32 elements (for a product: of its left factor)."""
 
     unit: int
@@ -211,50 +211,50 @@ class _Profiler:
         self, topology: Topology, device: torch.device, dtype: torch.dtype, budget_s: float, show: Show, clock: Clock
     ) -> None:
         self._topology, self._device, self._budget_s, self._show = topology, device, budget_s, show
-        self._clock, self._began = clock, clock()
+        self._clock, self._began_s = clock, clock()
         self._recorder = Recorder(topology.rank, device=device, clock=clock)
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
-        self._wire = device_of(topology.world)
-        self._buffer = torch.zeros(_UNIT * _STEPS, device=self._wire)
-        every = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
-        self._works = {name: every[name] for name in line_names(topology)}
+        self._comm_device = device_of(topology.world)
+        self._buffer = torch.zeros(_UNIT * _STEPS, device=self._comm_device)
+        operations = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
+        self._operations = {name: operations[name] for name in line_names(topology)}
 
     def run(self, machine: str) -> Profile:
-        ladder = self._ladder()
-        beside = [resource for resource, (_, name) in _CONTENDERS.items() if name in self._works]
-        pairs = list(combinations(beside, 2))
-        total = ROUNDS * (len(ladder) + (len(beside) + len(pairs)) * bool(pairs))
+        samples = self._choose_samples()
+        resources = [resource for resource, (_, name) in _CONTENDERS.items() if name in self._operations]
+        pairs = list(combinations(resources, 2))
+        total = ROUNDS * (len(samples) + (len(resources) + len(pairs)) * bool(pairs))
         rounds: list[np.ndarray] = []
         round_s = 0.0
         while len(rounds) < ROUNDS and (not rounds or self._elapsed_s() + round_s < self._budget_s):
             before_s = self._elapsed_s()
-            rounds.append(self._round(ladder, len(rounds) * len(ladder), total))
+            rounds.append(self._measure_round(samples, len(rounds) * len(samples), total))
             round_s = self._elapsed_s() - before_s
         # The paper uses the mean of the rounds, which is sensitive to outliers.
         medians = np.median(rounds, axis=0)
         points: dict[str, list[tuple[float, float]]] = {}
-        for (name, size), seconds in zip(ladder, medians, strict=True):
-            points.setdefault(name, []).append((float(self._works[name].n(size)), float(seconds)))
+        for (name, size), seconds in zip(samples, medians, strict=True):
+            points.setdefault(name, []).append((float(self._operations[name].n(size)), float(seconds)))
         # Start-up is at least the executor's overhead per task, so more chunks always take more time.
-        task_s = float(self._slowest([self._task_s()])[0])
+        task_s = float(self._max_over_ranks([self._measure_task_s()])[0])
         fitted = {name: fit_nonnegative_line(of) for name, of in points.items()}
         fitted = {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         lines = self._broadcast_rank_0(fitted)
-        contention = self._contention(beside, pairs, lines, points, total) if pairs else NO_CONTENTION
+        contention = self._measure_contention(resources, pairs, lines, points, total) if pairs else NO_CONTENTION
         tiled = self._device.type == "cpu"
-        costs = CostModel(lines, contention, machine, self._fused(), tiled=tiled, task_s=task_s)
+        costs = CostModel(lines, contention, machine, self._fused_costs(), tiled=tiled, task_s=task_s)
         return Profile(costs, {name: tuple(pairs) for name, pairs in points.items()}, self._elapsed_s())
 
-    def _task_s(self) -> float:
+    def _measure_task_s(self) -> float:
         bodies = dict.fromkeys(PIPELINE, _do_nothing)
         taken = []
-        for _ in range(_EMPTY_ROUNDS):
+        for _ in range(_NUM_EMPTY_ROUNDS):
             began = self._clock()
-            execute(_EMPTY, bodies, stop=self._stop, streams=self._streams.on(self._device))
-            taken.append((self._clock() - began) / len(_EMPTY))
+            execute(_EMPTY_PLAN, bodies, stop=self._stop, streams=self._streams.on(self._device))
+            taken.append((self._clock() - began) / len(_EMPTY_PLAN))
         return statistics.median(taken)
 
-    def _fused(self) -> FusedCosts | None:
+    def _fused_costs(self) -> FusedCosts | None:
         """Return the signal latency between kernels, if all ranks have symmetric memory."""
         if not device_uses_triton(self._device):
             return None
@@ -269,10 +269,10 @@ class _Profiler:
             if not all(all_gather_object(self._topology.world, has, "profile")):
                 continue
             with open_heap(group, self._device) as heap:
-                signal_s[link] = self._signal_s(OneSidedAllToAll(heap, rows=1))
+                signal_s[link] = self._measure_signal_s(OneSidedAllToAll(heap, rows=1))
         return self._broadcast_rank_0(FusedCosts(TOKEN_TILE, signal_s)) if signal_s else None
 
-    def _signal_s(self, through: OneSidedAllToAll) -> float:
+    def _measure_signal_s(self, through: OneSidedAllToAll) -> float:
         each = [1] * through.heap.group.size
         row = torch.zeros(len(each), dtype=torch.uint8, device=self._device)
         taken = []
@@ -280,19 +280,19 @@ class _Profiler:
             self._warm_up()
             self._wait_for_ranks()
             with self._recorder.span("signals", kind=TaskKind.OTHER):
-                for _ in range(_SIGNALS):
+                for _ in range(_NUM_SIGNALS):
                     through.exchange(row, each, each, 1, "profile")
-            taken.append(float(self._slowest([self._recorder.timeline().duration_s])[0]) / _SIGNALS)
+            taken.append(float(self._max_over_ranks([self._recorder.timeline().duration_s])[0]) / _NUM_SIGNALS)
         return statistics.median(taken[1:])
 
-    def _collectives(self) -> dict[str, _Work]:
+    def _collectives(self) -> dict[str, _Operation]:
         topology, buffer = self._topology, self._buffer
         ep, esp = topology.ep, topology.esp
         dp = topology.world if topology.dp.size == 1 < topology.size else topology.dp
 
-        def work(ranks: int, run: Callable[[list[int]], Any]) -> _Work:
+        def work(ranks: int, run: Callable[[list[int]], Any]) -> _Operation:
             """Return a collective; `run` receives the numbers of elements of the ranks' parts, which are equal."""
-            return _Work(
+            return _Operation(
                 _UNIT,
                 _STEPS,
                 lambda size: run([size // ranks] * ranks),
@@ -306,7 +306,7 @@ class _Profiler:
             "all-reduce/dp": work(1, lambda each: all_reduce(dp, buffer[: each[0]])),
         }
 
-    def _products(self, dtype: torch.dtype) -> _Work:
+    def _products(self, dtype: torch.dtype) -> _Operation:
         # Zeros would draw less power and run faster on a GPU.
         chance = torch.Generator(self._device).manual_seed(0)
 
@@ -320,57 +320,57 @@ class _Profiler:
             rows = size // _SIDE
             torch.mm(left[:rows], right, out=out[:rows])
 
-        return _Work(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
+        return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
 
-    def _copies(self) -> _Work:
+    def _copies(self) -> _Operation:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
         chance = torch.Generator().manual_seed(0)
         order = torch.randperm(len(rows), generator=chance, device="cpu").to(self._device)
-        return _Work(
+        return _Operation(
             _COPY_UNIT,
             _COPY_STEPS,
             lambda size: rows[order[: size // _SIDE]],
             lambda size: size // _SIDE * _SIDE * rows.element_size(),
         )
 
-    def _ladder(self) -> list[Sample]:
+    def _choose_samples(self) -> list[Sample]:
         """Return the sizes to measure of each operation, within its share of the time limit. Collective."""
-        ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
-        self._round(ends, 0, 0)  # warm-up
-        # Minimum over several probes, because one outlier would halve a ladder.
-        probed = np.min([self._round(ends, 0, 0) for _ in range(_PROBES)], axis=0)
-        both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._works)}
+        ends = [(name, work.unit // part) for name, work in self._operations.items() for part in (64, 4)]
+        self._measure_round(ends, 0, 0)  # warm-up
+        # Minimum over several probes, because one outlier would halve the samples.
+        probed = np.min([self._measure_round(ends, 0, 0) for _ in range(_NUM_PROBES)], axis=0)
+        both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._operations)}
         guesses = {name: fit_nonnegative_line([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
 
-        def takes_s(name: str, unit: int, steps: int) -> float:
+        def total_s(name: str, unit: int, steps: int) -> float:
             return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
 
         left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
         sizes: dict[str, list[int]] = {}
         # Shortest first, which leaves unused time for longer ones.
-        for name, work in sorted(self._works.items(), key=lambda one: takes_s(one[0], one[1].unit, one[1].steps)):
-            share_s = left_s / (len(self._works) - len(sizes) + 1)  # plus contention
+        for name, work in sorted(self._operations.items(), key=lambda one: total_s(one[0], one[1].unit, one[1].steps)):
+            share_s = left_s / (len(self._operations) - len(sizes) + 1)  # plus contention
             unit, steps = work.unit, work.steps
-            while takes_s(name, unit, steps) > share_s and steps > _MIN_STEPS:
+            while total_s(name, unit, steps) > share_s and steps > _MIN_STEPS:
                 steps //= 2
-            while takes_s(name, unit, steps) > share_s and unit > work.unit // _MIN_UNIT_DIVISOR:
+            while total_s(name, unit, steps) > share_s and unit > work.unit // _MIN_UNIT_DIVISOR:
                 unit //= 2
-            left_s -= takes_s(name, unit, steps)
+            left_s -= total_s(name, unit, steps)
             # At least one row, and one element per rank.
             unit = max(unit, _SIDE if name in ("gemm", "copy") else self._topology.size)
             sizes[name] = [unit * step for step in range(1, steps + 1)]
-        return self._broadcast_rank_0([(name, size) for name in self._works for size in sizes[name]])
+        return self._broadcast_rank_0([(name, size) for name in self._operations for size in sizes[name]])
 
-    def _round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
+    def _measure_round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
         """Return the seconds of each sample on the slowest rank."""
         self._warm_up()
         for number, (name, size) in enumerate(samples):
             self._wait_for_ranks()
             with self._recorder.span(name, kind=TaskKind.OTHER):
-                self._works[name].run(size)
+                self._operations[name].run(size)
             if total:
                 self._show(done + number + 1, total)
-        return self._slowest([span.duration_s for span in self._recorder.timeline().spans])
+        return self._max_over_ranks([span.duration_s for span in self._recorder.timeline().spans])
 
     def _warm_up(self) -> None:
         self._recorder.clear()
@@ -382,9 +382,9 @@ class _Profiler:
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks: different start times would be measured as delays."""
-        all_reduce(self._topology.world, torch.zeros(1, device=self._wire), operation="profile")
+        all_reduce(self._topology.world, torch.zeros(1, device=self._comm_device), operation="profile")
 
-    def _slowest(self, seconds: Sequence[float]) -> np.ndarray:
+    def _max_over_ranks(self, seconds: Sequence[float]) -> np.ndarray:
         return np.array(max_over_ranks_s(self._topology.world, seconds, "profile"))
 
     def _broadcast_rank_0(self, value: T) -> T:
@@ -394,47 +394,47 @@ class _Profiler:
 
     def _elapsed_s(self) -> float:
         """Return the seconds since the start, equal on all ranks. Collective."""
-        return float(self._slowest([self._clock() - self._began])[0])
+        return float(self._max_over_ranks([self._clock() - self._began_s])[0])
 
-    def _contention(
+    def _measure_contention(
         self,
-        beside: Sequence[str],
+        resources: Sequence[str],
         pairs: Sequence[tuple[str, str]],
         lines: Mapping[str, Line],
         points: Mapping[str, Sequence[tuple[float, float]]],
         total: int,
     ) -> Contention:
         """Measure contention between each pair of resources."""
-        plans = [(each,) for each in beside] + list(pairs)
+        plans = [(each,) for each in resources] + list(pairs)
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
         # Sizes with equal durations that fit the time limit and the measured range; products may be repeated.
         longest_s = min(
-            *(points[_CONTENDERS[r][1]][-1][1] for r in beside if r in LINKS.values()), left_s / (8 * ROUNDS)
+            *(points[_CONTENDERS[r][1]][-1][1] for r in resources if r in LINKS.values()), left_s / (8 * ROUNDS)
         )
         bodies: dict[str, Callable[[Task], None]] = {}
-        for resource in beside:
+        for resource in resources:
             task, name = _CONTENDERS[resource]
             (least, _), *_, (most, most_s) = points[name]
             times = max(1, round(longest_s / most_s))
-            size = self._size(name, min(max(lines[name].amount(longest_s / times), least), most))
+            size = self._num_elements(name, min(max(lines[name].amount(longest_s / times), least), most))
             bodies[task.kind] = partial(self._repeat, name, size, times)
         rounds = []
         for number in range(ROUNDS):
             seconds: list[float] = []
-            for resources in plans:
-                tasks = {resource: [_CONTENDERS[resource][0]] for resource in resources}
+            for together in plans:
+                tasks = {resource: [_CONTENDERS[resource][0]] for resource in together}
                 # No dependencies between the tasks, unlike in a layer.
-                plan = Plan.from_orders(tasks, {_CONTENDERS[resource][0]: () for resource in resources})
+                plan = Plan.from_orders(tasks, {_CONTENDERS[resource][0]: () for resource in together})
                 self._warm_up()
                 self._wait_for_ranks()
                 execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
                 spans = {span.resource: span for span in self._recorder.timeline().spans}
                 began_s = min(span.start_s for span in spans.values())
-                seconds += [spans[resource].end_s - began_s for resource in resources]
-                self._show(total - (ROUNDS - number) * len(plans) + plans.index(resources) + 1, total)
-            rounds.append(self._slowest(seconds))
+                seconds += [spans[resource].end_s - began_s for resource in together]
+                self._show(total - (ROUNDS - number) * len(plans) + plans.index(together) + 1, total)
+            rounds.append(self._max_over_ranks(seconds))
         medians = iter(np.median(rounds, axis=0).tolist())
-        alone_s = {resource: next(medians) for resource in beside}
+        alone_s = {resource: next(medians) for resource in resources}
         shares: dict[str, float] = {}
         for first, second in pairs:
             found = speed_fractions((alone_s[first], alone_s[second]), (next(medians), next(medians)))
@@ -443,9 +443,9 @@ class _Profiler:
 
     def _repeat(self, name: str, size: int, times: int, task: Task) -> None:
         for _ in range(times):
-            self._works[name].run(size)
+            self._operations[name].run(size)
 
-    def _size(self, name: str, n: float) -> int:
+    def _num_elements(self, name: str, n: float) -> int:
         return int(n / (2 * _SIDE)) if name == "gemm" else int(n / self._buffer.element_size())
 
 
@@ -472,19 +472,19 @@ def observe_steps(
         began_s, taken_s, longest_s = clock(), 0.0, 0.0
         for number in range(_STEP_ROUNDS * len(plans)):
             which, round_ = number % len(plans), number // len(plans)
-            in_turn = 2 if 0 < number < len(plans) else 1
-            if taken_s + in_turn * longest_s > budget_s:
+            num_runs = 2 if 0 < number < len(plans) else 1
+            if taken_s + num_runs * longest_s > budget_s:
                 break
-            if in_turn == 2:
+            if num_runs == 2:
                 run(plans[which], 0)
             timeline = run(plans[which], round_)
             ranks = all_gather_object(topology.world, (timeline, clock() - began_s), "measuring steps")
             steps[which].append([timeline for timeline, _ in ranks])
             before_s, taken_s = taken_s, max(seconds for _, seconds in ranks)
-            longest_s = max(longest_s, (taken_s - before_s) / in_turn)
+            longest_s = max(longest_s, (taken_s - before_s) / num_runs)
             if topology.is_first:
                 bar.show(number + 1, _STEP_ROUNDS * len(plans))
-    seen = Observed()
+    observed = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
-        seen |= observe(plan, costs, timelines)
-    return seen
+        observed |= observe(plan, costs, timelines)
+    return observed

@@ -28,7 +28,7 @@ from fusedmoe.compat.torch import is_profiler_active
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.schedule.timeline import Span, Timeline, require_known
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 def span(
@@ -45,9 +45,9 @@ def span(
     """Return `recorder.span(...)` or a null context, plus a profiler range if a PyTorch profiler is active."""
     # A layer's recorder adds the layer index and forwards to its parent.
     if isinstance(recorder, _LayerRecorder):
-        layer, recorder = recorder.number, recorder.to
+        layer, recorder = recorder.layer, recorder.parent
     if recorder is None and not is_profiling():
-        return _NOTHING
+        return _NULL_CONTEXT
     record = None
     if recorder is not None:
         record = recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
@@ -73,13 +73,13 @@ def part_span(kind: str) -> AbstractContextManager[None]:
     """Return a context that records the forward of a part of a layer with the active recorder."""
     recorder = None if torch.compiler.is_compiling() else _active.recorder
     if recorder is None and not is_profiling():  # nearly always
-        return _NOTHING
+        return _NULL_CONTEXT
     return span(recorder, kind, kind=kind, phase="forward")
 
 
 def record_with(recorder: Recorder | None) -> AbstractContextManager[None]:
     """Return a context in which layers on this thread record to `recorder`; None disables recording."""
-    return _NOTHING if recorder is _active.recorder else _record_with(recorder)
+    return _NULL_CONTEXT if recorder is _active.recorder else _record_with(recorder)
 
 
 @contextmanager
@@ -96,15 +96,17 @@ def is_profiling() -> bool:
     return not torch.compiler.is_compiling() and is_profiler_active()
 
 
-def layer_recorder(recorder: Recorder | None, number: int | None) -> Recorder | None:
+def layer_recorder(recorder: Recorder | None, layer: int | None) -> Recorder | None:
     """Return a recorder that adds the layer index to spans; None if nothing records."""
     # Compiled graphs contain no recording.
     if torch.compiler.is_compiling() or (recorder is None and not is_profiling()):
         return None
-    return _LayerRecorder(recorder, number)
+    return _LayerRecorder(recorder, layer)
 
 
-def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x: Tensor, *, kind: str) -> Tensor:
+def record_operation(
+    recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x: Tensor, *, kind: str
+) -> Tensor:
     """Return `operation(x)`, recorded as a forward and a backward span if there is a recorder."""
     if recorder is None and not is_profiling():
         return operation(x)
@@ -114,11 +116,11 @@ def recorded(recorder: Recorder | None, operation: Callable[[Tensor], Tensor], x
     # In the backward pass, the mark on the output opens the span, and the mark on the input closes it.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
-        y = operation(_Mark.apply(x, lambda: back.__exit__(None, None, None)))
-        return _Mark.apply(y, lambda: back.__enter__())
+        y = operation(_BackwardCallback.apply(x, lambda: back.__exit__(None, None, None)))
+        return _BackwardCallback.apply(y, lambda: back.__enter__())
 
 
-class _Mark(Function):
+class _BackwardCallback(Function):
     """Identity that calls `action` in the backward pass."""
 
     operation, double_backward = "a recorded part", True
@@ -160,7 +162,7 @@ class Recorder:
         self._added: list[Span] = []
         # An idle device executes the event at once: host and device zero differ by microseconds.
         self._wait()
-        self._zero = self._mark()
+        self._zero_mark = self._mark()
         self._wait()
         self._zero_s, self._anchor_s = _wall_anchor(self._now)
 
@@ -176,7 +178,7 @@ class Recorder:
         return event
 
     def _seconds(self, mark: Any) -> float:
-        return mark - self._zero_s if self._device is None else float(self._zero.elapsed_time(mark)) * 1e-3
+        return mark - self._zero_s if self._device is None else float(self._zero_mark.elapsed_time(mark)) * 1e-3
 
     def span(
         self,
@@ -219,8 +221,8 @@ class Recorder:
 class _LayerRecorder(Recorder):
     """Adds the layer index to spans and forwards them to another recorder and the profiler."""
 
-    def __init__(self, recorder: Recorder | None, number: int | None) -> None:
-        self.to, self.number = recorder, number
+    def __init__(self, recorder: Recorder | None, layer: int | None) -> None:
+        self.parent, self.layer = recorder, layer
 
     def span(self, name: str, **what: Any) -> AbstractContextManager[None]:
         return span(self, name, **what)
@@ -230,7 +232,7 @@ class _Range(AbstractContextManager[None]):
     """A PyTorch profiler range with an optional recorder span inside."""
 
     def __init__(self, label: str, record: AbstractContextManager[None] | None) -> None:
-        self._range, self._record = profiler.record_function(label), record or _NOTHING
+        self._range, self._record = profiler.record_function(label), record or _NULL_CONTEXT
 
     def __enter__(self) -> None:
         self._range.__enter__()
@@ -266,21 +268,21 @@ def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
     return (before + after) / 2, wall
 
 
-class Moment:
+class DeviceTime:
     """A point in time of the device's execution."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
         self._clock_s = 0.0
 
-    def note(self, device: torch.device) -> None:
+    def record(self, device: torch.device) -> None:
         """Record the current time; with CUDA, when the current stream reaches this point."""
         self._clock_s = time.perf_counter()
         if device.type == "cuda":
             self._event = self._event or torch.cuda.Event(enable_timing=True)
             self._event.record()
 
-    def after(self, other: Moment) -> float:
+    def seconds_since(self, other: DeviceTime) -> float:
         """Return the seconds since another moment. With CUDA, waits for both."""
         if self._event is None or other._event is None:
             return self._clock_s - other._clock_s

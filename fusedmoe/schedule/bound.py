@@ -33,12 +33,12 @@ from fusedmoe.schedule.step_costs import (
     StepCosts,
     chunk_times,
     pass_bound_s,
-    work_s,
+    resource_work_s,
 )
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
-# Ranges of blocks start in the first `_ENDS` layers and stop in the last `_ENDS` layers.
-_ENDS = 2
+# Ranges of blocks start in the first `_END_LAYERS` layers and stop in the last `_END_LAYERS` layers.
+_END_LAYERS = 2
 # Maximum number of layers of a deep stack at which the gradients that are left bound the backward pass. Layers between
 # two of them have equal sums, for which the linear program has one variable.
 _CUTS = 8
@@ -53,8 +53,8 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
     Chunks have equal sizes; each dense part and each pipeline has its own number. Weight gradients are all W tasks, or
     none is.
     """
-    best = _by_layer_s(costs.by_layer(), limit)
-    return min(best, _split_s(costs, limit)) if costs.can_split else best
+    best = _layerwise_bound_s(costs.by_layer(), limit)
+    return min(best, _micro_batch_bound_s(costs, limit)) if costs.can_split else best
 
 
 def _has_gradient_dependencies(layer: LayerCosts) -> bool:
@@ -64,38 +64,41 @@ def _has_gradient_dependencies(layer: LayerCosts) -> bool:
 class _Block(NamedTuple):
     """The dense part of a layer's pass, or one part of its pipeline."""
 
-    on: str  # resource
+    resource: str
     # Seconds of one chunk and of all chunks, each [limit²]: every pair of chunk counts of dense part and pipeline.
-    one: Any
-    all: Any
+    chunk_s: Any
+    total_s: Any
 
 
 class _Pass(NamedTuple):
     blocks: tuple[_Block, ...]  # in execution order, without W tasks
-    dense: int  # index of the dense part
-    # Seconds of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
+    dense_index: int
+    # Of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
     # (backward).
-    together: Any
-    dense_later: Any  # seconds of the dense part's W tasks
-    later: Any  # seconds of all W tasks
+    overlap_path_s: Any
+    dense_w_tasks_s: Any
+    w_tasks_s: Any
 
-    def way(self, start: int = 0, stop: int | None = None) -> Any:
-        return sum(block.one for block in self.blocks[start:stop])
+    def path_s(self, start: int = 0, stop: int | None = None) -> Any:
+        return sum(block.chunk_s for block in self.blocks[start:stop])
 
-    def work(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
-        return sum(weights.get(block.on, 0.0) * block.all for block in self.blocks[start:stop]) + 0.0 * self.together
+    def work_s(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
+        return (
+            sum(weights.get(block.resource, 0.0) * block.total_s for block in self.blocks[start:stop])
+            + 0.0 * self.overlap_path_s
+        )
 
     @property
-    def beside(self) -> Any:
+    def overlap_pipeline_s(self) -> Any:
         """Seconds of all pipeline chunks that share rows with a dense chunk."""
-        return self.together - self.blocks[self.dense].one
+        return self.overlap_path_s - self.blocks[self.dense_index].chunk_s
 
 
-def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, contention: Contention) -> _Pass:
-    """Return the durations of a layer's pass for all chunk counts up to `limit`. `weights`: with W tasks."""
+def _pass(layer: LayerCosts, phase: str, limit: int, has_w_tasks: bool, contention: Contention) -> _Pass:
+    """Return the durations of a layer's pass for all chunk counts up to `limit`."""
     counts = np.arange(1.0, limit + 1)
-    micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
-    later = micro.weights if weights and phase == "backward" else {}
+    micro, chunks, free = layer.micro_batch_costs(), layer.chunks[phase], StageTime(0.0, 0.0)
+    later = micro.weights if has_w_tasks and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
     chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
@@ -121,27 +124,29 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, contention: 
 #: Seconds per layer of a pass, and a constant in seconds.
 _Sum = tuple[list[Any], float]
 
-_Place = tuple[int, int]  # indices of a pass and of its block
+_BlockIndex = tuple[int, int]  # indices of a pass and of its block
 
 
-def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place, last: _Place) -> list[Any]:
+def _range_sums(
+    passes: Sequence[_Pass], weights: Mapping[str, float], first: _BlockIndex, last: _BlockIndex
+) -> list[Any]:
     """Return, per layer, the weighted work of blocks `first` to `last` plus the paths to and from them."""
     (p, b), (q, e) = first, last
     # Dense chunks run in order. Forward, a range that ends with a dense part ends with its last chunk, before all
     # pipeline chunks that share rows with it. Backward, a range that starts with a dense part starts with its first
     # chunk.
-    forward = passes[0].dense == 0
-    after_all, before_all = forward and e == 0, not forward and b == passes[p].dense
-    before = _of_each(passes[:p], lambda layer: layer.together if before_all else layer.way())
-    after = _of_each(passes[q + 1 :], lambda layer: layer.together if after_all else layer.way())
-    sums = [*before, *_of_each(passes[p : q + 1], lambda layer: layer.work(weights)), *after]
+    forward = passes[0].dense_index == 0
+    after_all, before_all = forward and e == 0, not forward and b == passes[p].dense_index
+    before = _of_each(passes[:p], lambda layer: layer.overlap_path_s if before_all else layer.path_s())
+    after = _of_each(passes[q + 1 :], lambda layer: layer.overlap_path_s if after_all else layer.path_s())
+    sums = [*before, *_of_each(passes[p : q + 1], lambda layer: layer.work_s(weights)), *after]
     for number in {p, q}:
         layer = passes[number]
-        seconds = layer.work(weights, b if number == p else 0, e + 1 if number == q else None)
+        seconds = layer.work_s(weights, b if number == p else 0, e + 1 if number == q else None)
         if number == p:
-            seconds = seconds + (layer.beside if before_all else layer.way(0, b))
+            seconds = seconds + (layer.overlap_pipeline_s if before_all else layer.path_s(0, b))
         if number == q:
-            seconds = seconds + (layer.beside if after_all else layer.way(e + 1))
+            seconds = seconds + (layer.overlap_pipeline_s if after_all else layer.path_s(e + 1))
         sums[number] = seconds
     return sums
 
@@ -152,65 +157,72 @@ def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any
     return [found[id(one)] for one in passes]
 
 
-def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], beside_s: float) -> Iterator[_Sum]:
+def _all_range_sums(
+    passes: Sequence[_Pass], weightings: Sequence[Mapping[str, float]], constant_s: float
+) -> Iterator[_Sum]:
     """Yield a sum for each resource weighting and each range of blocks."""
-    count, dense = len(passes), passes[0].dense
-    for weights in machines:
-        on = [(p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.on)]
+    count, dense = len(passes), passes[0].dense_index
+    for weights in weightings:
+        on = [
+            (p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.resource)
+        ]
         for first, last in product(on, on):
-            if first <= last and first[0] < _ENDS and last[0] >= count - _ENDS:
-                yield _range(passes, weights, first, last), beside_s
+            if first <= last and first[0] < _END_LAYERS and last[0] >= count - _END_LAYERS:
+                yield _range_sums(passes, weights, first, last), constant_s
     # The path from the dense part at one end, in case no range includes it.
     end = (0, 0) if dense == 0 else (count - 1, dense)
-    yield _range(passes, machines[0], end, end), beside_s
+    yield _range_sums(passes, weightings[0], end, end), constant_s
 
 
-def _split_s(costs: StepCosts, limit: int) -> float:
+def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
     compute = {"compute": 1.0}
-    machines = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
-    machines = [compute, *(weights for weights in machines if weights["intra"] or weights["inter"])]
+    weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
+    weightings = [compute, *(weights for weights in weightings if weights["intra"] or weights["inter"])]
 
-    def passes(phase: str, weights: bool) -> list[_Pass]:
+    def passes(phase: str, has_w_tasks: bool) -> list[_Pass]:
         layers = {id(layer): layer for layer in costs.layers}  # often one object many times
-        known = {key: _pass(layer, phase, limit, weights, costs.contention) for key, layer in layers.items()}
+        known = {key: _pass(layer, phase, limit, has_w_tasks, costs.contention) for key, layer in layers.items()}
         return [known[id(layer)] for layer in costs.layers]
 
-    forward_s = _least_of_largest(_ranges(passes("forward", False), machines, 0.0))
+    forward_s = _min_max_bound_s(_all_range_sums(passes("forward", False), weightings, 0.0))
     backward_s = math.inf
-    for weights in (False, True):
-        back = passes("backward", weights)[::-1]
-        sums = list(_ranges(back, machines, _own_gradient_s(costs)))
-        head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
-        all_s = _of_each(back, lambda layer: layer.work(compute) + layer.later)
+    for has_w_tasks in (False, True):
+        back = passes("backward", has_w_tasks)[::-1]
+        sums = list(_all_range_sums(back, weightings, _first_gradient_s(costs)))
+        head, nothing = (
+            back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute")),
+            0.0 * back[0].overlap_path_s,
+        )
+        all_s = _of_each(back, lambda layer: layer.work_s(compute) + layer.w_tasks_s)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
         for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
-                rest_s, before = costs.all_reduce.seconds(left), [layer.together for layer in back[:done]]
-                for of in machines[1:]:
-                    work = _of_each(back[done:], lambda layer, of=of: layer.work(of))  # type: ignore[misc]
+                rest_s, before = costs.all_reduce.seconds(left), [layer.overlap_path_s for layer in back[:done]]
+                for of in weightings[1:]:
+                    work = _of_each(back[done:], lambda layer, of=of: layer.work_s(of))  # type: ignore[misc]
                     sums.append(([*before, *work], of["inter"] * rest_s))
                 if done:
-                    urgent = _of_each(back[:done], lambda layer: layer.work(compute))
-                    urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_later
+                    urgent = _of_each(back[:done], lambda layer: layer.work_s(compute))
+                    urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_w_tasks_s
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
-        backward_s = min(backward_s, _least_of_largest(sums))
+        backward_s = min(backward_s, _min_max_bound_s(sums))
     return forward_s + (costs.loss_s or 0.0) + backward_s + (costs.optimizer_s or 0.0)
 
 
-def _own_gradient_s(costs: StepCosts) -> float:
+def _first_gradient_s(costs: StepCosts) -> float:
     """Return the seconds of the first layer's gradient all-reduce, which nothing can overlap."""
     size = costs.gradient_bytes[0] if _has_gradient_dependencies(costs.layers[0]) else 0
     return costs.all_reduce.seconds(size) if size else 0.0
 
 
-def _least_of_largest(sums: Iterable[_Sum]) -> float:
+def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     """Return a lower bound of max over k of fixed[k] + Σ_p sums[k, p, c(p)] for every choice c of chunk counts."""
     from scipy.optimize import linprog
 
     found = list(sums)
-    fixed = np.array([beside_s for _, beside_s in found])
+    fixed = np.array([constant_s for _, constant_s in found])
     # [sums, choices] of each kind of pass. Passes of equal layers in equal places share their arrays.
     by_pass = {tuple(map(id, layer_sums)): layer_sums for layer_sums in zip(*(sums for sums, _ in found), strict=True)}
     numbers = Counter(tuple(map(id, layer_sums)) for layer_sums in zip(*(sums for sums, _ in found), strict=True))
@@ -257,7 +269,7 @@ def _undominated(sums: Any) -> Any:
     return np.stack(kept, 1)
 
 
-def _by_layer_s(costs: StepCosts, limit: int) -> float:
+def _layerwise_bound_s(costs: StepCosts, limit: int) -> float:
     """Return the bound of consecutive layers with chunked pipelines."""
     layers = costs.layers
     head = sum(_layer_pass_bound_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)
@@ -270,9 +282,9 @@ def _by_layer_s(costs: StepCosts, limit: int) -> float:
         if _has_gradient_dependencies(layer):
             gradient += layer.gradient_bytes
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
-        best = max(best, head - after + costs.contention.least_s(compute, intra, inter + reduced))
+        best = max(best, head - after + costs.contention.lower_bound_s(compute, intra, inter + reduced))
         after += _layer_pass_bound_s(costs, layer, "backward", limit)
-        work = work_s(layer.chunks["backward"])
+        work = resource_work_s(layer.chunks["backward"])
         inter, intra = inter + work["inter"], intra + work["intra"]
         compute += work["compute"] + layer.dense_total_s("backward")
     return best + (costs.optimizer_s or 0.0)

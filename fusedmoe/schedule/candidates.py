@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, whole_policies
+from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
@@ -25,7 +25,7 @@ _MAX_NEIGHBOURS = 4
 class PlanCandidate(NamedTuple):
     family: str  # name of its policy, or `OFF` with an empty plan
     plan: Plan
-    whole: bool  # micro-batches pass through whole layers; False: only pipelines are chunked
+    uses_micro_batches: bool  # micro-batches pass through whole layers; False: only pipelines are chunked
     predicted_s: float  # step time
 
     @property
@@ -38,7 +38,7 @@ class PlanCandidate(NamedTuple):
         words = [self.family, f"{chunks} chunks"]
         if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
             words.append("W tasks")
-        if (size := self.plan.largest_bucket) and (self.whole or self._gradients == "idle slots"):
+        if (size := self.plan.largest_bucket) and (self.uses_micro_batches or self._gradients == "idle slots"):
             words.append(f"buckets of {size / 2**10:.0f} KiB")
         return ", ".join(words)
 
@@ -56,7 +56,7 @@ def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
     """Return each plan once, sorted by predicted time."""
     first: dict[tuple[str, bool], PlanCandidate] = {}
     for one in candidates:
-        first.setdefault((one.plan.fingerprint, one.whole), one)
+        first.setdefault((one.plan.fingerprint, one.uses_micro_batches), one)
     return sorted(first.values(), key=lambda one: one.predicted_s)
 
 
@@ -65,25 +65,29 @@ def family_candidates(
 ) -> list[PlanCandidate]:
     """Return the best plan of each policy and the empty plan, by predicted time. Arguments: see `PlanSearch`."""
     plans = PlanSearch(costs, limit, samples, progress).families
-    whole = whole_policies()
+    whole = micro_batch_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in plans.items()]
     candidates.append(PlanCandidate(OFF, Plan(), False, makespan(plans["sequential"], costs)))
     return distinct(candidates)
 
 
-def neighbour_candidates(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+def neighbour_candidates(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
     """Return the best variations of a plan by predicted time: other chunk counts, bucket sizes or W tasks."""
-    if one.policy is None or not one.policy.varies:
+    if base.policy is None or not base.policy.has_variations:
         return []
-    plans = _neighbour_splits(one.plan, costs, limit, samples) if one.whole else _neighbour_layers(one, costs, limit)
-    found = distinct(PlanCandidate(one.family, plan, one.whole, makespan(plan, costs)) for plan in plans)
-    return [other for other in found if other.plan != one.plan][:_MAX_NEIGHBOURS]
+    plans = (
+        _neighbour_splits(base.plan, costs, limit, samples)
+        if base.uses_micro_batches
+        else _neighbour_layers(base, costs, limit)
+    )
+    found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
+    return [other for other in found if other.plan != base.plan][:_MAX_NEIGHBOURS]
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
     """Return the candidate, made by `micro_schedule`, with gradient buckets of `size` bytes."""
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
-    return PlanCandidate(one.family, plan, one.whole, makespan(plan, costs))
+    return PlanCandidate(one.family, plan, one.uses_micro_batches, makespan(plan, costs))
 
 
 def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
@@ -94,7 +98,7 @@ def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples
     for change in _degree_changes(limit, samples):
         changed = {phase: tuple(Degrees(*map(change, of)) for of in degrees[phase]) for phase in PHASES}
         plans.append(micro_schedule(costs, split.with_degrees(changed)).plan())
-    found = distinct(PlanCandidate(base.family, plan, base.whole, makespan(plan, costs)) for plan in plans)
+    found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
     return [other for other in found if other.plan != base.plan]
 
 

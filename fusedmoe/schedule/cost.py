@@ -99,7 +99,7 @@ class Contention:
                 kept.append(corner)
         return tuple(tuple(map(float, corner)) for corner in kept)
 
-    def least_s(self, compute: float, intra: float, inter: float) -> float:
+    def lower_bound_s(self, compute: float, intra: float, inter: float) -> float:
         """Return a lower bound of the seconds for this work, in seconds per resource."""
         return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
 
@@ -219,7 +219,7 @@ class Sample(NamedTuple):
     kind: str
     phase: str | None
     chunks: int = 1  # number of chunks; bytes of a gradient-all-reduce
-    apart: bool = False  # weight gradients ran as W tasks
+    has_w_tasks: bool = False  # weight gradients ran as W tasks
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,13 @@ class Observed:
         """Join samples; `other` has precedence."""
         return Observed({**self.seconds, **other.seconds}, other.rows or self.rows)
 
-    def get(self, kind: str, phase: str | None, apart: bool = False) -> dict[int, float]:
-        """Return the seconds of a kind of task by number of chunks. `apart`: weight gradients ran as W tasks."""
-        return {sample.chunks: s for sample, s in self.seconds.items() if sample == (kind, phase, sample.chunks, apart)}
+    def get(self, kind: str, phase: str | None, has_w_tasks: bool = False) -> dict[int, float]:
+        """Return the seconds of a kind of task by number of chunks."""
+        return {
+            sample.chunks: s
+            for sample, s in self.seconds.items()
+            if sample == (kind, phase, sample.chunks, has_w_tasks)
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "samples": [[*sample, seconds] for sample, seconds in self.seconds.items()]}
@@ -254,9 +258,9 @@ class Observed:
         try:
             rows = None if data["rows"] is None else float(data["rows"])
             seconds = {}
-            for kind, phase, chunks, apart, took_s in data["samples"]:
+            for kind, phase, chunks, has_w_tasks, took_s in data["samples"]:
                 kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # name in older files
-                seconds[Sample(kind, phase, int(chunks), bool(apart))] = float(took_s)
+                seconds[Sample(kind, phase, int(chunks), bool(has_w_tasks))] = float(took_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: missing field or invalid number: {error}") from error
         return cls(seconds, rows)

@@ -39,6 +39,7 @@ COLOURS: dict[str, str] = {
     TaskKind.REDUCE_SCATTER: "#80f2d8",
     TaskKind.COMBINE: "#98b8f8",
     TaskKind.UNPERMUTE: "#d9cbf8",
+    TaskKind.SHARED_EXPERT: "#aaeebb",
     TaskKind.ATTENTION: "#f5d878",
     TaskKind.WEIGHT_GRADIENT: "#ad380c",
     TaskKind.ATTENTION_WEIGHT_GRADIENT: "#0490b3",

@@ -13,7 +13,7 @@ from fusedmoe.schedule.task import RESOURCES
 _COUNT, _NEVER = len(RESOURCES), float("inf")
 
 #: Added to a task's resource index: the task starts only if its resource would be idle.
-SPARE = _COUNT
+IDLE_ONLY = _COUNT
 
 
 def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
@@ -69,8 +69,8 @@ def run(
     When a resource is free, the ready task with the smallest priority starts; ties go to the smaller index.
 
     Args:
-        on: index of each task's resource in `RESOURCES`. With `SPARE` added, the task starts only if no other task can
-            start now or after tasks that take no time.
+        on: index of each task's resource in `RESOURCES`. With `IDLE_ONLY` added, the task starts only if no other task
+            can start now or after tasks that take no time.
         priority: None: equal priorities.
         speeds: `cost.Contention.speeds`; None: no contention.
         works: index of the hardware each task uses, if links share a queue; None: as `on`.
@@ -88,7 +88,7 @@ def run(
         if not waits[place]:
             ready[on[place]].append(number)  # sorted, hence a heap
     queues = list(enumerate(ready[:_COUNT]))
-    spare = list(enumerate(ready[_COUNT:])) if max(on, default=0) >= SPARE else []
+    spare = list(enumerate(ready[_COUNT:])) if max(on, default=0) >= IDLE_ONLY else []
     starts, ends = [0.0] * count, [0.0] * count
     end = [_NEVER] * _COUNT  # end of the running task of each resource
     running, known = [-1] * _COUNT, [-1] * _COUNT
@@ -121,7 +121,7 @@ def run(
                 since[resource], speed[resource] = now, wanted
                 end[resource] = now + left[resource] / wanted
         soonest = min(end)
-        # `SPARE` tasks start only if no task is ready and no event is due now.
+        # `IDLE_ONLY` tasks start only if no task is ready and no event is due now.
         if spare and soonest > now:
             for resource, heap in spare:
                 if heap and end[resource] == never:

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
-from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
+from fusedmoe.schedule.events import IDLE_ONLY, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_dependencies
 
-_ROUNDS = 3
+_NUM_IMPROVEMENTS = 3
 
 
 def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float]) -> Plan:
@@ -80,7 +80,7 @@ class ListSchedule:
 
     def _best_schedule(self, cutoff_s: float) -> tuple[list[float], float]:
         starts, end = self._schedule(self._priorities())
-        for _ in range(_ROUNDS if end < cutoff_s else 0):
+        for _ in range(_NUM_IMPROVEMENTS if end < cutoff_s else 0):
             ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
             late, _ = self._schedule([-end_s for end_s in ends], True)
             # `late` counts from the end.
@@ -91,18 +91,18 @@ class ListSchedule:
         return starts, end
 
     def _priorities(self) -> list[float]:
-        way = [0.0] * len(self._tasks)  # seconds of the critical path from the task's start to the end
+        path_s = [0.0] * len(self._tasks)  # seconds of the critical path from the task's start to the end
         for place in reversed(self._order):
             # Not `max`: it would build a list per task, and a search makes thousands of schedules.
             longest = 0.0
             for later in self._followers[place]:
-                if way[later] > longest:
-                    longest = way[later]
-            way[place] = self._seconds[place] + longest
+                if path_s[later] > longest:
+                    longest = path_s[later]
+            path_s[place] = self._seconds[place] + longest
         # Gradients have the lowest priority; at most one is ready at a time.
         return [
             math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
-            for task, seconds in zip(self._tasks, way, strict=True)
+            for task, seconds in zip(self._tasks, path_s, strict=True)
         ]
 
     def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
@@ -122,12 +122,12 @@ def fill_idle_slots(
     bare, waiting = Plan.from_orders(orders), list(buckets)
     tasks = [*bare.sequence, *waiting]
     number = {task: place for place, task in enumerate(tasks)}
-    gates = standard_dependencies(tasks)
+    dependencies = standard_dependencies(tasks)
     before: list[Sequence[int]] = list(bare.before)
     for bucket in waiting:
         ahead = [len(before) - 1] if bucket is not waiting[0] else []
-        before.append([*(number[one] for one in gates[bucket]), *ahead])
-    on = bare.graph[1] + [RESOURCES.index("inter") + SPARE] * len(waiting)
+        before.append([*(number[one] for one in dependencies[bucket]), *ahead])
+    on = bare.graph[1] + [RESOURCES.index("inter") + IDLE_ONLY] * len(waiting)
     took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
     starts, _ = run(before, followers_of(before), on, took)
     # Among tasks that start together, buckets are last.

@@ -97,8 +97,6 @@ PREDICTION_ERROR = Datum(0.12, "steps of 2 and 4 ranks on emulated links; no mac
 
 @dataclass(frozen=True)
 class Link:
-    """A kind of link."""
-
     message_s: Datum  # time of a further message
     bytes_per_s: Datum  # in one direction
     reached: Datum  # fraction of `bytes_per_s` that collectives reach
@@ -277,7 +275,7 @@ def measured_spread(timelines: Sequence[Timeline]) -> float:
     return math.sqrt(sum(squares) / sum(means))
 
 
-def _costs_of(words: str, contention: float, units: float, printed: Sequence[tuple[float, float]]) -> CostModel:
+def _testbed_costs(words: str, contention: float, units: float, printed: Sequence[tuple[float, float]]) -> CostModel:
     """Return an FSMoE testbed's cost model from `printed`, the (α, β) of Fig. 5 in the order of `LINES`.
 
     `units`: units of the figure's message sizes per byte (fp32 elements: 1/4).
@@ -296,7 +294,7 @@ def _costs_of(words: str, contention: float, units: float, printed: Sequence[tup
 #: Testbeds of the FSMoE paper by letter. Coefficients are in seconds per byte or FLOP.
 TESTBEDS = {
     "A": Testbed(
-        _costs_of(
+        _testbed_costs(
             "FSMoE testbed A: 6 nodes, RTX A6000, NVLink and PCIe 4.0, 200 Gb/s",
             0.65,
             0.25,
@@ -307,7 +305,7 @@ TESTBEDS = {
         seq_lens=(512, 1024, 2048),
     ),
     "B": Testbed(
-        _costs_of(
+        _testbed_costs(
             "FSMoE testbed B: 8 nodes, RTX 2080 Ti, PCIe 3.0, 100 Gb/s",
             0.75,
             1.0,
@@ -320,7 +318,7 @@ TESTBEDS = {
 }
 
 
-def _published(name: str, words: str, rate: float, memory: float, memory_bytes: float) -> Machine:
+def _testbed_machine(name: str, words: str, rate: float, memory: float, memory_bytes: float) -> Machine:
     """Return a machine whose links reproduce the paper's all-to-all and all-gather costs on an FSMoE testbed.
 
     `rate`, `memory`: bandwidths of its network card and GPU memory in bytes/s. `memory_bytes`: of a GPU.
@@ -410,8 +408,8 @@ MACHINES = {
         ),
         cards=Datum(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
     ),
-    "fsmoe-a": _published("A", "FSMoE testbed A: 8 RTX A6000 per node, 200 Gb/s", 25e9, 768e9, 48e9),
-    "fsmoe-b": _published("B", "FSMoE testbed B: 4 RTX 2080 Ti per node, 100 Gb/s", 12.5e9, 616e9, 11e9),
+    "fsmoe-a": _testbed_machine("A", "FSMoE testbed A: 8 RTX A6000 per node, 200 Gb/s", 25e9, 768e9, 48e9),
+    "fsmoe-b": _testbed_machine("B", "FSMoE testbed B: 4 RTX 2080 Ti per node, 100 Gb/s", 12.5e9, 616e9, 11e9),
 }
 
 

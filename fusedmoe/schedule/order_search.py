@@ -26,19 +26,19 @@ from typing import NamedTuple
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.events import followers_of
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import ROUNDING, best_of
+from fusedmoe.schedule.simulate import ROUNDING, fastest_plan
 from fusedmoe.schedule.task import FUSED, RESOURCES, TaskKind, resources_of, standard_dependencies
 
 # Maxima of iterations and of tasks × iterations: 76 iterations for 1,300 tasks (24 layers), well below 1 s.
-_ITERATIONS, _WORK = 800, 100_000
+_MAX_ITERATIONS, _MAX_EVALUATIONS = 800, 100_000
 # Iterations without improvement before the search returns to the best orders.
 _PATIENCE = 150
 # Minimum and maximum iterations for which a reversal is forbidden; each return selects the next pair.
 _TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
 # Random moves after each return.
-_SHAKES = 4
+_NUM_RANDOM_MOVES = 4
 # Maximum distance of a move.
-_REACH = 12
+_MAX_DISTANCE = 12
 
 
 def improved_order(plan: Plan, costs: Costs) -> Plan:
@@ -51,7 +51,7 @@ def improved_order(plan: Plan, costs: Costs) -> Plan:
         return plan
     search = _OrderSearch(plan, costs)
     search.run()
-    return best_of([plan, search.plan()], costs)
+    return fastest_plan([plan, search.plan()], costs)
 
 
 class _Move(NamedTuple):
@@ -91,16 +91,16 @@ class _OrderSearch:
         now_s = self._evaluate()
         assert now_s is not None
         best_s, best, stale, returns = now_s, [list(order) for order in self._orders], 0, 0
-        least_s = self._bound_s() * (1 + ROUNDING)
+        bound_s = self._bound_s() * (1 + ROUNDING)
         forbidden: dict[tuple[int, int], int] = {}
-        for iteration in range(min(_ITERATIONS, _WORK // max(1, len(self._tasks)))):
-            if best_s <= least_s:
+        for iteration in range(min(_MAX_ITERATIONS, _MAX_EVALUATIONS // max(1, len(self._tasks)))):
+            if best_s <= bound_s:
                 break
             if stale > _PATIENCE:
                 self._orders, stale, returns = [list(order) for order in best], 0, returns + 1
                 forbidden.clear()
                 self._evaluate()
-                for _ in range(_SHAKES):
+                for _ in range(_NUM_RANDOM_MOVES):
                     moves = list(self._moves())
                     if moves:
                         self._try(self._random.choice(moves))
@@ -174,9 +174,9 @@ class _OrderSearch:
             if later >= 0:
                 tail = tails[later] + seconds[later]
             for later in followers[place]:
-                way = tails[later] + seconds[later]
-                if way > tail:
-                    tail = way
+                path_s = tails[later] + seconds[later]
+                if path_s > tail:
+                    tail = path_s
             tails[place] = tail
             if heads[place] + seconds[place] + tail > makespan:
                 makespan = heads[place] + seconds[place] + tail
@@ -186,14 +186,14 @@ class _OrderSearch:
     def _bound_s(self) -> float:
         """Return a lower bound over all orders: the longest path; the work of a resource and the paths around it."""
         orders, self._orders = self._orders, [[] for _ in RESOURCES]
-        least_s = self._evaluate() or 0.0
+        bound_s = self._evaluate() or 0.0
         self._orders = orders
         for order in orders:
             if order:
                 head, tail = min(self._heads[place] for place in order), min(self._tails[place] for place in order)
-                least_s = max(least_s, head + sum(self._seconds[place] for place in order) + tail)
+                bound_s = max(bound_s, head + sum(self._seconds[place] for place in order) + tail)
         self._evaluate()
-        return least_s
+        return bound_s
 
     def _blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield each block of critical tasks: resource, first and last position."""
@@ -205,13 +205,15 @@ class _OrderSearch:
             while start < len(order):
                 stop = start + 1
                 if critical[order[start]]:
-                    while stop < len(order) and critical[order[stop]] and self._adjoins(order[stop - 1], order[stop]):
+                    while (
+                        stop < len(order) and critical[order[stop]] and self._are_adjacent(order[stop - 1], order[stop])
+                    ):
                         stop += 1
                     if stop - start > 1:
                         yield resource, start, stop - 1
                 start = stop
 
-    def _adjoins(self, earlier: int, later: int) -> bool:
+    def _are_adjacent(self, earlier: int, later: int) -> bool:
         end = self._heads[earlier] + self._seconds[earlier]
         return self._heads[later] - end <= self._makespan * ROUNDING
 
@@ -221,9 +223,9 @@ class _OrderSearch:
             order = self._orders[resource]
             for source in range(first, last + 1):
                 moved, right, left = order[source], source, source
-                while right < min(last, source + _REACH) and order[right + 1] not in self._followers[moved]:
+                while right < min(last, source + _MAX_DISTANCE) and order[right + 1] not in self._followers[moved]:
                     right += 1
-                while left > max(first, source - _REACH) and order[left - 1] not in self._before[moved]:
+                while left > max(first, source - _MAX_DISTANCE) and order[left - 1] not in self._before[moved]:
                     left -= 1
                 for target in sorted({source + 1, right}) if right > source else ():
                     yield _Move(resource, source, target)
@@ -265,13 +267,13 @@ class _OrderSearch:
             ends.append(end)
         tail = tails[order[high + 1]] + seconds[order[high + 1]] if high + 1 < len(order) else 0.0
         longest = 0.0
-        new_way: dict[int, float] = {}
+        new_path_s: dict[int, float] = {}
         for place, end in zip(reversed(section), reversed(ends), strict=True):
             for later in self._followers[place]:
-                way = new_way.get(later, tails[later] + seconds[later])
-                if way > tail:
-                    tail = way
+                path_s = new_path_s.get(later, tails[later] + seconds[later])
+                if path_s > tail:
+                    tail = path_s
             longest = max(longest, end + tail)
             tail += seconds[place]
-            new_way[place] = tail
+            new_path_s[place] = tail
         return longest

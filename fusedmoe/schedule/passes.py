@@ -112,13 +112,13 @@ def choose_degree(
 
     def bound_s(degree: int) -> float:
         times = chunk_times(chunks, degree)
-        least_s = pass_bound_s(degree, times, gar, contention)
+        lower_s = pass_bound_s(degree, times, gar, contention)
         # Contention only lengthens a pass.
-        return max(least_s, three_queues_s(degree, times, gar)) if order is three_queues else least_s
+        return max(lower_s, three_queues_s(degree, times, gar)) if order is three_queues else lower_s
 
     # Try degrees by increasing lower bound until it exceeds the best time. A closed form needs no bound: it is as
     # cheap.
-    closed = _is_closed(order, contention)
+    closed = _has_closed_form(order, contention)
     bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
     choices: list[DegreeChoice] = []
     best_s = math.inf
@@ -139,7 +139,7 @@ def pass_s(
     contention: Contention = NO_CONTENTION,
 ) -> float:
     """Return the duration of one layer's pass in seconds."""
-    if _is_closed(order, contention):
+    if _has_closed_form(order, contention):
         closed_s = one_queue_s if order is one_queue else three_queues_s
         return closed_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
@@ -147,7 +147,7 @@ def pass_s(
     return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
 
 
-def _is_closed(order: Order, contention: Contention) -> bool:
+def _has_closed_form(order: Order, contention: Contention) -> bool:
     # Concurrent tasks must not slow each other down.
     if order is one_queue:
         return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
@@ -166,5 +166,5 @@ class Partition(NamedTuple):
     0: no bucket. Remaining bytes are reduced at the end.
     """
 
-    middle: tuple[float, ...]
-    beside: tuple[float, ...]
+    pipeline_bytes: tuple[float, ...]
+    dense_bytes: tuple[float, ...]

@@ -66,7 +66,7 @@ _DEFAULTS: tuple[int | None, str | None] = (0, "forward")
 Orders = dict[str, tuple[Task, ...]]
 
 
-def name(task: Task) -> str:
+def task_name(task: Task) -> str:
     """Return a task's name with prefix, without size: b3.D0."""
     return f"{_LETTERS[task.phase]}{'' if task.layer is None else task.layer}.{_short(task)}"
 
@@ -74,7 +74,7 @@ def name(task: Task) -> str:
 def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
     # A plan of one layer and pass needs no prefixes.
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
-    (layer, phase), word = places.pop() if len(places) == 1 else (None, None), name
+    (layer, phase), word = places.pop() if len(places) == 1 else (None, None), task_name
     lines = []
     if layer is not None and phase is not None:
         lines = [f"phase: {phase}"] * (phase != _DEFAULTS[1]) + [f"layer: {layer}"] * (layer != _DEFAULTS[0])
@@ -313,11 +313,11 @@ def _changed(
         tasks = tuple(given)
         for named in (task, *tasks):
             if named not in standard:
-                missing = f"{name(named)} is not in the plan"
-                raise ConfigError(f"plan: after {name(task)}: {missing}; add it to a resource")
+                missing = f"{task_name(named)} is not in the plan"
+                raise ConfigError(f"plan: after {task_name(task)}: {missing}; add it to a resource")
         if set(tasks) != set(standard[task]):
-            changed[task] = tuple(sorted(set(tasks), key=name))
-    return dict(sorted(changed.items(), key=lambda item: name(item[0])))
+            changed[task] = tuple(sorted(set(tasks), key=task_name))
+    return dict(sorted(changed.items(), key=lambda item: task_name(item[0])))
 
 
 def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
@@ -352,21 +352,21 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
                 if number is not None and (type(number) is not int or number < least):
                     raise ConfigError(f"plan: {what} {number!r} of {task!r} is not an integer from {least}, or None")
             if size is not None and kind != TaskKind.GRADIENT_ALL_REDUCE:
-                raise ConfigError(f"plan: {name(task)} has a size; only a gradient-all-reduce can have one")
+                raise ConfigError(f"plan: {task_name(task)} has a size; only a gradient-all-reduce can have one")
             if (resource == "compute") == (kind in LINKS) and kind not in FUSED:
                 cure = f"put it on {LINKS[kind]}" if kind in LINKS else "put it on compute"
-                raise ConfigError(f"plan: {name(task)} ({kind}) cannot run on {resource}; {cure}")
+                raise ConfigError(f"plan: {task_name(task)} ({kind}) cannot run on {resource}; {cure}")
             on = places.setdefault(task[:4], [])
             if on and (resource in on or kind not in FUSED):
                 where = f"{on[0]} and {resource}" if resource not in on else f"{resource} twice"
-                raise ConfigError(f"plan: {name(task)} is on {where}; remove one of them")
+                raise ConfigError(f"plan: {task_name(task)} is on {where}; remove one of them")
             if kind in PIPELINE or kind in FUSED:
                 chunks.setdefault((phase, layer), {}).setdefault(kind, set()).add(chunk)
             on.append(resource)
     for named, on in places.items():
         usual = resources_of(named[0])
         if named[0] in FUSED and set(on) != set(usual):
-            where = f"plan: {name(Task(*named))} ({named[0]}) is on {' and '.join(on)}"
+            where = f"plan: {task_name(Task(*named))} ({named[0]}) is on {' and '.join(on)}"
             raise ConfigError(f"{where}, but it computes and sends; put it on {' and '.join(usual)}")
     for place, by_kind in chunks.items():
         _check_chunks(place, by_kind)
@@ -381,12 +381,12 @@ def _cycle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Seq
         seen[task] = len(path)
         needed = next((waited for waited in dependencies[task] if waited in stuck), None)
         if needed is not None:
-            path.append((f"{name(task)} needs {name(needed)}", ""))
+            path.append((f"{task_name(task)} needs {task_name(needed)}", ""))
         else:
             # No stuck dependency: a stuck task precedes it on a resource.
             needed, resource = next((e, on) for e, later, on in links if later == task and e in stuck)
-            cure = f"move {name(task)} forward on {resource}"
-            path.append((f"{name(task)} is after {name(needed)} on {resource}", cure))
+            cure = f"move {task_name(task)} forward on {resource}"
+            path.append((f"{task_name(task)} is after {task_name(needed)} on {resource}", cure))
         task = needed
     reasons = path[seen[task] :]
     cure = next((cure for _, cure in reasons if cure), "change their dependencies")
@@ -406,14 +406,14 @@ def _check_chunks(place: tuple[str | None, int | None], chunks: Mapping[str, set
     fused = next((kind for kind in chunks if kind in FUSED), None)
     extra_kind = next((kind for kind in chunks if kind != fused), None)
     if fused is not None and extra_kind is not None:
-        whole, part = (name(Task(kind, min(chunks[kind], key=str), layer, phase)) for kind in (fused, extra_kind))
+        whole, part = (task_name(Task(kind, min(chunks[kind], key=str), layer, phase)) for kind in (fused, extra_kind))
         where = f"plan: {part} ({extra_kind}) duplicates a part of {whole} ({fused})"
         raise ConfigError(f"{where}; remove one of them")
     degree = max(map(len, chunks.values()))
     for kind, numbers in chunks.items():
         missing = next((chunk for chunk in range(degree) if chunk not in numbers), None)
         if missing is not None:
-            extra = [name(Task(kind, chunk, layer, phase)) for chunk in numbers - set(range(degree))]
+            extra = [task_name(Task(kind, chunk, layer, phase)) for chunk in numbers - set(range(degree))]
             cure = f"number {extra[0]} from 0" if extra else "add it, or remove this chunk from all kinds"
             has = f"the layer has {degree} chunk{'s' * (degree > 1)}"
-            raise ConfigError(f"plan: {name(Task(kind, missing, layer, phase))} is missing: {has}; {cure}")
+            raise ConfigError(f"plan: {task_name(Task(kind, missing, layer, phase))} is missing: {has}; {cure}")

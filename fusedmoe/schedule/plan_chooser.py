@@ -270,8 +270,8 @@ class PlanChooser:
             self.best = self.trials.entries[0]
             return Phase.CONFIRM
         before = [] if is_first else [self.best.candidate]
-        known = [(candidate.plan, candidate.whole) for candidate in before]
-        made = [new for new in self.source.candidates() if (new.plan, new.whole) not in known]
+        known = [(candidate.plan, candidate.uses_micro_batches) for candidate in before]
+        made = [new for new in self.source.candidates() if (new.plan, new.uses_micro_batches) not in known]
         if not before and not made:
             raise ConfigError("PlanChooser: no candidate can run on this topology")
         self.trials.begin_search([*before, *made])
@@ -281,8 +281,8 @@ class PlanChooser:
     def _measure(self) -> Generator[Entry, float, Phase]:
         usual_s = self.best.median_s
         while (took_s := self.source.measure(self, max(0.0, self.trials.remaining_s / 2))) is None:
-            self.trials.spend(max(0.0, (yield self.best) - usual_s))
-        self.trials.spend(took_s)
+            self.trials.charge(max(0.0, (yield self.best) - usual_s))
+        self.trials.charge(took_s)
         return Phase.PREDICT
 
     def _confirm(self) -> Generator[Entry, float, Phase]:
@@ -307,7 +307,7 @@ class PlanChooser:
             self.trials.entries += more
             pool = [self.best, *more] if more else []
         if self.trials.remaining_s <= 0:
-            self.best = self.trials.most_likely()
+            self.best = self.trials.likely_fastest()
         return Phase.WATCH
 
     def _watch(self) -> Generator[Entry, float, Phase]:
@@ -353,7 +353,7 @@ class PlanChooser:
         if entry.first_s is None:
             # The first step of a candidate allocates memory and connects ranks.
             entry.first_s = yield entry
-            if math.isfinite(trials.least_s) and trials.remaining_s <= 0:
+            if math.isfinite(trials.best_median_s) and trials.remaining_s <= 0:
                 return False
         entry.seconds.append((yield entry))
         return not trials.is_too_slow(entry)

@@ -1,7 +1,7 @@
 """Measured task times, and step costs fitted to them.
 
-    seen = observe(plan, costs, steps)      # timelines of steps that followed this plan
-    costs = refit(costs, seen)              # unchanged where nothing was measured
+    observed = observe(plan, costs, steps)      # timelines of steps that followed this plan
+    costs = refit(costs, observed)              # unchanged where nothing was measured
 
 A sample is a kind of task in one pass with a number of chunks. With samples of one number of chunks, the predicted
 times of the kind are scaled; with several, a line is fitted, or a curve if large chunks take more than in proportion.
@@ -29,7 +29,7 @@ from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 # Clock resolution.
 _TICK_S = 1e-9
 # Kinds that the plan runs, or autograd in its place.
-_PARTS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
+_PLANNED_KINDS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
@@ -115,19 +115,19 @@ def _samples(
     timeline = _slowest_spans(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
-    own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
+    own = {task[:4] for task in plan if task.kind in _PLANNED_KINDS} | carried.keys()
     # Autograd runs unchunked attention, also in layers without experts.
     in_one = any(task.kind == TaskKind.ATTENTION and task.chunk is None for task in plan)
     degrees, layers = plan.degrees, max(1, len(costs.layers))
 
-    def runs(span: Span) -> bool:
+    def is_planned(span: Span) -> bool:
         if span.kind == TaskKind.ATTENTION and span.chunk is None:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
     tasks: dict[Task, tuple[Sample, float]] = {}
-    shared = _times_outside_tasks(timeline, runs)
-    spans = [span for span in timeline.spans if runs(span)]
+    shared = _times_outside_tasks(timeline, is_planned)
+    spans = [span for span in timeline.spans if is_planned(span)]
     for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
@@ -142,8 +142,8 @@ def _samples(
             alone = contention is not None and (kind, phase) == (TaskKind.EXPERT, "backward")
             if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
-            apart = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
-            sample = Sample(kind, phase, counts[kind, layer, phase], apart)
+            has_w_tasks = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
+            sample = Sample(kind, phase, counts[kind, layer, phase], has_w_tasks)
         tasks[task] = sample, seconds
     after = Sample(TaskKind.OPTIMIZER, None)
     if after in shared:
@@ -175,7 +175,7 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _times_outside_tasks(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
+def _times_outside_tasks(timeline: Timeline, is_planned: Callable[[Span], bool]) -> dict[Sample, float]:
     """Return the seconds of a step outside its tasks: within, between and after the passes."""
     # Without a loss, the timeline has single layers, and where a pass ends is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
@@ -184,11 +184,13 @@ def _times_outside_tasks(timeline: Timeline, runs: Callable[[Span], bool]) -> di
     begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
-    passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
-    reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
+    passed_s = min(
+        (span.start_s for span in reduced if not is_planned(span)), default=min(after, default=timeline.end_s)
+    )
+    reduced_s = max((span.end_s for span in reduced if is_planned(span)), default=0.0)
     counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
     beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
-    work = counts + [span for span in timeline.spans if span.kind not in beside and runs(span)]
+    work = counts + [span for span in timeline.spans if span.kind not in beside and is_planned(span)]
     around = {
         Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
         Sample(TaskKind.LOSS, None): ends_s - begins_s,
@@ -198,31 +200,31 @@ def _times_outside_tasks(timeline: Timeline, runs: Callable[[Span], bool]) -> di
     return {Sample(COUNTS, "forward"): sum(span.duration_s for span in counts), **around} if counts else around
 
 
-def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
-    """Return step costs fitted to measured times of these layers. `share`: measured rows / rows of these costs."""
+def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
+    """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
     distinct = {id(layer): layer for layer in costs.layers}  # keyed by id: often one object many times
-    layers = {key: _refit_layer(layer, seen, share, costs.task_s) for key, layer in distinct.items()}
+    layers = {key: _refit_layer(layer, observed, row_ratio, costs.task_s) for key, layer in distinct.items()}
     # Measured as a whole: replace the predictions.
-    between, after = (seen.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
-    before, back = (_outside_tasks_s(seen, phase) for phase in PHASES)
-    loss_s = costs.loss_s if between is None else between / share
+    between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
+    before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
+    loss_s = costs.loss_s if between is None else between / row_ratio
     optimizer_s = costs.optimizer_s if after is None else after
     # Times outside of micro-batches are before and after all layers: add them to loss and optimizer.
     if costs.can_split and between is not None and before is not None and back is not None:
-        loss_s = (loss_s or 0.0) + len(costs.layers) * before / share
-        optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / share
+        loss_s = (loss_s or 0.0) + len(costs.layers) * before / row_ratio
+        optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / row_ratio
     return replace(
         costs,
         layers=tuple(layers[id(layer)] for layer in costs.layers),
-        all_reduce=_refit_line(costs.all_reduce, seen.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
+        all_reduce=_refit_line(costs.all_reduce, observed.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
         loss_s=loss_s,
         optimizer_s=optimizer_s,
     )
 
 
-def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float) -> LayerCosts:
-    def fitted(part: StageTime, kind: str, phase: str, apart: bool = False) -> StageTime:
-        time = _refit_stage(part, seen.get(kind, phase, apart), share)
+def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s: float) -> LayerCosts:
+    def fitted(part: StageTime, kind: str, phase: str, has_w_tasks: bool = False) -> StageTime:
+        time = _refit_stage(part, observed.get(kind, phase, has_w_tasks), row_ratio)
         # No task takes less than the executor's overhead.
         return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 
@@ -236,26 +238,30 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     micro = layer.micro
     if micro is None:
         for phase, part_s in dense_s.items():
-            for kind, of_rows in ((TaskKind.OTHER, share), (COUNTS, 1.0)):
-                if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
+            for kind, of_rows in ((TaskKind.OTHER, row_ratio), (COUNTS, 1.0)):
+                if (around_s := observed.seconds.get(Sample(kind, phase))) is not None:
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = all_fitted(micro.dense)
     # Times outside of tasks of a single layer are added to attention.
     for phase, of_phase in dense.items():
-        around_s = _outside_tasks_s(seen, phase)
-        if around_s is not None and TaskKind.ATTENTION in of_phase and Sample(TaskKind.LOSS, None) not in seen.seconds:
-            of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / share)
+        around_s = _outside_tasks_s(observed, phase)
+        if (
+            around_s is not None
+            and TaskKind.ATTENTION in of_phase
+            and Sample(TaskKind.LOSS, None) not in observed.seconds
+        ):
+            of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / row_ratio)
     weights, apart_s = dict(micro.weights), micro.apart_s
     for kind, part in micro.weights.items():
         where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
         whole, predicted = where["backward"][kind], before["backward"][kind]
-        later = seen.get(WEIGHT_GRADIENTS[kind], "backward"), seen.get(kind, "backward", True)
+        later = observed.get(WEIGHT_GRADIENTS[kind], "backward"), observed.get(kind, "backward", True)
         if all(later):
             own = fitted(part, WEIGHT_GRADIENTS[kind], "backward")
             rest = fitted(predicted + part * -1.0, kind, "backward", True)
             both_s = own.seconds(1) + rest.seconds(1)
-            if not seen.get(kind, "backward"):
+            if not observed.get(kind, "backward"):
                 whole = where["backward"][kind] = own + rest
             elif kind == TaskKind.EXPERT:
                 apart_s = max(0.0, both_s - whole.seconds(1))
@@ -269,21 +275,23 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
-def _outside_tasks_s(seen: Observed, phase: str) -> float | None:
-    around_s = seen.seconds.get(Sample(TaskKind.OTHER, phase))
-    return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
+def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
+    around_s = observed.seconds.get(Sample(TaskKind.OTHER, phase))
+    return None if around_s is None else around_s + observed.seconds.get(Sample(COUNTS, phase), 0.0)
 
 
-def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> StageTime:
+def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
     """Fit the time of a part to `points`: seconds of a chunk by number of chunks."""
     if not points:
         return part
     # Several numbers of chunks separate start-up from work. A single one only scales the prediction.
     if len(points) > 1:
-        return _fit_stage([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s)
+        return _fit_stage(
+            [(row_ratio / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
+        )
     ((count, seconds),) = points.items()
-    expected_s = part.seconds(count / share)
-    return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
+    expected_s = part.seconds(count / row_ratio)
+    return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / row_ratio)
 
 
 def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.events import run, run_in_order
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline
 
@@ -49,7 +49,7 @@ def makespan(plan: Plan, costs: Costs) -> float:
     return max(_times(plan, costs)[1], default=0.0)
 
 
-def best_of(plans: Sequence[Plan], costs: Costs) -> Plan:
+def fastest_plan(plans: Sequence[Plan], costs: Costs) -> Plan:
     """Return the plan with the shortest simulated time; ties go to the fewest tasks."""
     seconds = [makespan(plan, costs) for plan in plans]
     enough_s = min(seconds) * (1 + ROUNDING)
@@ -117,9 +117,9 @@ def layer_passes(plan: Plan, timeline: Timeline) -> list[LayerPass]:
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
-        critical_s = {at: _within_s(path[at], start_s, end_s) for at in RESOURCES}
+        critical_s = {at: _overlap_s(path[at], start_s, end_s) for at in RESOURCES}
         degree = plan.degrees.get((phase, layer), 1)
-        passes.append(LayerPass(layer, phase, degree, start_s, end_s, critical_s, _within_s(reduces, start_s, end_s)))
+        passes.append(LayerPass(layer, phase, degree, start_s, end_s, critical_s, _overlap_s(reduces, start_s, end_s)))
         start_s = end_s
     return passes
 
@@ -137,10 +137,10 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     try:
         durations = [seconds[task] for task in plan.sequence]
     except KeyError as error:
-        raise ConfigError(f"simulate: no duration for {name(error.args[0])}; add it to the costs") from None
+        raise ConfigError(f"simulate: no duration for {task_name(error.args[0])}; add it to the costs") from None
     if not all(0 <= duration < math.inf for duration in durations):
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
-        raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {name(bad)}")
+        raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {task_name(bad)}")
     # Without contention, starts follow from dependencies alone.
     if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
         return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
@@ -151,5 +151,5 @@ def _name(one: Task | Span) -> tuple[str, int | None, int | None, str | None]:
     return one.kind, one.chunk, one.layer, one.phase
 
 
-def _within_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
+def _overlap_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
     return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in times)

@@ -70,7 +70,9 @@ def step_plan(
         add("forward", layer, [])
     orders["compute"] += loss_tasks(costs)
     for layer in reversed(layers):
-        middle, beside = (0.0, 0.0) if partition is None else (partition.middle[layer], partition.beside[layer])
+        middle, beside = (
+            (0.0, 0.0) if partition is None else (partition.pipeline_bytes[layer], partition.dense_bytes[layer])
+        )
         add("backward", layer, cutter.cut(middle, layer + 1))
         orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}
@@ -105,7 +107,7 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
     `weights`: yield W tasks (`task.WEIGHT_GRADIENTS`).
     """
-    chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
+    chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].micro_batch_costs()
     for kind in STAGES[phase]:
         if kind == TaskKind.PERMUTE and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Default limit for the number of chunks.
@@ -35,8 +35,8 @@ class StageTime:
         return self.alpha_s + (self.whole_s + self.excess_s / degree) / degree
 
     @property
-    def moved_s(self) -> float:
-        """Seconds of the whole part in one chunk, without start-up."""
+    def work_s(self) -> float:
+        """Seconds of the part in one chunk, without start-up."""
         return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
@@ -47,7 +47,7 @@ class StageTime:
         return StageTime(self.alpha_s * times, self.whole_s * times, self.excess_s * times)
 
 
-def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
+def resource_work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
     """Return the busy seconds of each resource in a layer's pass of `degree` chunks."""
     work = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in parts.items():
@@ -110,9 +110,9 @@ class LayerCosts:
         """Return the seconds of all dense parts of a pass, unchunked or in `degree` micro-batches."""
         if degree is None:
             return sum(self.dense_s[phase].values())
-        return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
+        return sum(degree * part.seconds(degree) for part in self.micro_batch_costs().dense[phase].values())
 
-    def in_micro_batches(self) -> MicroBatches:
+    def micro_batch_costs(self) -> MicroBatches:
         """Return `micro`. Raises `ConfigError` if it is None."""
         if self.micro is None:
             raise ConfigError("micro-batches: the layer cannot be split; costs of its dense part in chunks are unknown")
@@ -195,7 +195,7 @@ class StepCosts:
             part = _part(self.layers[layer], phase, kind, without_weights)
             if part is not None:
                 return part.seconds(count)
-        raise ConfigError(f"costs: no time for {name(task)} ({task.kind}); the plan does not match these layers")
+        raise ConfigError(f"costs: no time for {task_name(task)} ({task.kind}); the plan does not match these layers")
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
@@ -235,13 +235,13 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE:
             continue
         if task.layer is None or task.layer >= len(ends):
-            raise ConfigError(f"plan: {name(task)} is in a layer that does not exist; the stack has {len(ends)}")
+            raise ConfigError(f"plan: {task_name(task)} is in a layer that does not exist; the stack has {len(ends)}")
         end = ends[task.layer]
         stop = end if task.size is None else start + task.size
         if not start < stop <= end:
             raise ConfigError(
-                f"plan: {name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at {end}; "
-                "change its size or layer"
+                f"plan: {task_name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at "
+                f"{end}; change its size or layer"
             )
         result[task] = range(start, stop)
         start = stop
@@ -262,13 +262,13 @@ def resource_bound_s(
         for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
             where = (id(layer), phase, dense, rows)
             if where not in known:
-                work = known[where] = work_s(layer.chunks[phase], rows)
+                work = known[where] = resource_work_s(layer.chunks[phase], rows)
                 work["compute"] += layer.dense_total_s(phase, dense)
             work = known[where]
             compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
     reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
     inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return costs.contention.least_s(compute, intra, inter)
+    return costs.contention.lower_bound_s(compute, intra, inter)
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:
@@ -277,5 +277,5 @@ def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Conten
     # Other resources are idle during the first dispatch and the last combine.
     return max(
         d + ag + r * x + rs + c,
-        d + contention.least_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
+        d + contention.lower_bound_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,
     )

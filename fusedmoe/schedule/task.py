@@ -40,6 +40,7 @@ class TaskKind(StrEnum):
     DISPATCH_EXPERT_COMBINE = "dispatch-expert-combine"
     ALL_GATHER_EXPERT_REDUCE_SCATTER = "all-gather-expert-reduce-scatter"
     UNPERMUTE = "unpermute"
+    SHARED_EXPERT = "shared-expert"
     ATTENTION = "attention"
     WEIGHT_GRADIENT = "weight-gradient"
     ATTENTION_WEIGHT_GRADIENT = "attention-weight-gradient"
@@ -111,6 +112,7 @@ SYMBOLS: dict[str, str] = {
     _K.DISPATCH_EXPERT_COMBINE: "DEC",
     _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: "AGERS",
     _K.UNPERMUTE: "U",
+    _K.SHARED_EXPERT: "SE",
     _K.ATTENTION: "A",
     _K.WEIGHT_GRADIENT: "WG",
     _K.ATTENTION_WEIGHT_GRADIENT: "AWG",

@@ -17,9 +17,9 @@ SHARE, STEPS = 0.02, 500
 # A plan slower than the best by this factor is dropped at once.
 _TOO_SLOW = 1.5
 # Assumed relative error of predictions compared with each other.
-_PREDICTED = 0.1
+_PREDICTION_ERROR = 0.1
 # Steps of each of two plans before their medians are compared, and before the simpler plan must be as fast.
-_FEW, _ENOUGH = 4, 8
+_MIN_STEPS, _MAX_STEPS = 4, 8
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
 _MEDIAN_DEVIATION = 1.25
 
@@ -40,7 +40,7 @@ class Entry:
         return statistics.median_low(self.seconds) if self.seconds else math.inf
 
     @property
-    def least_s(self) -> float:
+    def expected_s(self) -> float:
         """Expected seconds of the next step."""
         # A single long step may be an outlier.
         return min(self.median_s, math.inf if self.first_s is None else self.first_s)
@@ -79,16 +79,16 @@ class Trials:
         self.entries: list[Entry] = []
         self.num_steps = 0
         self._tried_before = 0
-        self._spent_before_s = 0.0
+        self._charged_s = 0.0
 
     def begin_search(self, candidates: Sequence[PlanCandidate]) -> None:
         """Replace the entries. Costs of earlier searches stay charged to the budget."""
-        self._spent_before_s, self._tried_before = self.spent_s, self.num_tried
+        self._charged_s, self._tried_before = self.spent_s, self.num_tried
         self.entries = [Entry(candidate) for candidate in candidates]
 
-    def spend(self, seconds: float) -> None:
+    def charge(self, seconds: float) -> None:
         """Charge further seconds to the budget, in addition to the time lost to slower plans."""
-        self._spent_before_s += seconds
+        self._charged_s += seconds
 
     @property
     def num_tried(self) -> int:
@@ -97,24 +97,24 @@ class Trials:
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent in excess of the best plan, and by `spend`."""
-        best_s = self.least_s
+        """Seconds spent in excess of the best plan, and by `charge`."""
+        best_s = self.best_median_s
         if not math.isfinite(best_s):
-            return self._spent_before_s
-        spent = [len(entry.seconds) * max(0.0, entry.least_s - best_s) for entry in self.entries if entry.seconds]
+            return self._charged_s
+        spent = [len(entry.seconds) * max(0.0, entry.expected_s - best_s) for entry in self.entries if entry.seconds]
         # The first entry's first step is the job's first step, which is slow with any plan.
         first = [max(0.0, entry.first_s - best_s) for entry in self.entries[1:] if entry.first_s is not None]
-        return self._spent_before_s + (sum(spent) + sum(first))
+        return self._charged_s + (sum(spent) + sum(first))
 
     @property
-    def least_s(self) -> float:
-        """Smallest median; infinite before the first measurement."""
+    def best_median_s(self) -> float:
+        """Infinite before the first measurement."""
         return min((entry.median_s for entry in self.entries), default=math.inf)
 
     @property
     def remaining_s(self) -> float:
         """Seconds left in the budget, less a reserve for the last step, which may be much slower."""
-        return (SHARE * max(STEPS, self.num_steps) - 1.5) * self.least_s - self.spent_s
+        return (SHARE * max(STEPS, self.num_steps) - 1.5) * self.best_median_s - self.spent_s
 
     @property
     def noise(self) -> float:
@@ -133,7 +133,7 @@ class Trials:
         if not least.seconds or entry is least:
             return True
         if entry.seconds:
-            return entry.least_s - least.median_s <= max(0.0, self.remaining_s)
+            return entry.expected_s - least.median_s <= max(0.0, self.remaining_s)
         ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
         # OFF is always tried: predictions for chunks may be wrong.
         is_too_slow = ratio > _TOO_SLOW and entry.candidate.family != OFF
@@ -141,7 +141,7 @@ class Trials:
 
     def is_too_slow(self, entry: Entry) -> bool:
         """Return whether a candidate is dropped from its round."""
-        return entry.least_s > _TOO_SLOW * self.least_s
+        return entry.expected_s > _TOO_SLOW * self.best_median_s
 
     def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
         """Return the faster half, including the simplest entry that is as fast as the best; of two, only this entry."""
@@ -158,24 +158,24 @@ class Trials:
         """Return whether more steps are needed to decide if the simpler of two entries is as fast."""
         simpler, larger = sorted((first, second), key=lambda entry: entry.simplicity)
         steps = min(len(first.seconds), len(second.seconds))
-        if self.remaining_s <= 0 or steps >= _ENOUGH or simpler.median_s <= larger.median_s:
+        if self.remaining_s <= 0 or steps >= _MAX_STEPS or simpler.median_s <= larger.median_s:
             return False
-        return steps < _FEW or self.is_as_fast(simpler, larger)
+        return steps < _MIN_STEPS or self.is_as_fast(simpler, larger)
 
     def is_as_fast(self, entry: Entry, least: Entry) -> bool:
         """Return whether an entry's median exceeds the lowest median by no more than noise."""
-        if entry is least or min(len(entry.seconds), len(least.seconds)) < _FEW:
+        if entry is least or min(len(entry.seconds), len(least.seconds)) < _MIN_STEPS:
             return entry is least
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
-    def most_likely(self) -> Entry:
+    def likely_fastest(self) -> Entry:
         """Return the most likely fastest entry if there are too few steps to decide by medians."""
         tried = [entry for entry in self.entries if entry.seconds]
         scale = statistics.median(entry.median_s / max(entry.candidate.predicted_s, 1e-12) for entry in tried)
 
         # The weight of the prediction grows with the noise.
         def likely_s(entry: Entry) -> float:
-            chance = (self.noise / _PREDICTED) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
+            chance = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
             return (entry.median_s + chance * scale * entry.candidate.predicted_s) / (1 + chance)
 
         return min(tried, key=likely_s)

@@ -138,7 +138,7 @@ class Workload:
             volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
-    def kept(self) -> float:
+    def saved_elements(self) -> float:
         """Return the number of elements that the experts' forward pass saves for backward.
 
         Saves received tokens (if W1 has a gradient) and pre-activations of pairs.
@@ -146,7 +146,7 @@ class Workload:
         tokens = self.share * self.model_dim if "w1" in self.trained else 0.0
         return self.rows * (tokens + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
-    def kept_for_weights(self) -> float:
+    def saved_for_weights(self) -> float:
         """Return the number of elements that the experts' backward pass saves for W tasks.
 
         Saves activations, and gradients of pre-activations.
@@ -207,9 +207,9 @@ class Workload:
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
         # Without a "copy" line, copies are free.
         copy = model.lines.get("copy", Line(0.0, 0.0))
-        apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
+        apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
-        regroup_s = copy.seconds(self.kept() * self.itemsize)
+        regroup_s = copy.seconds(self.saved_elements() * self.itemsize)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, regroup_s)
 
     def step_costs(
@@ -283,9 +283,9 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     seconds = {}
     for phase in PHASES:
         parts = layer.chunks[phase]
-        there, back = (shards * parts[part].moved_s for part in (first, last))
+        there, back = (shards * parts[part].work_s for part in (first, last))
         # Without the weight gradients.
-        whole_s = parts[TaskKind.EXPERT].moved_s / (1 if phase == "forward" else 1 + workload.trained_share)
+        whole_s = parts[TaskKind.EXPERT].work_s / (1 if phase == "forward" else 1 + workload.trained_share)
         down_s = whole_s / GEMMS[workload.expert]
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))

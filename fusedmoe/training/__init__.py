@@ -2,7 +2,6 @@
 
 from fusedmoe.placement.sharded_experts import ShardedExperts
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
-from fusedmoe.training.copies import broadcast_parameters
 from fusedmoe.training.data_parallel import (
     KEPT_OPERATORS,
     distributed_data_parallel,
@@ -14,6 +13,7 @@ from fusedmoe.training.data_parallel import (
 from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.optimizers import PerMatrix
 from fusedmoe.training.plan_tuning import tune_model, tune_step
+from fusedmoe.training.replicated_parameters import broadcast_parameters
 from fusedmoe.training.step_plan import PlannedStep, plan_step
 from fusedmoe.training.survival.survival import Survival
 

@@ -22,31 +22,31 @@ from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.split_optimizers import Optimizers
-from fusedmoe.training.checkpoint_folder import first_path, write_folder
-from fusedmoe.training.checkpoint_index import CURE, FORMAT
+from fusedmoe.training.checkpoint_folder import path_of_first_rank, write_folder
+from fusedmoe.training.checkpoint_index import DAMAGE_FIX, FORMAT
 from fusedmoe.training.checkpoint_reader import CheckpointReader, index_digest
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizer_state import GROUPS, EntryFilter, OptimizerState
 from fusedmoe.training.plain_values import require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import ShardSpecs, expert_number_names, is_writer, plain_name, shard_specs
 
 _MODEL = "model."
 
 EXTRA, ABOUT = "extra", "fusedmoe"
 # Attempts to load while other jobs replace the checkpoint.
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def _with_cpu_default(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def _with_cpu_default(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate a function to run with the CPU as default device. DTensor then creates its host-side tensors there."""
 
     @wraps(function)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with torch.device("cpu"):
             return function(*args, **kwargs)
 
@@ -91,7 +91,7 @@ def save_checkpoint(
             message. An existing checkpoint at `path` is unchanged.
     """
     path = Path(path)
-    operation = f"saving checkpoint {first_path(path, topology, 'saving a checkpoint', must_agree=True)}"
+    operation = f"saving checkpoint {path_of_first_rank(path, topology, 'saving a checkpoint', must_agree=True)}"
     state = ModelState(model, optimizer, topology, operation)
 
     def entries() -> dict[str, Any]:
@@ -125,10 +125,10 @@ def load_checkpoint(
             checkpoints.
     """
     path = Path(path)
-    operation = f"loading checkpoint {first_path(path, topology, 'loading a checkpoint')}"
+    operation = f"loading checkpoint {path_of_first_rank(path, topology, 'loading a checkpoint')}"
     state = ModelState(model, optimizer, topology, operation)
-    for attempt in range(_ATTEMPTS):
-        extra = _load(path, state, optimizer is not None, topology, operation, attempt == _ATTEMPTS - 1)
+    for attempt in range(_MAX_ATTEMPTS):
+        extra = _load(path, state, optimizer is not None, topology, operation, attempt == _MAX_ATTEMPTS - 1)
         if extra is not None:
             return extra
     raise AssertionError("the last attempt returns or raises")
@@ -138,7 +138,7 @@ def _load(
     path: Path, state: ModelState, has_optimizer: bool, topology: Topology, operation: str, is_last: bool
 ) -> dict[str, Any] | None:
     """Load a checkpoint. If it was replaced before loading began, return None or, if `is_last`, raise."""
-    small: dict[str, Any] = {}
+    metadata_values: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[CheckpointReader] = []
 
@@ -155,13 +155,13 @@ def _load(
     def compare_index() -> str:
         folder = CheckpointReader(path)
         folders.append(folder)
-        _raise_not_loaded(path, state.difference(folder.metadata))
+        _raise_not_loaded(path, state.model_difference(folder.metadata))
         keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
-        small.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
-        folder.check(small)
-        folder.read_values(small)
-        _raise_not_loaded(path, metadata_problem(small))
-        _raise_not_loaded(path, state.optimizer_difference(small))
+        metadata_values.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
+        folder.check(metadata_values)
+        folder.read_values(metadata_values)
+        _raise_not_loaded(path, metadata_problem(metadata_values))
+        _raise_not_loaded(path, state.optimizer_difference(metadata_values))
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
         folder.check_conversions(targets, state.dtypes(targets))
@@ -180,8 +180,8 @@ def _load(
                     agreed=True,
                 )
         on_all_ranks(topology.world, operation, lambda: folders[0].read_tensors(targets))
-    state.install(targets, small)
-    extra: dict[str, Any] = small[EXTRA]
+    state.install(targets, metadata_values)
+    extra: dict[str, Any] = metadata_values[EXTRA]
     return extra
 
 
@@ -252,7 +252,7 @@ class ModelState:
     def about(self) -> dict[str, Any]:
         return {"format": FORMAT, "optimizer": None if self._optimizer is None else self._optimizer.about()}
 
-    def difference(self, metadata: Metadata) -> str | None:
+    def model_difference(self, metadata: Metadata) -> str | None:
         """Name the first tensors that differ from the checkpoint; None if all match."""
         saved = {
             key.removeprefix(_MODEL): tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
@@ -275,13 +275,13 @@ class ModelState:
         messages += [f"and {num_omitted} more"] if num_omitted else []
         return f"it is of another model: {'; '.join(messages)}. Build the model as it was at the save."
 
-    def optimizer_difference(self, small: dict[str, Any]) -> str | None:
+    def optimizer_difference(self, metadata_values: dict[str, Any]) -> str | None:
         if self._optimizer is None:
             return None
-        about = small[ABOUT]["optimizer"]
+        about = metadata_values[ABOUT]["optimizer"]
         if about is None:
             return "it was saved without an optimizer. Pass optimizer=None."
-        difference = self._optimizer.compare(about, small.get(GROUPS, []), self._rank_local_names)
+        difference = self._optimizer.compare(about, metadata_values.get(GROUPS, []), self._rank_local_names)
         return difference and f"{difference}. Construct the optimizer as for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class ModelState:
         dtypes = {key: target.dtype for key, target in targets.items() if isinstance(target, Tensor)}
         return dtypes if self._optimizer is None else dtypes | self._optimizer.dtypes(dtypes)
 
-    def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
+    def install(self, targets: dict[str, Any], metadata_values: dict[str, Any]) -> None:
         # Tensors were read in place; `load_state_dict` sets other state and runs the modules' hooks.
         state = {
             own: self._values[name] if name in self._specs.own and not _is_extra_state(name) else targets[_MODEL + name]
@@ -310,7 +310,7 @@ class ModelState:
         }
         self._model.load_state_dict(state)
         if self._optimizer is not None:
-            self._optimizer.install(targets, small[GROUPS])
+            self._optimizer.install(targets, metadata_values[GROUPS])
 
 
 class _WithExtraState(nn.Module):
@@ -339,11 +339,11 @@ def _describe_optimizer(kind: str | None, groups: int) -> str:
     return "None" if kind is None else f"{kind} with {groups} parameter groups"
 
 
-def metadata_problem(small: dict[str, Any]) -> str | None:
+def metadata_problem(metadata_values: dict[str, Any]) -> str | None:
     """Return an error message unless `save_checkpoint` could have written the metadata."""
-    about, groups = small.get(ABOUT), small.get(GROUPS, [])
+    about, groups = metadata_values.get(ABOUT), metadata_values.get(GROUPS, [])
     if (
-        isinstance(small.get(EXTRA), dict)
+        isinstance(metadata_values.get(EXTRA), dict)
         and isinstance(about, dict)
         and isinstance(about.get("optimizer", ()), dict | None)
         and _are_names((about["optimizer"] or {"settings": []}).get("settings"))
@@ -352,7 +352,7 @@ def metadata_problem(small: dict[str, Any]) -> str | None:
         and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
     ):
         return None
-    return f"it is damaged: its metadata is not as save_checkpoint writes it. {CURE}"
+    return f"it is damaged: its metadata is not as save_checkpoint writes it. {DAMAGE_FIX}"
 
 
 def _are_names(names: Any) -> bool:

@@ -27,32 +27,32 @@ from fusedmoe.errors import ConfigError, RankError, warn
 from fusedmoe.training.checkpoint_index import (
     INDEX,
     FilePart,
+    FileParts,
     TensorPart,
-    Written,
     has_elements,
     tensor_key,
     write_index,
     write_parts,
 )
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.plain_values import EncodedValue, encode_value, require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import RowShard
 
 #: File name of the index in formats 1 and 2.
 EARLIER_INDEX = ".metadata"
 
 
-def resolved(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def first_path(path: Path, topology: Topology, operation: str, must_agree: bool = False) -> str:
+def path_of_first_rank(path: Path, topology: Topology, operation: str, must_agree: bool = False) -> str:
     """Return rank 0's path, which all ranks then use in their errors. Collective.
 
     With `must_agree`, raise `RankError` if the ranks' paths lead to different folders.
     """
     # Equal as absolute paths or after resolving links.
-    written = os.fspath(path), os.path.abspath(path), str(resolved(path))
+    written = os.fspath(path), os.path.abspath(path), str(resolve_links(path))
     (first, *places), *others = all_gather_object(topology.world, written, operation)
     for rank, (_, *other) in zip(topology.world.ranks[1:], others, strict=True):
         if must_agree and not {*other} & {*places}:
@@ -74,7 +74,7 @@ def require_shared(folder: Path, mark: str, path: Path) -> None:
         )
 
 
-def beside(path: Path, suffix: str) -> Path:
+def sibling_path(path: Path, suffix: str) -> Path:
     """Return a hidden path in the parent folder of `path`, hence on the same file system for renaming."""
     return path.parent / f".{path.name}.{suffix}"
 
@@ -83,13 +83,13 @@ def is_checkpoint(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / EARLIER_INDEX).is_file()
 
 
-def saved_at(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Path | None:
     """Return the folder of the checkpoint saved to `path`, or None."""
-    path = resolved(path)
+    path = resolve_links(path)
     if is_checkpoint(path):
         return path
     # A save was interrupted between its two renames; the previous checkpoint is complete under its temporary name.
-    previous = beside(path, "previous")
+    previous = sibling_path(path, "previous")
     return None if path.exists() or not is_checkpoint(previous) else previous
 
 
@@ -142,12 +142,12 @@ def exclusive_folder(path: Path, folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def install(partial: Path, path: Path) -> None:
+def replace_checkpoint(partial: Path, path: Path) -> None:
     """Rename the finished folder to `path`. At every moment either `path` or the previous checkpoint is complete."""
-    previous = beside(path, "previous")
-    _sync(partial)
-    _sync(path.parent)
-    # A non-empty folder cannot be replaced in one step; between these renames `saved_at` returns `previous`.
+    previous = sibling_path(path, "previous")
+    _fsync_folder(partial)
+    _fsync_folder(path.parent)
+    # A non-empty folder cannot be replaced in one step; between these renames `find_checkpoint` returns `previous`.
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
         path.rename(previous)
@@ -159,7 +159,7 @@ def install(partial: Path, path: Path) -> None:
         raise
     # The save has succeeded; later failures are only warnings.
     try:
-        _sync(path.parent)
+        _fsync_folder(path.parent)
     except OSError as error:
         warn(f"checkpoint {path} is in place, and may be lost if the system fails now: {error}", stacklevel=2)
     _remove(previous, f"checkpoint {path} is in place. The previous one")
@@ -174,7 +174,7 @@ def _remove(folder: Path, label: str) -> None:
             warn(f"{label} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
 
 
-def _sync(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -187,8 +187,8 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
 
     `entries` returns tensors, DTensors and plain values by key. Exactly one of the ranks that hold an entry returns it.
     """
-    path = resolved(path)  # replace the target of a symbolic link, not the link
-    temporary = beside(path, "partial")
+    path = resolve_links(path)  # replace the target of a symbolic link, not the link
+    temporary = sibling_path(path, "partial")
     unfinished = temporary / "checkpoint"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = topology.is_first
@@ -202,16 +202,16 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
         planner.set_up_planner(tensors, None, first)
         return planner.create_local_plan()
 
-    def write(own: SavePlan) -> Written:
+    def write(own: SavePlan) -> FileParts:
         unfinished.mkdir(parents=True, exist_ok=True)
-        return write_parts(unfinished, topology.world.index, _parts(own, planner), values)
+        return write_parts(unfinished, topology.world.index, _tensor_parts(own, planner), values)
 
-    def finish(plans: list[SavePlan], written_by_rank: list[Written]) -> None:
+    def finish(plans: list[SavePlan], written_by_rank: list[FileParts]) -> None:
         for rank, written in zip(topology.world.ranks, written_by_rank, strict=True):
             _require_complete(unfinished, written.all(), rank)
         _, metadata = planner.create_global_plan(plans)
         write_index(unfinished, metadata, written_by_rank)
-        install(unfinished, path)
+        replace_checkpoint(unfinished, path)
 
     def on_all(action: Callable[[], Any]) -> list[Any]:
         return on_all_ranks(topology.world, operation, action)
@@ -252,7 +252,7 @@ def require_writable(tensor: Tensor, label: str) -> None:
         raise ConfigError(f"{label} is expanded: several elements share memory. Copy it with clone().")
 
 
-def _parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple[TensorPart, Callable[[], Any]]]:
+def _tensor_parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple[TensorPart, Callable[[], Any]]]:
     for item in plan.items:
         data = item.tensor_data
         assert data is not None

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import read_regular_file
 from fusedmoe.training.plain_values import DTYPES, byte_buffer, dtype_name, size_of, tensor_bytes
 
 #: Current format version. Formats 1 and 2 stored index and values as pickles.
@@ -42,16 +42,16 @@ FORMAT = 3
 #: A folder that contains this file is a checkpoint.
 INDEX = "index.jsonl"
 
-CURE = "Copy it again, or load another checkpoint."
+DAMAGE_FIX = "Copy it again, or load another checkpoint."
 
 _CHUNK_BYTES = 2**20
 # The index of a million parts is a tenth of this bound.
-_MOST_BYTES = 2**31
+_MAX_INDEX_BYTES = 2**31
 _FILE = re.compile(r"rank-\d{5,9}(-\d{1,9})?\.(safetensors|jsonl)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # dtype name -> safetensors type, number of safetensors elements per element.
-_SAFE = {
+_SAFETENSORS_TYPES = {
     "bool": ("BOOL", 1),
     **{f"{sign}int{bits}": (f"{'U' if sign else 'I'}{bits}", 1) for sign in ("", "u") for bits in (8, 16, 32, 64)},
     **{f"float{bits}": (f"F{bits}", 1) for bits in (16, 32, 64)},
@@ -82,11 +82,11 @@ class TensorPart(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
 
 
 @dataclass
-class Written:
+class FileParts:
     """File parts written by one rank.
 
     Attributes:
@@ -113,7 +113,7 @@ class Index(NamedTuple):
     """
 
     metadata: Metadata
-    written: Written
+    written: FileParts
     digest: str
 
 
@@ -121,9 +121,9 @@ def tensor_key(key: str, number: int) -> str:
     return f"values.{key}.{number}"
 
 
-def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]) -> Written:
+def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]) -> FileParts:
     """Write this rank's files. `parts`: each with a function that returns its elements."""
-    written = Written()
+    written = FileParts()
     files: dict[int, dict[str, tuple[TensorPart, Any]]] = {}
     for part, elements in parts:
         number = 0
@@ -138,14 +138,14 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]]
     return written
 
 
-def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Written) -> None:
+def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: FileParts) -> None:
     # Descending element size keeps every part aligned to its element type.
     parts.sort(key=lambda one: -one[0].dtype.itemsize)
     header: dict[str, Any] = {}
     starts: dict[str, Any] = {}
     offset = 0
     for part, _ in parts:
-        safe, times = _SAFE[dtype_name(part.dtype)]
+        safe, times = _SAFETENSORS_TYPES[dtype_name(part.dtype)]
         end = offset + prod(part.sizes) * part.dtype.itemsize
         more = [times] if times > 1 else []
         header[part.key] = {"dtype": safe, "shape": [*part.sizes, *more], "data_offsets": [offset, end]}
@@ -161,7 +161,7 @@ def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Wri
         os.fsync(file.fileno())
 
 
-def _write_values(path: Path, values: dict[str, Any], written: Written) -> None:
+def _write_values(path: Path, values: dict[str, Any], written: FileParts) -> None:
     with path.open("wb", buffering=0) as file:
         for key, one in values.items():
             line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
@@ -178,7 +178,7 @@ def _write(file: FileIO, name: str, data: Any) -> FilePart:
     return file_part
 
 
-def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[Written]) -> None:
+def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[FileParts]) -> None:
     """Write the index of all ranks' files."""
     headers: dict[str, Any] = {}
     places: dict[str, list[Any]] = {}
@@ -218,12 +218,12 @@ def read_index(path: Path, folder: Path) -> Index:
     """
     damaged = f"the checkpoint {path} is damaged: {INDEX}"
     try:
-        head, _, body = regular_bytes(folder / INDEX, _MOST_BYTES).partition(b"\n")
+        head, _, body = read_regular_file(folder / INDEX, _MAX_INDEX_BYTES).partition(b"\n")
     except OSError as error:
-        raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
     # Verify the digest before parsing.
     if head + b"\n" != _head(body.removesuffix(b"\n")) or not body.endswith(b"\n"):
-        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {DAMAGE_FIX}")
     try:
         held = json.loads(body)
         version = held["format"]
@@ -232,7 +232,7 @@ def read_index(path: Path, folder: Path) -> Index:
         digest = hashlib.sha256(body.removesuffix(b"\n")).hexdigest()
         index = None if version > FORMAT else _parse(held, digest)
     except Exception as error:  # parsing malformed content may raise any exception
-        raise ConfigError(f"{damaged} cannot be read ({error!s:.200}). {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read ({error!s:.200}). {DAMAGE_FIX}") from error
     if index is None:
         raise ConfigError(
             f"the checkpoint {path} has format {version!s:.20}, and this version of fusedmoe reads format {FORMAT}. "
@@ -251,7 +251,7 @@ def stored_digest(folder: Path) -> str:
 
 def _parse(held: dict[str, Any], digest: str) -> Index:
     entries: dict[str, Any] = {}
-    written = Written()
+    written = FileParts()
     written.headers = [_parse_file_part([file, 0, *rest]) for file, rest in held["headers"].items()]
     for key, tensor in held["tensors"].items():
         dtype, shape, chunks = DTYPES[tensor["dtype"]], size_of(tensor["shape"]), []
@@ -300,7 +300,7 @@ def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str,
     ends: dict[str, int] = {}
     for name, offset, length in sorted(places):
         if offset < ends.get(name, 0):
-            raise ConfigError(f"the checkpoint {path} is damaged: two parts overlap in {name}. {CURE}")
+            raise ConfigError(f"the checkpoint {path} is damaged: two parts overlap in {name}. {DAMAGE_FIX}")
         ends[name] = offset + length
     return ends
 
@@ -314,7 +314,7 @@ def damage_error(path: Path, file_part: FilePart) -> ConfigError:
     end = file_part.offset + file_part.length
     return ConfigError(
         f"the checkpoint {path} is damaged: {file_part.file} does not match its digest between bytes "
-        f"{file_part.offset} and {end}. {CURE}"
+        f"{file_part.offset} and {end}. {DAMAGE_FIX}"
     )
 
 

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.checkpoint_folder import local_tensor, require_writable, saved_at
+from fusedmoe.training.checkpoint_folder import find_checkpoint, local_tensor, require_writable
 from fusedmoe.training.checkpoint_index import (
-    CURE,
+    DAMAGE_FIX,
     INDEX,
     FilePart,
     damage_error,
@@ -31,12 +31,12 @@ from fusedmoe.training.lossless_conversion import is_lossy, require_convertible,
 from fusedmoe.training.plain_values import byte_buffer, decode_value
 
 # The default limit is 1,024 open files per process.
-_MOST_OPEN = 256
+_MAX_OPEN_FILES = 256
 
 
 def index_digest(path: Path) -> str | None:
     """Return the unverified digest stated in the index; None if unreadable."""
-    folder = saved_at(path)
+    folder = find_checkpoint(path)
     try:
         return None if folder is None else stored_digest(folder)
     except OSError:
@@ -57,7 +57,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path) -> None:
-        folder = saved_at(path)
+        folder = find_checkpoint(path)
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save that all ranks can access")
         if not (folder / INDEX).is_file():
@@ -79,19 +79,20 @@ class CheckpointReader:
 
     def check(self, targets: dict[str, Any]) -> None:
         """Raise `ConfigError` if a file part required for `targets` is damaged."""
-        for key, target in self._tensors(targets).items():
+        tensors = self._tensor_targets(targets)
+        for key, target in tensors.items():
             require_writable(local_tensor(target), f"checkpoint {self._path} was not loaded: {key}")
-        file_parts = {self._part(item) for item in self._plan(self._tensors(targets), PlainPlanner())}
+        file_parts = {self._stored_part(item) for item in self._plan_reads(tensors, PlainPlanner())}
         for key in targets:
             if key in self._written.values:
                 file_part, count = self._written.values[key]
                 owned = [tensor_key(key, number) for number in range(count)]
                 file_parts |= {
                     file_part,
-                    *(self._part(item) for item in self._plan(self._empty(owned), PlainPlanner())),
+                    *(self._stored_part(item) for item in self._plan_reads(self._empty_tensors(owned), PlainPlanner())),
                 }
         for file_part in sorted(file_parts):
-            with self._opened(file_part.file) as file:
+            with self._open_file(file_part.file) as file:
                 if file_part.file in self._headers.keys() - self._checked:
                     require_intact(self._path, file, self._headers[file_part.file])
                     self._checked.add(file_part.file)
@@ -114,7 +115,7 @@ class CheckpointReader:
         """Replace the values in `targets` by the stored values. Raise `ConfigError` for a malformed value."""
         for key in targets:
             if key in self._written.values:
-                targets[key] = self._value(key)
+                targets[key] = self._read_value(key)
 
     def read_tensors(self, targets: dict[str, Any]) -> None:
         """Copy stored data into tensors and DTensors. Raise `ConfigError` if the checkpoint was replaced meanwhile."""
@@ -123,19 +124,19 @@ class CheckpointReader:
             "Load it again; save to another path while a load is running."
         )
         try:
-            self._read_tensors(self._tensors(targets), PlainPlanner())
+            self._read_tensors(self._tensor_targets(targets), PlainPlanner())
         except (OSError, ConfigError) as error:
             if index_digest(self._path) == self.digest:
                 raise
             raise replaced from error
         # Beyond the limit, files are reopened by name and may be from a later save.
-        if len(self._files) == _MOST_OPEN and index_digest(self._path) != self.digest:
+        if len(self._files) == _MAX_OPEN_FILES and index_digest(self._path) != self.digest:
             raise replaced
 
-    def _tensors(self, targets: dict[str, Any]) -> dict[str, Any]:
+    def _tensor_targets(self, targets: dict[str, Any]) -> dict[str, Any]:
         return {key: target for key, target in targets.items() if key not in self._written.values}
 
-    def _value(self, key: str) -> Any:
+    def _read_value(self, key: str) -> Any:
         file_part, count = self._written.values[key]
 
         def fetch(number: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -143,12 +144,12 @@ class CheckpointReader:
             saved: Any = self.metadata.state_dict_metadata.get(own)
             if number >= count or saved.properties.dtype != dtype or saved.size != shape:
                 raise ValueError("a tensor has another dtype or shape")
-            target = self._empty([own])
+            target = self._empty_tensors([own])
             self._read_tensors(target, PlainPlanner())
             return target[own]
 
         try:
-            line = json.loads(self._bytes(file_part).numpy().tobytes())
+            line = json.loads(self._read_bytes(file_part).numpy().tobytes())
             return decode_value(json.dumps(line["value"]), fetch)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise ConfigError(f"{damage_error(self._path, file_part)} ({error})") from error
@@ -156,10 +157,10 @@ class CheckpointReader:
     def _read_tensors(self, targets: dict[str, Any], planner: PlainPlanner) -> None:
         file_part, whole = None, torch.empty(0, device="cpu")
         # Sorted: a stored part that overlaps several target parts is read once.
-        for item in sorted(self._plan(targets, planner), key=self._part):
-            if file_part != self._part(item):
-                file_part = self._part(item)
-                whole = self._elements(item, file_part)
+        for item in sorted(self._plan_reads(targets, planner), key=self._stored_part):
+            if file_part != self._stored_part(item):
+                file_part = self._stored_part(item)
+                whole = self._read_elements(item, file_part)
             value = whole
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 value = value.narrow(dim, offset, length)
@@ -167,38 +168,38 @@ class CheckpointReader:
             target.copy_(value)
             planner.commit_tensor(item, target)
 
-    def _empty(self, keys: Iterable[str]) -> dict[str, Tensor]:
+    def _empty_tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
         entries: Any = self.metadata.state_dict_metadata
         return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype, device="cpu") for key in keys}
 
-    def _elements(self, item: ReadItem, file_part: FilePart) -> Tensor:
+    def _read_elements(self, item: ReadItem, file_part: FilePart) -> Tensor:
         entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
         sizes = entry.chunks[item.storage_index.index].sizes
-        return self._bytes(file_part).view(entry.properties.dtype).view(sizes)
+        return self._read_bytes(file_part).view(entry.properties.dtype).view(sizes)
 
-    def _bytes(self, file_part: FilePart) -> Tensor:
+    def _read_bytes(self, file_part: FilePart) -> Tensor:
         data = torch.empty(file_part.length, dtype=torch.uint8, device="cpu")
-        with self._opened(file_part.file) as file:
+        with self._open_file(file_part.file) as file:
             file.seek(file_part.offset)
             if file.readinto(byte_buffer(data)) != file_part.length:
                 raise damage_error(self._path, file_part)
         return data
 
-    def _plan(self, targets: dict[str, Any], planner: PlainPlanner) -> list[ReadItem]:
+    def _plan_reads(self, targets: dict[str, Any], planner: PlainPlanner) -> list[ReadItem]:
         planner.set_up_planner(targets, self.metadata, True)
         return planner.create_local_plan().items
 
-    def _part(self, item: ReadItem) -> FilePart:
+    def _stored_part(self, item: ReadItem) -> FilePart:
         offset = item.storage_index.offset
         assert offset is not None
         return self._written.parts[item.storage_index.fqn, tuple(offset)]
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[BufferedReader]:
+    def _open_file(self, name: str) -> Iterator[BufferedReader]:
         file = self._files.get(name)
         if file is not None:
             yield file
-        elif len(self._files) < _MOST_OPEN:
+        elif len(self._files) < _MAX_OPEN_FILES:
             self._files[name] = (self._folder / name).open("rb")
             yield self._files[name]
         else:
@@ -210,7 +211,9 @@ class CheckpointReader:
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:
-                raise ConfigError(f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {CURE}")
+                raise ConfigError(
+                    f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {DAMAGE_FIX}"
+                )
 
 
 class PlainPlanner(DefaultLoadPlanner):

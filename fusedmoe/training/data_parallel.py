@@ -34,20 +34,20 @@ from fusedmoe.engine import scheduled_operator  # noqa: F401  it registers an op
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED, experts_of
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_shardings
-from fusedmoe.training.copies import (
-    MpLoss,
-    broadcast,
-    compare_replicas,
-    divisor,
-    propagate_nonfinite,
-    reduce_gradients,
-    replica_group,
-    replicas,
-    sharded_with_experts,
-)
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
 from fusedmoe.training.repeated_sync import note_synchronised
+from fusedmoe.training.replicated_parameters import (
+    MpLoss,
+    broadcast,
+    compare_replicas,
+    gradient_divisor,
+    list_replicas,
+    propagate_nonfinite,
+    reduce_gradients,
+    replica_group,
+    sharded_with_experts,
+)
 
 
 def sync_gradients(
@@ -89,14 +89,14 @@ def sync_gradients(
         return
     # All ranks reduce started buckets before other gradients, in the same order.
     done = set() if buckets is None else buckets.close()
-    all_replicas = replicas(model, topology)
+    all_replicas = list_replicas(model, topology)
     check_first_step(model, all_replicas)
     copies = [replica for replica in all_replicas if id(replica.parameter) not in done]
-    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
+    reduce_gradients(copies, [gradient_divisor(replica, topology, mp_loss) for replica in copies], topology, model)
     propagate_nonfinite(all_replicas, topology)
     for replica in all_replicas:
         if not replica.is_fsdp:  # FSDP accumulates gradients without running hooks
-            note_synchronised(replica.parameter, divisor(replica, topology, mp_loss) / replica.group.size)
+            note_synchronised(replica.parameter, gradient_divisor(replica, topology, mp_loss) / replica.group.size)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -125,12 +125,12 @@ def distributed_data_parallel(
     if topology.size == 1:
         return SingleRank(model)
     # PyTorch would compare only the number of trainable parameters.
-    copies = [one for one in replicas(model, topology) if not one.has_local_name]
+    copies = [one for one in list_replicas(model, topology) if not one.has_local_name]
     trainable = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
     topology.require_equal_facts(trainable, "distributed_data_parallel")
     wrapped = DataParallel(model, topology, mp_loss, **options)
     if not options.get("init_sync", True):
-        compare_replicas(replicas(model, topology), topology)
+        compare_replicas(list_replicas(model, topology), topology)
     return wrapped
 
 
@@ -155,7 +155,7 @@ class DataParallel(WatchedDataParallel):
     """DistributedDataParallel for models with sharded parameters; created by `distributed_data_parallel`."""
 
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
-        copies = replicas(model, topology)
+        copies = list_replicas(model, topology)
         check_first_step(model, copies)
         split = [replica for replica in copies if replica.sharding]
         splits, _ = active_shardings(model, topology)
@@ -164,7 +164,7 @@ class DataParallel(WatchedDataParallel):
         hidden += [f".{name}" for name in hidden if "." not in name]
         # PyTorch would average these over ranks with different experts or shards.
         hide_from_ddp(model, hidden)
-        self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
+        self._topology, self._sharded, self._mp_loss, self._options = topology, split, mp_loss, options
         with bound_collectives(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
@@ -177,7 +177,7 @@ class DataParallel(WatchedDataParallel):
             if replica.parameter.requires_grad:
                 # Averaging over replicas leaves gradients accumulated in earlier backwards unchanged; with this scale
                 # it yields the required divided sum.
-                scale = replica.group.size / divisor(replica, topology, mp_loss)
+                scale = replica.group.size / gradient_divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _scale_gradient(own(), gradient, scale))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
@@ -200,14 +200,14 @@ class DataParallel(WatchedDataParallel):
         self._topology.job.refuse_pickle()
         return self.__dict__
 
-    def around_agreement(self) -> AbstractContextManager[None]:
+    def pre_forward_context(self) -> AbstractContextManager[None]:
         # Inside, DDP agrees on buckets and broadcasts buffers; the model's forward runs later, without this timeout.
         return bound_collectives(self._topology.world, "agreeing on gradient buckets")
 
     def _finish_backward(self) -> None:
         """Reduce the gradients hidden from DDP and wait until all ranks have launched DDP's reductions."""
-        reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
-        propagate_nonfinite(self._split, self._topology)
+        reduce_gradients(self._sharded, [replica.group.size for replica in self._sharded], self._topology)
+        propagate_nonfinite(self._sharded, self._topology)
         world = self._topology.world
         # DDP waits next. On a CPU it would not detect a failed rank until Gloo's timeout.
         if device_of(world).type == "cpu":
@@ -318,8 +318,8 @@ def save_communication() -> tuple[Any, Any]:
     (including pre-activations). In eager mode such a layer runs without its schedule. Without this policy, a checkpoint
     repeats each exchange. Layers with hooks or placement="fssdp" and Tutel's layers do so even with it.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_save_policy)
 
 
-def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+def _save_policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

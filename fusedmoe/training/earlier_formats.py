@@ -42,10 +42,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.python import PythonUnpickler
 from fusedmoe.errors import ConfigError, warn
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import read_regular_file
 from fusedmoe.training.checkpoint import ABOUT, metadata_problem
-from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, saved_at, write_folder
-from fusedmoe.training.checkpoint_index import CURE, end_offsets, is_covered
+from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, find_checkpoint, write_folder
+from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered
 
 #: Last format with pickles.
 FORMAT = 2
@@ -53,15 +53,15 @@ CHECKSUMS = ".checksums"
 
 _CHUNK_BYTES = 2**20
 # Upper bound of an index or checksum file; a million items occupy a tenth of it.
-_MOST_BYTES = 2**31
+_MAX_INDEX_BYTES = 2**31
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
 _TENSOR = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
 _HASHING = {pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET}
-_MOST_DIMS, _MOST_NAME = 64, 255
-_MOST_ELEMENTS, _MOST_DEPTH = 2**16, 1000
-_KNOWN = {
+_MAX_DIMS, _MAX_NAME_LENGTH = 64, 255
+_MAX_ELEMENTS, _MAX_DEPTH = 2**16, 1000
+_ALLOWED_NAMES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in (*_METADATA, *_TENSOR)),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
@@ -85,7 +85,7 @@ def convert_checkpoint(old: str | os.PathLike[str], new: str | os.PathLike[str])
 
 
 def _entries(path: Path) -> dict[str, Any]:
-    folder = saved_at(path)
+    folder = find_checkpoint(path)
     if folder is None:
         raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save")
     if not (folder / EARLIER_INDEX).is_file():
@@ -94,14 +94,14 @@ def _entries(path: Path) -> dict[str, Any]:
     try:
         index, digest = read_index(folder)
     except OSError as error:
-        raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
     digests = read_digests(path, folder)
     if digests is not None and digests.of_index != digest:
-        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {DAMAGE_FIX}")
     try:
         metadata = parse_index(index)
     except Exception as error:  # any exception from unpickling damaged data
-        raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read ({error}). {DAMAGE_FIX}") from error
     entries: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         if isinstance(entry, TensorStorageMetadata)
@@ -120,13 +120,13 @@ def _entries(path: Path) -> dict[str, Any]:
     try:
         reader.read_data(plan, planner).wait()
     except UnpicklingError as error:
-        raise refused(path, error) from error
+        raise refused_class_error(path, error) from error
     difference = metadata_problem(entries)
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not converted: {difference}")
     about = entries[ABOUT]
     if digests is None and about.get("format") != 1:
-        raise ConfigError(f"the checkpoint {path} is damaged: {CHECKSUMS} is missing. {CURE}")
+        raise ConfigError(f"the checkpoint {path} is damaged: {CHECKSUMS} is missing. {DAMAGE_FIX}")
     if digests is None:
         warn(
             f"checkpoint {path} is of format 1, without checksums: most damage to its data is detected, damage to "
@@ -150,7 +150,7 @@ def _check_sizes(path: Path, folder: Path, metadata: Metadata) -> None:
         file = folder / name
         size = file.stat().st_size if file.is_file() else 0
         if size < end:
-            raise ConfigError(f"the checkpoint {path} is damaged: {name} has {size} bytes of {end}. {CURE}")
+            raise ConfigError(f"the checkpoint {path} is damaged: {name} has {size} bytes of {end}. {DAMAGE_FIX}")
 
 
 class StoredItem(NamedTuple):
@@ -164,16 +164,16 @@ class StoredItem(NamedTuple):
 
 def parse_index(data: bytes) -> Metadata:
     """Parse a pickled index without executing it. Raise `ValueError` for unknown names or inconsistent content."""
-    note = _note(_Reader(BytesIO(data)).load())
+    note = _require_note(_Reader(BytesIO(data)).load())
     infos: dict[MetadataIndex, StoredItem] = {}
-    for key, info in _dictionary(note["storage_data"]).items():
+    for key, info in _require_dict(note["storage_data"]).items():
         # Values have no offset; tensor parts do.
-        at = None if _note(key)["offset"] is None else _sizes(key["offset"])
-        infos[MetadataIndex(_word(key["fqn"]), at)] = _info(_note(info))
+        at = None if _require_note(key)["offset"] is None else _parse_size(key["offset"])
+        infos[MetadataIndex(_require_str(key["fqn"]), at)] = _parse_item(_require_note(info))
     held: dict[str, Any] = {}
     parts = 0
-    for name, entry in _dictionary(note["state_dict_metadata"]).items():
-        held[_word(name)] = _entry(_note(entry), len(data) - parts)
+    for name, entry in _require_dict(note["state_dict_metadata"]).items():
+        held[_require_str(name)] = _parse_entry(_require_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
             parts += 1  # an index of n bytes describes fewer than n parts
@@ -198,7 +198,7 @@ class _Note:
         self.held = state
 
     def __getitem__(self, field: str) -> Any:
-        return _dictionary(self.held).get(field)
+        return _require_dict(self.held).get(field)
 
 
 class _Reader(PythonUnpickler):
@@ -214,12 +214,12 @@ class _Reader(PythonUnpickler):
         # dtypes are values without side effects.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ALLOWED_NAMES:
             raise ValueError(f"it names {reprlib.repr(f'{module}.{name}')}, which has no place in an index")
         return type("_Note", (_Note,), {"name": name})
 
     def _set_items(self, items: list[Any]) -> None:
-        held = _dictionary(self.stack[-1])
+        held = _require_dict(self.stack[-1])
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str and not isinstance(key, _Note):  # hashing a tuple would traverse its elements
                 raise ValueError(f"a {type(key).__name__} is no key")
@@ -254,7 +254,7 @@ class _TupleReader(_Reader):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
-        self._most = max(_MOST_ELEMENTS, len(data))
+        self._max_elements = max(_MAX_ELEMENTS, len(data))
         # By id: the tuple (kept alive so that its id stays unique), its element count, its depth.
         self._sizes: dict[int, tuple[object, int, int]] = {}
 
@@ -267,7 +267,7 @@ class _TupleReader(_Reader):
     def _tuple(self, values: list[Any]) -> None:
         held = [self._sizes.get(id(value), (None, 1, 0))[1:] for value in values]
         elements, depth = 1 + sum(size for size, _ in held), 1 + max((depth for _, depth in held), default=0)
-        if elements > self._most or depth > _MOST_DEPTH:
+        if elements > self._max_elements or depth > _MAX_DEPTH:
             raise ValueError("a tuple has more elements than were written")
         made = tuple(values)
         self._sizes[id(made)] = made, elements, depth
@@ -287,61 +287,63 @@ class _TupleReader(_Reader):
     }
 
 
-def _info(note: _Note) -> StoredItem:
-    file = _word(note["relative_path"])
-    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
+def _parse_item(note: _Note) -> StoredItem:
+    file = _require_str(note["relative_path"])
+    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MAX_NAME_LENGTH:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
     if note["transform_descriptors"]:
         raise ValueError("its items are encoded")
-    return StoredItem(file, _size(note["offset"]), _size(note["length"]))
+    return StoredItem(file, _require_size(note["offset"]), _require_size(note["length"]))
 
 
-def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetadata:
+def _parse_entry(note: _Note, max_parts: int) -> BytesStorageMetadata | TensorStorageMetadata:
     if note.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    properties = _note(note["properties"]).held
+    properties = _require_note(note["properties"]).held
     dtype = properties[0] if type(properties) is tuple and properties else None
     if note.name != "TensorStorageMetadata" or not isinstance(dtype, torch.dtype):
         raise ValueError(f"{note.name} is no entry of an index")
-    size, chunks = _sizes(note["size"]), note["chunks"]
-    if type(chunks) is not list or len(chunks) > most:
+    size, chunks = _parse_size(note["size"]), note["chunks"]
+    if type(chunks) is not list or len(chunks) > max_parts:
         raise ValueError("a tensor has no list of parts, or more of them than were written")
-    made = [ChunkStorageMetadata(_sizes(_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
+    made = [
+        ChunkStorageMetadata(_parse_size(_require_note(one)["offsets"]), _parse_size(one["sizes"])) for one in chunks
+    ]
     if not is_covered(size, made):
         raise ValueError("the parts of a tensor do not add up to its shape")
     return TensorStorageMetadata(TensorProperties(dtype), size, made)
 
 
-def _sizes(note: Any) -> torch.Size:
-    args = _note(note).args
+def _parse_size(note: Any) -> torch.Size:
+    args = _require_note(note).args
     values = args[0] if len(args) == 1 else None
-    if not isinstance(values, tuple | list) or len(values) > _MOST_DIMS:
+    if not isinstance(values, tuple | list) or len(values) > _MAX_DIMS:
         raise ValueError(f"a {type(values).__name__} is no shape")
-    return torch.Size([_size(value) for value in values])
+    return torch.Size([_require_size(value) for value in values])
 
 
 # An object of a wrong type is reported by its type only: its repr may not terminate.
 
 
-def _size(value: Any) -> int:
+def _require_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"a {type(value).__name__} is no size, or is out of bounds")
     return value
 
 
-def _word(value: Any) -> str:
+def _require_str(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"a {type(value).__name__} is no name")
     return value
 
 
-def _note(value: Any) -> _Note:
+def _require_note(value: Any) -> _Note:
     if not isinstance(value, _Note):
         raise ValueError(f"a {type(value).__name__} has no place in an index")
     return value
 
 
-def _dictionary(value: Any) -> dict[Any, Any]:
+def _require_dict(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
         raise ValueError(f"a {type(value).__name__} is no dictionary")
     return value
@@ -368,31 +370,31 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
         return None
     damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
     try:
-        head, _, body = regular_bytes(folder / CHECKSUMS, _MOST_BYTES).partition(b"\n")
+        head, _, body = read_regular_file(folder / CHECKSUMS, _MAX_INDEX_BYTES).partition(b"\n")
     except OSError as error:
-        raise ConfigError(f"{damaged} cannot be read: {error}. {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
     # Verify the digest before parsing: malicious JSON can exhaust memory.
     if head != _head(body):
-        raise ConfigError(f"{damaged} does not match its digest. {CURE}")
+        raise ConfigError(f"{damaged} does not match its digest. {DAMAGE_FIX}")
     try:
         held: dict[str, Any] = json.loads(body)
         of_files = held["items"].items()
         items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
         digests = Digests(held["index"], items)
     except Exception as error:  # not written by save_checkpoint
-        raise ConfigError(f"{damaged} cannot be read ({error}). {CURE}") from error
+        raise ConfigError(f"{damaged} cannot be read ({error}). {DAMAGE_FIX}") from error
     return digests
 
 
 def read_index(folder: Path) -> tuple[bytes, str]:
-    data = regular_bytes(folder / EARLIER_INDEX, _MOST_BYTES)
+    data = read_regular_file(folder / EARLIER_INDEX, _MAX_INDEX_BYTES)
     return data, hashlib.sha256(data).hexdigest()
 
 
 def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
     """Raise `ConfigError` for an item that is damaged or would execute code."""
     chunk = memoryview(bytearray(_CHUNK_BYTES))
-    for item, file in _each(folder, items):
+    for item, file in _open_items(folder, items):
         if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
             raise _damaged(path, item)
         # Before torch.load: decompressed data could exhaust memory.
@@ -409,7 +411,7 @@ def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
+def _open_items(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
@@ -436,7 +438,7 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
     if packed:
         raise ConfigError(
             f"the checkpoint {path} is damaged: {item.file} has compressed or duplicate records from byte "
-            f"{item.offset} on, which save_checkpoint never writes. {CURE}"
+            f"{item.offset} on, which save_checkpoint never writes. {DAMAGE_FIX}"
         )
 
 
@@ -452,12 +454,12 @@ def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
         data.seek(0)
         torch.load(data, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        raise refused(path, error) from error
+        raise refused_class_error(path, error) from error
     except Exception as error:  # any exception from parsing damaged data
         raise _damaged(path, item) from error
 
 
-def refused(path: Path, error: Exception) -> ConfigError:
+def refused_class_error(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"the checkpoint {path} was not converted: it holds {unknown_class(error)}, and reading it may execute code. "
         "Save again with its state_dict() or plain values in place of that object."
@@ -474,7 +476,7 @@ def _damaged(path: Path, item: Item) -> ConfigError:
     end = item.offset + item.length
     return ConfigError(
         f"the checkpoint {path} is damaged: {item.file} does not match its digest between bytes {item.offset} and "
-        f"{end}. {CURE}"
+        f"{end}. {DAMAGE_FIX}"
     )
 
 

@@ -16,8 +16,8 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.training.copies import local_part, replicas
 from fusedmoe.training.repeated_sync import note_scaled
+from fusedmoe.training.replicated_parameters import list_replicas, local_part
 
 _NamedMesh = tuple[str, DeviceMesh | None]
 
@@ -64,7 +64,7 @@ def clip_grad_norm(
     if topology is None:
         topology, counted = _parameters_in_norm(model)
     else:
-        counted = [(replica.parameter, replica.group.index == 0) for replica in replicas(model, topology)]
+        counted = [(replica.parameter, replica.group.index == 0) for replica in list_replicas(model, topology)]
     gradients = []
     # Adding norms across devices would synchronise with each of them.
     norms: dict[torch.device, list[Tensor]] = {}
@@ -143,7 +143,7 @@ def _parameters_in_norm(model: nn.Module) -> tuple[Topology, list[tuple[nn.Param
             whole = [Replicate() if one.is_partial() else one for one in parameter.grad.placements]
             if whole != list(parameter.grad.placements):
                 parameter.grad = parameter.grad.redistribute(placements=whole)
-    return topology, [(p, name not in elsewhere and _is_first(p.grad)) for name, p in parameters]
+    return topology, [(p, name not in elsewhere and _is_first_holder(p.grad)) for name, p in parameters]
 
 
 def _names_counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
@@ -188,7 +188,7 @@ def _mesh_coordinate(tensor: Tensor) -> tuple[int, ...]:
     return tuple(place)
 
 
-def _is_first(gradient: Tensor | None) -> bool:
+def _is_first_holder(gradient: Tensor | None) -> bool:
     """Return whether this rank is the first in the mesh to hold its shard of the gradient."""
     if not isinstance(gradient, DTensor):
         return True

@@ -21,11 +21,11 @@ from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
 from fusedmoe.threads import WorkerThread
-from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
+from fusedmoe.training.replicated_parameters import MpLoss, Replica, gradient_divisor, list_replicas, local_part
 
 
 @dataclass(eq=False)
-class _Item:
+class _BucketedParameter:
     """Parameter in the buckets.
 
     Attributes:
@@ -81,8 +81,11 @@ class GradientBuckets:
         dense: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self._topology = topology
-        layers = _dense_parts(model, topology, dense)
-        of_layers = [[_Item(replica, divisor(replica, topology, mp_loss)) for replica in layer] for layer in layers]
+        layers = _bucketed_parameters(model, topology, dense)
+        of_layers = [
+            [_BucketedParameter(replica, gradient_divisor(replica, topology, mp_loss)) for replica in layer]
+            for layer in layers
+        ]
         self.layer_bytes = [sum(item.dtype.itemsize * item.size for item in layer) for layer in of_layers]
         self._items = [item for layer in reversed(of_layers) for item in reversed(layer)]
         # Plans count bytes; `_position` is the next bucket's position in the items.
@@ -95,13 +98,13 @@ class GradientBuckets:
         self._open = False
         self._recorder: Recorder | None = None
         self._position = 0, 0  # item and element at which the next bucket begins
-        self._helper: WorkerThread | None = None
+        self._worker: WorkerThread | None = None
         self._future: Future[None] | None = None
         self._streams = Streams()
         self._stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_helper": None, "_future": None}  # copies create their own thread
+        return self.__dict__ | {"_worker": None, "_future": None}  # copies create their own thread
 
     def open(self, recorder: Recorder | None = None) -> None:
         """Open the buckets before the last backward pass of a step. Earlier passes reduce nothing.
@@ -127,7 +130,7 @@ class GradientBuckets:
     def reduce(self, task: Task) -> None:
         """All-reduce the next `task.size` bytes. Collective."""
         if self._open and task.size is not None:
-            self._reduce(task.size)
+            self._reduce_bytes(task.size)
 
     def begin(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None = None) -> None:
         """Start reducing buckets concurrently with the caller: in a thread, on CUDA on a stream. Finish with `wait`.
@@ -139,24 +142,24 @@ class GradientBuckets:
             return
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
-            self._helper = self._helper or WorkerThread("fusedmoe gradients")
-            self._future = self._helper.begin(partial(self._reduce_all, tasks, wait_for_link))
+            self._worker = self._worker or WorkerThread("fusedmoe gradients")
+            self._future = self._worker.submit(partial(self._reduce_tasks, tasks, wait_for_link))
             return
         # NCCL requires one order of collectives on all ranks across communicators, which a second thread would not
         # guarantee (`fusedmoe/runtime/nccl.md`).
         self._stream = streams["inter"]
         self._stream.wait_stream(streams["compute"])  # given gradients were computed on this stream
         with torch.cuda.stream(self._stream):
-            self._reduce_all(tasks, wait_for_link)
+            self._reduce_tasks(tasks, wait_for_link)
 
     def wait(self) -> None:
         """Wait for the reductions started by `begin` (on CUDA: on the current stream) and raise their errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._stream = None
-        if self._helper is not None and self._future is not None:
+        if self._worker is not None and self._future is not None:
             future, self._future = self._future, None
-            self._helper.result(future)
+            self._worker.result(future)
 
     def close(self) -> set[int]:
         """Reduce the rest of a partly reduced parameter; return the ids of all fully reduced parameters. Collective."""
@@ -165,7 +168,7 @@ class GradientBuckets:
         # `sync_gradients` reduces only whole parameters.
         if self._open and element:
             left = self._items[item]
-            self._reduce((left.size - element) * left.dtype.itemsize)
+            self._reduce_bytes((left.size - element) * left.dtype.itemsize)
             item = self._position[0]
         self._open = False
         for entry in self._items:
@@ -175,9 +178,9 @@ class GradientBuckets:
         }
         # The only host synchronisation of the step.
         whole = torch.stack([*done.values()]).tolist() if done else []
-        return {key for key, all_have in zip(done, whole, strict=True) if all_have}
+        return {key for key, is_complete in zip(done, whole, strict=True) if is_complete}
 
-    def _reduce_all(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None) -> None:
+    def _reduce_tasks(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None) -> None:
         if wait_for_link is not None:
             wait_for_link()
         for kind, chunk, layer, phase, size in tasks:
@@ -185,12 +188,12 @@ class GradientBuckets:
                 self.reduce(Task(kind, chunk, layer, phase, size))
 
     @torch.no_grad()
-    def _reduce(self, size: int) -> None:
+    def _reduce_bytes(self, size: int) -> None:
         """All-reduce the next `size` bytes, with one flag for each parameter that starts in them."""
         for _, parts in groupby(self._next_parts(size), key=lambda part: part[0].kind):
-            self._reduce_together(list(parts))
+            self._reduce_parts(list(parts))
 
-    def _next_parts(self, size: int) -> Iterator[tuple[_Item, int, int]]:
+    def _next_parts(self, size: int) -> Iterator[tuple[_BucketedParameter, int, int]]:
         """Yield (item, first element, end) of the parts that make up the next `size` bytes."""
         while size > 0 and self._position[0] < len(self._items):
             number, start = self._position
@@ -200,7 +203,7 @@ class GradientBuckets:
             size -= (end - start) * item.dtype.itemsize
             yield item, start, end
 
-    def _reduce_together(self, parts: Sequence[tuple[_Item, int, int]]) -> None:
+    def _reduce_parts(self, parts: Sequence[tuple[_BucketedParameter, int, int]]) -> None:
         first = parts[0][0]
         group = first.replica.group
         sizes = [end - start for _, start, end in parts]
@@ -214,13 +217,13 @@ class GradientBuckets:
                 flag.fill_(1.0)
         for (item, start, end), place in zip(parts, places, strict=True):
             if item.is_sent:
-                place.copy_(_flat(item)[start:end])
+                place.copy_(_flat_gradient(item)[start:end])
         all_reduce(group, buffer, operation="gradient all-reduce")
         for item, flag in zip(begun, flags, strict=True):
             item.is_complete = flag == group.size
         for (item, start, end), place in zip(parts, places, strict=True):
             if item.is_sent and item.is_complete is not None:
-                own = _flat(item)[start:end]
+                own = _flat_gradient(item)[start:end]
                 # Selected on the device: if some rank had no gradient, keep the local gradient for `sync_gradients`.
                 own.copy_(torch.where(item.is_complete, place / item.divisor, own))
 
@@ -234,7 +237,7 @@ def _reduction_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _flat(item: _Item) -> Tensor:
+def _flat_gradient(item: _BucketedParameter) -> Tensor:
     if item.gradient is not None:
         return local_part(item.gradient).view(-1)
     parameter = item.replica.parameter
@@ -255,7 +258,7 @@ def reduced_bytes(
     shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
 
     # A world of one neither splits nor replicates: derive local sizes from the shardings.
-    def own_bytes(parameter: nn.Parameter) -> int:
+    def local_bytes(parameter: nn.Parameter) -> int:
         dim = shardings.get(names[id(parameter)], {}).get("mp")
         if ranks == (1 if dim is None else mp):
             return 0
@@ -265,22 +268,24 @@ def reduced_bytes(
         return math.prod(shape) * _reduction_dtype(parameter).itemsize
 
     of_experts = {id(parameter) for layer in moe_layers(model) for parameter in layer.experts.parameters()}
-    total = sum(own_bytes(parameter) for parameter in model.parameters() if id(parameter) not in of_experts)
-    layers = [sum(map(own_bytes, members)) for members in (_before_experts(model) if dense is None else dense)]
+    total = sum(local_bytes(parameter) for parameter in model.parameters() if id(parameter) not in of_experts)
+    by_layer = _parameters_before_experts(model) if dense is None else dense
+    layers = [sum(map(local_bytes, members)) for members in by_layer]
     return layers, total - sum(layers)
 
 
-def _dense_parts(
+def _bucketed_parameters(
     model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
 ) -> list[list[Replica]]:
-    own = [{id(parameter) for parameter in members} for members in (_before_experts(model) if dense is None else dense)]
+    by_layer = _parameters_before_experts(model) if dense is None else dense
+    ids_by_layer = [{id(parameter) for parameter in members} for members in by_layer]
     bucketed = [
-        one for one in replicas(model, topology) if one.group.size > 1 and not (one.is_fsdp or one.has_local_name)
+        one for one in list_replicas(model, topology) if one.group.size > 1 and not (one.is_fsdp or one.has_local_name)
     ]
-    return [[replica for replica in bucketed if id(replica.parameter) in members] for members in own]
+    return [[replica for replica in bucketed if id(replica.parameter) in ids] for ids in ids_by_layer]
 
 
-def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
+def _parameters_before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
     experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
     parameters_by_layer: list[list[nn.Parameter]] = [[] for _ in set(experts.values())]
     layer = 0

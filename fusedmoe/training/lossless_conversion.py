@@ -8,21 +8,21 @@ from torch import Tensor
 from fusedmoe.errors import ConfigError
 
 # Elements converted to float64 at once.
-_NUMBERS = 2**20
+_CHUNK_ELEMENTS = 2**20
 # Integers up to this bound are exact in float64.
-_EXACT = 2**53
+_MAX_EXACT_INTEGER = 2**53
 
 
-def is_lossy(have: torch.dtype, become: torch.dtype) -> bool:
-    """Return whether converting `have` to `become` can change a value by more than rounding."""
-    if have == become:
+def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether converting `source` to `target` can change a value by more than rounding."""
+    if source == target:
         return False
-    if have.is_complex and become.is_complex:
-        have, become = have.to_real(), become.to_real()
-    if have.is_floating_point and become.is_floating_point:
+    if source.is_complex and target.is_complex:
+        source, target = source.to_real(), target.to_real()
+    if source.is_floating_point and target.is_floating_point:
         # Some one-byte dtypes lack a sign, zero or infinities.
-        return torch.finfo(have).max > torch.finfo(become).max or become.itemsize == 1
-    return have not in (become, torch.bool)
+        return torch.finfo(source).max > torch.finfo(target).max or target.itemsize == 1
+    return source not in (target, torch.bool)
 
 
 def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
@@ -41,22 +41,22 @@ def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
         return _describe_value(value[lost][0], dtype) if lost.any() else describe_lost_value(parts[..., 0], dtype)
     if dtype.is_complex:
         dtype = dtype.to_real()
-    for chunk in value.detach().reshape(-1).split(_NUMBERS):
-        lost = ~_survives(chunk, dtype)
+    for chunk in value.detach().reshape(-1).split(_CHUNK_ELEMENTS):
+        lost = ~_is_preserved(chunk, dtype)
         if lost.any():
             return _describe_value(chunk[lost][0], dtype)
     return None
 
 
-def require_convertible(operation: str, key: str, have: torch.dtype, become: torch.dtype) -> None:
+def require_convertible(operation: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
     """Raise `ConfigError` if PyTorch has no conversion between the dtypes."""
-    if have == become:
+    if source == target:
         return
     try:
-        torch.empty(1, dtype=become, device="cpu").copy_(torch.zeros(1, dtype=have, device="cpu")).to(torch.float32)
-        torch.zeros(1, dtype=have, device="cpu").double()
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu")).to(torch.float32)
+        torch.zeros(1, dtype=source, device="cpu").double()
     except (RuntimeError, NotImplementedError) as error:
-        names = [str(one).removeprefix("torch.") for one in (have, become)]
+        names = [str(one).removeprefix("torch.") for one in (source, target)]
         raise ConfigError(
             f"{operation}: {key} is {names[0]}, which PyTorch does not convert to {names[1]}. Use the dtype of "
             "the save."
@@ -70,13 +70,13 @@ def require_lossless(operation: str, key: str, value: Tensor, dtype: torch.dtype
         raise ConfigError(f"{operation}: {key} {lost}. Use a wider dtype, or convert the saved value.")
 
 
-def _survives(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _is_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [n] bool: whether the conversion preserves each element of `value` [n] up to rounding."""
     exact = value.double()  # represents all values of all floating-point dtypes
     if dtype == torch.bool:
         return (exact == 0) | (exact == 1)
     if not value.is_floating_point():
-        return _integers_survive(value, dtype)
+        return _are_integers_preserved(value, dtype)
     if not dtype.is_floating_point:
         bounds = torch.iinfo(dtype)
         return (exact == exact.trunc()) & (exact >= float(bounds.min)) & (exact < float(bounds.max + 1))
@@ -85,16 +85,16 @@ def _survives(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (after == exact) | (after.isnan() & exact.isnan()) | rounded
 
 
-def _integers_survive(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _are_integers_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
     # PyTorch supports few operations on unsigned integers. uint64 values from 2^63 are negative as int64.
     wide = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
     small = wide >= 0 if value.dtype == torch.uint64 else torch.ones_like(wide, dtype=torch.bool)
     if dtype.is_floating_point:
-        return small & (wide.abs() <= _EXACT) & (wide.to(dtype).double() == wide.double())
+        return small & (wide.abs() <= _MAX_EXACT_INTEGER) & (wide.to(dtype).double() == wide.double())
     bounds = torch.iinfo(dtype)
     return small & (wide >= bounds.min) & (wide <= min(bounds.max, torch.iinfo(torch.int64).max))
 
 
 def _describe_value(number: Tensor, dtype: torch.dtype) -> str:
-    have, become = (str(one).removeprefix("torch.") for one in (number.dtype, dtype))
-    return f"has the {have} number {number.item()}, which {become} cannot hold"
+    source, target = (str(one).removeprefix("torch.") for one in (number.dtype, dtype))
+    return f"has the {source} number {number.item()}, which {target} cannot hold"

@@ -14,8 +14,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer, Optimizers, require_plain
-from fusedmoe.training.copies import local_part
 from fusedmoe.training.plain_values import encode_value, require_storable
+from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
 
 STATE = "optimizer.state."
@@ -73,7 +73,7 @@ class OptimizerState:
                     require_plain(value, key, self._optimizer_of(name))
                     if isinstance(value, Tensor):
                         require_storable(local_part(value), f"rank {self._topology.rank}: {entry}")
-                state_spec = self._spec_of(name, value.shape, shape) if isinstance(value, Tensor) else None
+                state_spec = self._state_spec(name, value.shape, shape) if isinstance(value, Tensor) else None
                 if state_spec is not None:
                     if includes(entry, spec.group):
                         entries[entry] = state_spec.to_sharded(value)
@@ -89,7 +89,7 @@ class OptimizerState:
                 if includes(entry, self._topology.world if spec.is_on_all_ranks else spec.group):
                     entries[entry] = value
         if includes(GROUPS, self._topology.world):
-            groups = zip(self._groups, self._all_names(names_by_rank), strict=True)
+            groups = zip(self._groups, self._merge_names(names_by_rank), strict=True)
             entries[GROUPS] = [_settings(group) | {"params": names} for group, names in groups]
         return entries
 
@@ -106,7 +106,7 @@ class OptimizerState:
                 return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
         if len(groups) != len(self._groups):
             return f"it has {len(groups)} parameter groups, this optimizer {len(self._groups)}"
-        for number, (group, names) in enumerate(zip(groups, self._all_names(names_by_rank), strict=True)):
+        for number, (group, names) in enumerate(zip(groups, self._merge_names(names_by_rank), strict=True)):
             saved_names, own_names = set(group["params"]), set(names)
             for name in sorted(saved_names ^ own_names):
                 where = "this optimizer" if name in own_names else "the checkpoint"
@@ -126,7 +126,7 @@ class OptimizerState:
                 continue
             dtype, spec = saved.properties.dtype, self._specs[name]
             parameter, value = self._parameters[name], self._state[name].get(key)
-            state_spec = self._spec_of(name, saved.size, spec.shape)
+            state_spec = self._state_spec(name, saved.size, spec.shape)
             if state_spec is None:  # for example a step count, complete on every rank
                 if spec.is_split and saved.size.numel() > 1:
                     raise ConfigError(
@@ -152,7 +152,7 @@ class OptimizerState:
     def _follows_torch(self, name: str) -> bool:
         return type(self._optimizer_of(name)).load_state_dict is Optimizer.load_state_dict
 
-    def _spec_of(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
+    def _state_spec(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
         """Return the sharding of state of shape `size`; None if not sharded like its parameter."""
         spec, lead = self._specs[name], len(shape) - 2
         if isinstance(self._optimizer_of(name), MatrixOptimizer):
@@ -181,7 +181,7 @@ class OptimizerState:
             name = prefix.removeprefix(STATE)
             if prefix.startswith(STATE) and name in self._number_of_name:
                 if isinstance(value, Tensor):
-                    if self._spec_of(name, value.shape, self._specs[name].shape) is not None:
+                    if self._state_spec(name, value.shape, self._specs[name].shape) is not None:
                         value = self._state[name][key]  # the same memory as a plain tensor instead of a DTensor
                 # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
                 elif (
@@ -196,7 +196,7 @@ class OptimizerState:
         for parameter, key, value in plain:
             self._optimizer.optimizer_of(parameter).state[parameter][key] = value
 
-    def _all_names(self, names_by_rank: list[list[list[str]]]) -> list[list[str]]:
+    def _merge_names(self, names_by_rank: list[list[list[str]]]) -> list[list[str]]:
         return [
             list(dict.fromkeys([*own, *(name for on_rank in names_by_rank for name in on_rank[number])]))
             for number, own in enumerate(self.names)

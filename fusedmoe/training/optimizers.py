@@ -17,13 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import MatrixOptimizer, require_elementwise_part, require_plain
-from fusedmoe.training.copies import Replica
+from fusedmoe.training.replicated_parameters import Replica
 
 # Name and sharding of sharded parameters whose optimizer has not stepped yet.
-_unchecked: Any = WeakIdKeyDictionary()
-_known: WeakSet[nn.Module] = WeakSet()
+_unchecked_parameters: Any = WeakIdKeyDictionary()
+_registered_models: WeakSet[nn.Module] = WeakSet()
 # Handle of the global pre-step hook while parameters are unchecked.
-_hooks: list[Any] = []
+_step_hooks: list[Any] = []
 
 
 class PerMatrix(MatrixOptimizer):
@@ -82,14 +82,15 @@ class PerMatrix(MatrixOptimizer):
             stacks = {p: _matrices(p) for p in group["params"] if p.grad is not None}
             if not stacks:
                 continue
-            inner = self._inner(group, [matrix for matrices in stacks.values() for matrix in matrices.values()])
+            all_matrices = [matrix for matrices in stacks.values() for matrix in matrices.values()]
+            inner = self._make_matrix_optimizer(group, all_matrices)
             for parameter, matrices in stacks.items():
                 for index, matrix in matrices.items():
-                    inner.state[matrix] = _of_matrix(self.state[parameter], index, parameter.dim() - 2)
+                    inner.state[matrix] = _matrix_state(self.state[parameter], index, parameter.dim() - 2)
             given = {matrix: dict(state) for matrix, state in inner.state.items()}
             inner.step()
             for parameter, matrices in stacks.items():
-                self._keep(parameter, [(given[matrix], inner.state[matrix]) for matrix in matrices.values()])
+                self._stack_states(parameter, [(given[matrix], inner.state[matrix]) for matrix in matrices.values()])
         return loss
 
     @torch.no_grad()
@@ -107,16 +108,16 @@ class PerMatrix(MatrixOptimizer):
                             f"PerMatrix: {key} of shape {list(value.shape)} is of other experts than a parameter of "
                             f"shape {list(parameter.shape)}. To load on another number of ranks, use load_checkpoint."
                         )
-                inner = self._inner(group, list(matrices.values()))
-                states = {i: _of_matrix(saved, index, parameter.dim() - 2) for i, index in enumerate(matrices)}
+                inner = self._make_matrix_optimizer(group, list(matrices.values()))
+                states = {i: _matrix_state(saved, index, parameter.dim() - 2) for i, index in enumerate(matrices)}
                 inner.load_state_dict(inner.state_dict() | {"state": states})
-                self._keep(parameter, [({}, inner.state[matrix]) for matrix in matrices.values()])
+                self._stack_states(parameter, [({}, inner.state[matrix]) for matrix in matrices.values()])
 
-    def _inner(self, group: dict[str, Any], matrices: list[nn.Parameter]) -> Optimizer:
+    def _make_matrix_optimizer(self, group: dict[str, Any], matrices: list[nn.Parameter]) -> Optimizer:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         return self._kind([settings | {"params": matrices}], **self._settings)
 
-    def _keep(self, parameter: Tensor, states: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    def _stack_states(self, parameter: Tensor, states: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Stack the states of a parameter's matrices, unless the step updated the existing stack in place."""
         kept, lead = self.state[parameter], parameter.shape[:-2]
         for key, value in states[0][1].items():
@@ -144,7 +145,7 @@ def _matrices(parameter: Tensor) -> dict[tuple[int, ...], nn.Parameter]:
     return matrices
 
 
-def _of_matrix(state: dict[str, Any], index: tuple[int, ...], lead: int) -> dict[str, Any]:
+def _matrix_state(state: dict[str, Any], index: tuple[int, ...], lead: int) -> dict[str, Any]:
     def part(value: Tensor) -> Tensor:
         return value[index] if index else value.new_zeros(value.shape[lead:])
 
@@ -157,22 +158,22 @@ def check_first_step(model: nn.Module, copies: Iterable[Replica]) -> None:
     A hook calls `require_elementwise_part`, because optimizers are unknown to the library until they step. Each model
     is registered once.
     """
-    if model in _known:
+    if model in _registered_models:
         # Never remove the hook inside the step, which iterates over the hooks.
-        if _hooks and not _unchecked:
-            _hooks.pop().remove()
+        if _step_hooks and not _unchecked_parameters:
+            _step_hooks.pop().remove()
         return
-    _known.add(model)
+    _registered_models.add(model)
     for each in copies:
         if each.sharding and each.parameter.requires_grad:
-            _unchecked[each.parameter] = each.name, each.sharding
-    if _unchecked and not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
+            _unchecked_parameters[each.parameter] = each.name, each.sharding
+    if _unchecked_parameters and not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    first = [p for group in optimizer.param_groups for p in group["params"] if p in _unchecked]
+    first = [p for group in optimizer.param_groups for p in group["params"] if p in _unchecked_parameters]
     for parameter in first:
-        require_elementwise_part(optimizer, parameter, *_unchecked[parameter])
+        require_elementwise_part(optimizer, parameter, *_unchecked_parameters[parameter])
     for parameter in first:
-        del _unchecked[parameter]
+        del _unchecked_parameters[parameter]

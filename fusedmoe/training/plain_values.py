@@ -43,12 +43,12 @@ DTYPES: dict[str, torch.dtype] = {
 Fetch = Callable[[int, torch.dtype, torch.Size], Tensor]
 
 # JSON parsers recurse: a deeper value could be writable on one stack and unreadable on another.
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 _TENSORS = {"Tensor": Tensor, "Parameter": nn.Parameter}
 _SCALAR_KINDS = "biufcMm"
 _ARRAY_KINDS = f"{_SCALAR_KINDS}SU"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[a-zA-Zμ]{{1,7}}\])?")
-_ADVICE = {
+_CONVERSION_ADVICE = {
     torch.Generator: "Store its get_state()",
     random.Random: "Store its getstate()",
     datetime: "Convert it to UTC, by astimezone(timezone.utc)",
@@ -154,22 +154,22 @@ def byte_buffer(data: Tensor) -> Any:
 
 def require_storable(tensor: Tensor, label: str) -> None:
     """Raise `ConfigError` for a tensor without plain dense storage."""
-    problem = cure = ""
+    problem = fix = ""
     if nn.parameter.is_lazy(tensor):
-        problem, cure = "is not initialised", "Run one forward pass first"
+        problem, fix = "is not initialised", "Run one forward pass first"
     elif tensor.is_meta:
-        problem, cure = "is on the meta device", "Give it memory first: model.to_empty(device=…)"
+        problem, fix = "is on the meta device", "Give it memory first: model.to_empty(device=…)"
     elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        problem, cure = f"is of class {_name(type(tensor))}", "Convert it, or leave it out"
+        problem, fix = f"is of class {_name(type(tensor))}", "Convert it, or leave it out"
     elif tensor.is_nested or tensor.layout is not torch.strided:
-        problem, cure = (
+        problem, fix = (
             f"has layout {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
             "Convert it by to_dense()",
         )
     elif tensor.dtype not in DTYPES.values():
-        problem, cure = f"has dtype {str(tensor.dtype).removeprefix('torch.')}", "Convert it, or leave it out"
+        problem, fix = f"has dtype {str(tensor.dtype).removeprefix('torch.')}", "Convert it, or leave it out"
     if problem:
-        raise ConfigError(f"{label} {problem}, and checkpoints do not store it. {cure}.")
+        raise ConfigError(f"{label} {problem}, and checkpoints do not store it. {fix}.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -190,8 +190,8 @@ def size_of(values: Any) -> torch.Size:
 class _Encoder:
     def __init__(self, label: str) -> None:
         self._label = label
-        self._open: set[int] = set()
-        self._numbers: dict[int, int] = {}
+        self._open_containers: set[int] = set()
+        self._tensor_numbers: dict[int, int] = {}
         self.tensors: list[Tensor] = []
 
     def encode(self, value: Any, where: str) -> Any:
@@ -219,14 +219,14 @@ class _Encoder:
         if kind is datetime and _is_stored_zone(value.tzinfo):
             return {"$datetime": [value.isoformat(), value.fold]}
         if kind not in _CONTAINERS:
-            raise self._unknown(value, where)
-        if id(value) in self._open or len(self._open) >= _MOST_DEPTH:
+            raise self._unsupported_class_error(value, where)
+        if id(value) in self._open_containers or len(self._open_containers) >= _MAX_DEPTH:
             raise ConfigError(
-                f"{self._label}{where[:200]} contains itself, or is nested in more than {_MOST_DEPTH} containers."
+                f"{self._label}{where[:200]} contains itself, or is nested in more than {_MAX_DEPTH} containers."
             )
-        self._open.add(id(value))
+        self._open_containers.add(id(value))
         found = self._container(value, where)
-        self._open.remove(id(value))
+        self._open_containers.remove(id(value))
         return found
 
     def _container(self, value: Any, where: str) -> Any:
@@ -235,7 +235,7 @@ class _Encoder:
             return {key: self.encode(element, f"{where}[{key!r}]") for key, element in value.items()}
         if isinstance(value, dict):
             pairs = [
-                [self._key(key, where), self.encode(element, f"{where}[{_shown(key)}]")]
+                [self._key(key, where), self.encode(element, f"{where}[{_safe_repr(key)}]")]
                 for key, element in value.items()
             ]
             attributes = getattr(value, "__dict__", {})
@@ -250,20 +250,20 @@ class _Encoder:
 
     def _key(self, key: Any, where: str) -> Any:
         if isinstance(key, Tensor):
-            raise self._unknown(key, f"{where}: a key")
-        return self.encode(key, f"{where}: the key {_shown(key)}")
+            raise self._unsupported_class_error(key, f"{where}: a key")
+        return self.encode(key, f"{where}: the key {_safe_repr(key)}")
 
     def _tensor(self, tensor: Tensor, where: str) -> list[Any]:
         require_storable(tensor, f"{self._label}{where}")
-        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        number = self._tensor_numbers.setdefault(id(tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return [number, dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad, type(tensor).__name__]
 
-    def _unknown(self, value: Any, where: str) -> ConfigError:
+    def _unsupported_class_error(self, value: Any, where: str) -> ConfigError:
         kind, plain = type(value), (dict, list, tuple, str, int, float, set, Tensor, np.ndarray)
         base = next((known for known in plain if isinstance(value, known)), None)
-        advice = next((_ADVICE[known] for known in kind.__mro__ if known in _ADVICE), None)
+        advice = next((_CONVERSION_ADVICE[known] for known in kind.__mro__ if known in _CONVERSION_ADVICE), None)
         if advice is None and is_dataclass(kind):
             advice = "Store dataclasses.asdict() of it"
         if advice is None:
@@ -281,7 +281,7 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _shown(key: Any) -> str:
+def _safe_repr(key: Any) -> str:
     try:
         return repr(key)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
@@ -356,7 +356,7 @@ def _decode(held: Any, tensor: Callable[..., Tensor]) -> Any:
         return tensor(*_elements(payload, tag, 5))
     if tag in _DECODERS:
         return _DECODERS[tag](payload)
-    kind: Any = _KINDS[tag]
+    kind: Any = _CLASSES_BY_TAG[tag]
     if not issubclass(kind, dict):
         if type(payload) is not list:
             raise ValueError("a container has no list of elements")
@@ -397,7 +397,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$datetime": lambda payload: _datetime(*_elements(payload, "$datetime", 2)),
     **{tag: decode for tag, _, decode in _SCALARS.values()},
 }
-_KINDS: dict[str, type] = {tag: kind for kind, tag in _CONTAINERS.items() if tag}
+_CLASSES_BY_TAG: dict[str, type] = {tag: kind for kind, tag in _CONTAINERS.items() if tag}
 
 
 def _refuse_constant(name: str) -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from fusedmoe.comm.collectives import max_over_ranks_s
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
-from fusedmoe.runtime.cache import choice_text, write
+from fusedmoe.runtime.cache import choice_text, write_or_warn
 from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, with_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
@@ -40,17 +40,17 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
 #: Policies that are tuned: all families, or FlowMoE with R and S_p.
-TUNED = (AUTO, "flowmoe")
+TUNED_POLICIES = (AUTO, "flowmoe")
 
 # Local searches around the best plan; steps per bucket size and round: ten for the best size, as in the paper.
-_MAX_SEARCHES, _SIZE_STEPS = 3, 5
+_MAX_SEARCHES, _STEPS_PER_SIZE = 3, 5
 # Shorter measurements of the costs would be inaccurate.
-_LEAST_S = 1.0
+_MIN_MEASUREMENT_S = 1.0
 # Steps without a measurement after drift; a forward may not reach the layer again.
-_MOST_DEFERRED = 2
+_MAX_DEFERRED_STEPS = 2
 
 # Number of candidate sizes, logarithmically spaced; smallest size as a fraction of the largest.
-_GRID, _LEAST = 256, 2**-6
+_NUM_SIZES, _MIN_FRACTION = 256, 2**-6
 # Exploration offset of the expected improvement, in standard deviations of the measured times; as in the paper.
 _EXPLORATION = 0.1
 
@@ -84,11 +84,11 @@ def tune_step(
     Raises:
         ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).
     """
-    if policy not in TUNED:
-        raise ConfigError(f"tune_step supports {' and '.join(TUNED)}; use plan_step for {policy!r}")
+    if policy not in TUNED_POLICIES:
+        raise ConfigError(f"tune_step supports {' and '.join(TUNED_POLICIES)}; use plan_step for {policy!r}")
     measure = step.measured if measure is None and step.has_measured else measure
     source = StepSource(step, policy, tell, measure, resumed)
-    return PlanChooser(source, steps=2 if policy == AUTO else _SIZE_STEPS, drift=drift)
+    return PlanChooser(source, steps=2 if policy == AUTO else _STEPS_PER_SIZE, drift=drift)
 
 
 def tune_model(
@@ -151,11 +151,11 @@ class StepSource(PlanSource):
 
     def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
         self._path = self.step.choice_path(self._policy)
-        kept = None if self._resumed_path is None else self.step.kept(self._policy, self._resumed_path)
-        if kept is not None:
+        resumed = None if self._resumed_path is None else self.step.cached_choice(self._policy, self._resumed_path)
+        if resumed is not None:
             # This job's own choice is not compared again: the job continues with its plan.
-            return kept[0], kept[1][:1]
-        return self.step.kept(self._policy, self._path)
+            return resumed[0], resumed[1][:1]
+        return self.step.cached_choice(self._policy, self._path)
 
     def candidates(self) -> list[PlanCandidate]:
         self._num_searches, self._searched_plans, self._has_degrees = 0, set(), False
@@ -168,13 +168,13 @@ class StepSource(PlanSource):
         return [] if self._search is None else self._next_size(self._search, chooser)
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
-        if self._measure is None or (budget_s < _LEAST_S and not self._num_deferred):
+        if self._measure is None or (budget_s < _MIN_MEASUREMENT_S and not self._num_deferred):
             return 0.0
         began_s, had_costs = time.perf_counter(), self.has_costs
         costs = self._measure(min(budget_s, BUDGET_S))
         self._num_deferred = 0 if costs is not None else self._num_deferred + 1
         if costs is None:
-            if had_costs and self._num_deferred > _MOST_DEFERRED:
+            if had_costs and self._num_deferred > _MAX_DEFERRED_STEPS:
                 # All ranks count the same steps: all continue with the previous costs.
                 self._num_deferred = 0
                 self.step.cancel_measurement()
@@ -203,7 +203,7 @@ class StepSource(PlanSource):
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
-            write(self._path, choice_text(chooser), "what was measured")
+            write_or_warn(self._path, choice_text(chooser), "what was measured")
             self._tell(chooser.line())
 
     def guard(self) -> AbstractContextManager[None]:
@@ -223,10 +223,12 @@ class StepSource(PlanSource):
             return []
         self._searched_plans.add(best.name)
         entries = chooser.trials.entries
-        tried = {(entry.candidate.plan.fingerprint, entry.candidate.whole) for entry in entries}
+        tried = {(entry.candidate.plan.fingerprint, entry.candidate.uses_micro_batches) for entry in entries}
         neighbours = neighbour_candidates if self._policy == AUTO else neighbour_degrees
-        near = neighbours(best, step.costs_of(best.whole), step.limit, step.samples)
-        return [new for new in near if (new.plan.fingerprint, new.whole) not in tried and step.runs(new)]
+        near = neighbours(best, step.costs_of(best.uses_micro_batches), step.limit, step.samples)
+        return [
+            new for new in near if (new.plan.fingerprint, new.uses_micro_batches) not in tried and step.is_runnable(new)
+        ]
 
     def _next_size(self, search: BucketSearch, chooser: PlanChooser) -> list[PlanCandidate]:
         best, entries = chooser.best, chooser.trials.entries
@@ -243,7 +245,9 @@ class StepSource(PlanSource):
         if size is None:
             return []
         new = with_bucket_bytes(best.candidate, self.step.costs, size)
-        return [new] if self.step.runs(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
+        return (
+            [new] if self.step.is_runnable(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
+        )
 
 
 @dataclass
@@ -301,17 +305,17 @@ class BucketSearch:
         process = GaussianProcessRegressor(kernel, random_state=self.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # few points may not determine the length scale
-            process.fit(self._place(bytes_), values)
-        least = max(1.0, self.largest_bytes * _LEAST)
-        sizes = np.unique(np.ceil(np.geomspace(least, self.largest_bytes, _GRID)).astype(int))
+            process.fit(self._log_fraction(bytes_), values)
+        min_bytes = max(1.0, self.largest_bytes * _MIN_FRACTION)
+        sizes = np.unique(np.ceil(np.geomspace(min_bytes, self.largest_bytes, _NUM_SIZES)).astype(int))
         sizes = sizes[~np.isin(sizes, bytes_)]
         if not len(sizes):
             return int(bytes_[seconds.argmin()])
-        mean, std = process.predict(self._place(sizes.astype(float)), return_std=True)
+        mean, std = process.predict(self._log_fraction(sizes.astype(float)), return_std=True)
         # Expected improvement, E[max(0, best - f - exploration)] of a normal f.
         gain = values.min() - mean - _EXPLORATION
         z = gain / np.maximum(std, 1e-12)
         return int(sizes[(gain * norm.cdf(z) + std * norm.pdf(z)).argmax()])
 
-    def _place(self, bytes_: np.ndarray) -> np.ndarray:
+    def _log_fraction(self, bytes_: np.ndarray) -> np.ndarray:
         return np.log(bytes_ / self.largest_bytes)[:, None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedmoe.compat.torch import version_of
+from fusedmoe.compat.torch import tensor_version
 
 # By gradient: its version after synchronisation, and d/n.
 _synchronised: Any = WeakIdKeyDictionary()
@@ -27,7 +27,7 @@ def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
     gradient = parameter.grad
     if gradient is None or factor == 1:
         return
-    _synchronised[gradient] = version_of(gradient), factor
+    _synchronised[gradient] = tensor_version(gradient), factor
     if parameter.requires_grad and parameter not in _hooked:
         _hooked[parameter] = True
         own = ref(parameter)  # a strong reference in the hook would keep the parameter alive
@@ -37,7 +37,7 @@ def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
 def note_scaled(gradient: Tensor) -> None:
     """Record that a gradient was scaled equally on all ranks and remains synchronised."""
     if gradient in _synchronised:
-        _synchronised[gradient] = version_of(gradient), _synchronised[gradient][1]
+        _synchronised[gradient] = tensor_version(gradient), _synchronised[gradient][1]
 
 
 def restore_summand(parameter: nn.Parameter) -> bool:
@@ -49,7 +49,7 @@ def restore_summand(parameter: nn.Parameter) -> bool:
     gradient = parameter.grad
     if gradient is None or gradient not in _synchronised:
         return True
-    if version_of(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
+    if tensor_version(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
         return False
     _restore(parameter)
     return True

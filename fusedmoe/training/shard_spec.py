@@ -21,7 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import NAMED, NUMBERS, experts_of
 from fusedmoe.experts.sharding import active_shardings
-from fusedmoe.training.copies import local_part, replica_group
+from fusedmoe.training.replicated_parameters import local_part, replica_group
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -175,7 +175,7 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
-    numbers, unpadded = _row_numbers(model), _unpadded(model)
+    numbers, unpadded = _row_numbers(model), _unpadded_sizes(model)
     result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
 
     def build() -> None:
@@ -224,7 +224,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
+def _unpadded_sizes(model: nn.Module) -> dict[str, dict[int, int]]:
     """Return the unpadded full size of padded dimensions, by name."""
     # Names in `unpadded` are relative to the module.
     return {
@@ -252,7 +252,7 @@ def _shard_spec(
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if is_dtensor else topology.world)
     for axis, dim in sharding.items():
-        holding_ranks = [rank for rank in _group(axis, topology).ranks if name in shapes[rank]]
+        holding_ranks = [rank for rank in _axis_group(axis, topology).ranks if name in shapes[rank]]
         if dim == NAMED and len(holding_ranks) > 1:
             raise ConfigError(
                 f"ranks {holding_ranks} have different tensors of the same name {name}: a checkpoint would store only "
@@ -279,12 +279,12 @@ def _shard_spec(
         return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, unpadded_sizes)
     assert mesh is not None
     # FSDP splits the replicas: this rank is the only holder of its shard.
-    alone = topology.subgroup("own", (topology.rank,))
-    by_copies = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
-    return replace(ShardSpec(*of_all, by_copies, (*placements, *tensor.placements)), group=alone)
+    own_group = topology.subgroup("own", (topology.rank,))
+    mesh_with_replicas = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
+    return replace(ShardSpec(*of_all, mesh_with_replicas, (*placements, *tensor.placements)), group=own_group)
 
 
-def _group(axis: str, topology: Topology) -> Group:
+def _axis_group(axis: str, topology: Topology) -> Group:
     return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}[axis]
 
 
@@ -305,7 +305,7 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
-            index = _group(axis, topology).index if sharding.get(axis) == NAMED else 0
+            index = _axis_group(axis, topology).index if sharding.get(axis) == NAMED else 0
             ranks = ranks.narrow(place, index, 1)
     return ranks.flatten().tolist()
 
@@ -322,7 +322,7 @@ def _check_chunk(
         if has_placement and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
-            group = _group(axis, topology)
+            group = _axis_group(axis, topology)
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))

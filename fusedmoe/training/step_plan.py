@@ -27,14 +27,14 @@ from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candida
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import buckets_after, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
-from fusedmoe.training.copies import MpLoss
 from fusedmoe.training.gradient_buckets import GradientBuckets, moe_layers
+from fusedmoe.training.replicated_parameters import MpLoss
 
 #: Policy that selects the fastest plan: as measured during training (`tune_step`), otherwise as predicted.
 AUTO = "auto"
@@ -193,10 +193,10 @@ class PlannedStep:
         self._has_costs = True
 
     def predicted(self, candidate: PlanCandidate) -> PlanCandidate:
-        return candidate._replace(predicted_s=predicted_s(candidate.plan, self.costs_of(candidate.whole)))
+        return candidate._replace(predicted_s=predicted_s(candidate.plan, self.costs_of(candidate.uses_micro_batches)))
 
-    def costs_of(self, whole: bool) -> StepCosts:
-        return self.costs if whole else self.layer_costs
+    def costs_of(self, uses_micro_batches: bool) -> StepCosts:
+        return self.costs if uses_micro_batches else self.layer_costs
 
     def candidate(self, policy: str) -> PlanCandidate:
         """Return a policy's plan; for "auto" the cached fastest plan, else the fastest by prediction. Collective.
@@ -205,14 +205,14 @@ class PlannedStep:
             ConfigError: an unknown policy, or one for whole layers if these cannot be split.
         """
         if policy == AUTO:
-            kept = self.kept(AUTO)
-            return self.candidates()[0] if kept is None else kept[1][0]
+            cached = self.cached_choice(AUTO)
+            return self.candidates()[0] if cached is None else cached[1][0]
         policies = layer_policies() if self.blocks is None else POLICIES
         if policy not in policies:
             raise ConfigError(
                 f"unknown schedule {policy!r}; choose {', '.join((*policies, AUTO))}, or call fusedmoe.register_policy"
             )
-        if self.blocks is None or not POLICIES[policy].whole:
+        if self.blocks is None or not POLICIES[policy].uses_micro_batches:
             plan = POLICIES[policy].plan(self.costs, self.limit)
         else:
             limits: dict[str, Any] = {"limit": self.limit, "samples": self.samples}
@@ -226,10 +226,10 @@ class PlannedStep:
             found = family_candidates(self.costs, self.limit, self.samples, show)
             if self.layer_costs is not self.costs:
                 layers = family_candidates(self.layer_costs, self.limit, None, show)
-                found = distinct([*(one for one in found if one.whole), *layers])
-            return list(filter(self.runs, found))
+                found = distinct([*(one for one in found if one.uses_micro_batches), *layers])
+            return list(filter(self.is_runnable, found))
 
-    def runs(self, candidate: PlanCandidate) -> bool:
+    def is_runnable(self, candidate: PlanCandidate) -> bool:
         with suppress(ConfigError):
             self._require_runnable(candidate)
             return True
@@ -237,7 +237,7 @@ class PlannedStep:
 
     def _require_runnable(self, candidate: PlanCandidate) -> None:
         plan, number = candidate.plan, len(self._layers)
-        if candidate.whole:
+        if candidate.uses_micro_batches:
             if self.blocks is None:
                 raise ConfigError("plan_step: plans with micro-batches run in blocks only (fusedmoe.pipeline)")
             self.blocks.require_runnable(passes_of(plan), self.buckets)
@@ -262,7 +262,7 @@ class PlannedStep:
         self._require_runnable(candidate)
         plan = candidate.plan
         # Blocks run attention and experts by one plan; otherwise only the layers' own passes follow it.
-        if candidate.whole:
+        if candidate.uses_micro_batches:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
             self.blocks.set_plan(passes_of(plan), self.buckets)
@@ -280,7 +280,7 @@ class PlannedStep:
             placed.timing = ReplicaTiming.IN_TURNS if len(plan) else ReplicaTiming.EAGER
         # Released replicas are fetched again for backward, except for the last layer's, which runs next.
         again = [number for number, placed in moving.items() if placed.settings.releases_replicas]
-        return add_sparse(plan, moving, again=again[:-1]) if len(plan) else plan
+        return add_sparse_collectives(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
         """Return the path of the cached choice for this model and machine. Collective over all ranks."""
@@ -299,7 +299,7 @@ class PlannedStep:
         first = next(self._model.parameters(), torch.empty(0, device="cpu"))
         return choice_path(self.topology, first.device, first.dtype, facts)
 
-    def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
+    def cached_choice(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
         """Return an earlier job's cached choice: step time in seconds, and plans, fastest first. Collective.
 
         None if there is none, or the fastest plan is not runnable here.
@@ -309,7 +309,7 @@ class PlannedStep:
             return None
         seconds, candidates = choice
         # A runner-up must not replace the fastest plan: its time was not cached.
-        runnable = list(filter(self.runs, candidates))
+        runnable = list(filter(self.is_runnable, candidates))
         return (seconds, runnable) if runnable[:1] == candidates[:1] else None
 
 

@@ -7,7 +7,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-from fusedmoe.environment import integer, seconds
+from fusedmoe.environment import read_integer, read_seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.tutel import EXAMPLES, install, real_name
 
@@ -36,11 +36,11 @@ def main(arguments: list[str]) -> None:
 
 def _check_environment() -> None:
     """Exit with a one-line error if variables for starting ranks are invalid."""
-    seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
-    ranks = integer("WORLD_SIZE", 1, 1)
-    integer("RANK", 0, 0, ranks - 1)
-    integer("LOCAL_RANK", 0, 0)
-    integer("LOCAL_WORLD_SIZE", 1, 1)
+    read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
+    ranks = read_integer("WORLD_SIZE", 1, 1)
+    read_integer("RANK", 0, 0, ranks - 1)
+    read_integer("LOCAL_RANK", 0, 0)
+    read_integer("LOCAL_WORLD_SIZE", 1, 1)
 
 
 def _module(name: str) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.environment import integer
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _NODES = "/sys/devices/system/node"
 
 def init_affinity_at_program_beginning() -> None:
     """Bind this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks per node, default 1; 0 disables)."""
-    per_node = integer("NUMA_TYPE", 1)
-    if integer("TUTEL_CUDA_SANDBOX", 0) or per_node <= 0:
+    per_node = read_integer("NUMA_TYPE", 1)
+    if read_integer("TUTEL_CUDA_SANDBOX", 0) or per_node <= 0:
         return
-    rank = integer("LOCAL_RANK", 0, 0)
+    rank = read_integer("LOCAL_RANK", 0, 0)
     try:
         # Blocks of `per_node` consecutive ranks are assigned to NUMA nodes round-robin.
         nodes = _numbers(_NODES, "node")

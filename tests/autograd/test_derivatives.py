@@ -30,7 +30,7 @@ from fusedmoe.kernels import derivatives
 from fusedmoe.kernels.derivatives import Function, linear
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.placement.replica_gradients import before_backward
-from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, record_operation
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product
 from fusedmoe.tutel.impls.dispatcher import scaled
@@ -92,7 +92,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "combine", (x_SM, *sizes, 3, WAY.name)
     yield "combine_backward", (x_SM, *sizes, 3, WAY.name)
     of_experts = torch.randn(2, 5, 4), torch.randn(2, 4, 5), None, None, 0, "gelu", [True, True, False, False]
-    number, met = exchange.number, (*sizes, torch.tensor([1.0, 6.0, 0.5], dtype=torch.float64))
+    number, met = exchange.handle_number, (*sizes, torch.tensor([1.0, 6.0, 0.5], dtype=torch.float64))
     learning = [one.requires_grad_() if isinstance(one, Tensor) else one for one in of_experts]
     yield "scheduled_experts", (x_SM, None, *learning, layout.tensors, None, True, 1, 1, number)
     kept = [torch.randn(3, 4), torch.randn(6, 5), torch.empty(0), *torch.zeros(2, 6, dtype=torch.long), *met]
@@ -202,8 +202,8 @@ TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]
     "_RouterLogits": lambda: (lambda x, w: router_logits(x, w).sigmoid(), (random(3, 4), random(2, 4))),
     "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
     "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
-    "_Mark": lambda: (lambda x: recorded(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
-    "_Tap": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
+    "_BackwardCallback": lambda: (lambda x: record_operation(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
+    "_GradientHooks": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
     "_BeforeBackward": lambda: (lambda x: before_backward(x, lambda: None).sigmoid(), (random(3),)),
 }
 
@@ -241,7 +241,7 @@ def test_double_backward_equals_plain_autograd(name: str) -> None:
         pairs = zip(*(torch.autograd.grad(sum(one.sum() for one in of), inputs) for of in (g, want)), strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    elif name == "_Tap":  # like PyTorch's hooks: each gradient passes through
+    elif name == "_GradientHooks":  # like PyTorch's hooks: each gradient passes through
         (x,) = inputs
 
         def hooked(x: Tensor) -> Tensor:

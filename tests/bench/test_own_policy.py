@@ -67,7 +67,7 @@ def test_ranks_register_the_policy_from_their_environment(monkeypatch: pytest.Mo
     for whole in (False, True):
         monkeypatch.setenv(VARIABLE, policy_environment(EXAMPLE, whole)[VARIABLE])
         register_from_environment()
-        assert POLICIES["half_a_millisecond"].whole == whole
+        assert POLICIES["half_a_millisecond"].uses_micro_batches == whole
 
 
 def test_results_of_own_policies_are_kept_apart(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

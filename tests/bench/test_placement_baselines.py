@@ -24,7 +24,7 @@ from bench.placement.made_loads import make_loads
 from fusedmoe.placement.hecate import materialise, max_owned_experts, predict_load, reshard
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.replica_search import improve
-from fusedmoe.placement.traffic import gather, layer_s, load, traffic, transfers_s
+from fusedmoe.placement.traffic import gather_transfers, layer_s, link_bytes, placement_load, transfers_s
 
 NODES = Nodes(8, 4)
 
@@ -82,7 +82,8 @@ def test_hecate_composes_reshard_materialise_and_improve():
     assert again.waits_s == 0
     assert [one.owners for one in again.placements] == [one.owners for one in shardings]
     sent = sum(
-        traffic(gather(one.sharding, one, NODES), NODES, CLUSTER_A.expert_bytes).total for one in again.placements
+        link_bytes(gather_transfers(one.sharding, one, NODES), NODES, CLUSTER_A.expert_bytes).total
+        for one in again.placements
     )
     assert again.sent_bytes == 2 * sent
 
@@ -92,7 +93,7 @@ def test_hecate_gather_fits_in_t_expert_transfers():
     now = situation(layers=4)
     for t in (1, 3, 8):
         for one in hecate(now, t=t, m=2).placements:
-            seconds = transfers_s(gather(one.sharding, one, NODES), NODES, CLUSTER_A, CLUSTER_A.expert_bytes)
+            seconds = transfers_s(gather_transfers(one.sharding, one, NODES), NODES, CLUSTER_A, CLUSTER_A.expert_bytes)
             assert seconds <= t * CLUSTER_A.expert_bytes / CLUSTER_A.inter_bytes_s * (1 + 1e-12)
 
 
@@ -102,7 +103,9 @@ def test_shadowing_replicates_experts_of_current_tokens():
     for before, after, tokens_WE in zip(now.before, decision.placements, now.tokens_LWE, strict=True):
         assert 0 < sum(map(bool, after.replicas)) <= 2
         assert after.replicas[int(tokens_WE.sum(axis=0).argmax())] != ()
-        assert layer_s(load(tokens_WE, after, NODES), now.costs) < layer_s(load(tokens_WE, before, NODES), now.costs)
+        assert layer_s(placement_load(tokens_WE, after, NODES), now.costs) < layer_s(
+            placement_load(tokens_WE, before, NODES), now.costs
+        )
     assert decision.waits_s > 0
     dear = replace(now, costs=replace(CLUSTER_A, expert_bytes=10**12))
     assert shadowing(dear, m=2).placements == now.before
@@ -149,11 +152,12 @@ def test_even_loads_never_get_slower(policy):
     """With equal loads, moving experts gains nothing."""
     even = situation(history_ILE=np.full((5, 2, 16), 1000), tokens_LWE=np.full((2, 8, 16), 125))
     before_s = sum(
-        layer_s(load(tokens, one, NODES), CLUSTER_A) for tokens, one in zip(even.tokens_LWE, even.before, strict=True)
+        layer_s(placement_load(tokens, one, NODES), CLUSTER_A)
+        for tokens, one in zip(even.tokens_LWE, even.before, strict=True)
     )
     decision = policy(even)
     after_s = sum(
-        layer_s(load(tokens, one, NODES), CLUSTER_A)
+        layer_s(placement_load(tokens, one, NODES), CLUSTER_A)
         for tokens, one in zip(even.tokens_LWE, decision.placements, strict=True)
     )
     assert after_s <= before_s

@@ -24,7 +24,7 @@ from bench.placement.replay import Outcome, replay
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import layer_s, load
+from fusedmoe.placement.traffic import layer_s, placement_load
 from tests.marks import slowly
 
 NODES = Nodes(16, 4)
@@ -78,10 +78,10 @@ def test_replay_equals_definition():
     assert found.last == (even,) * 3 and found.work_ILW.shape == (3, 3, 16)
     for iteration in range(5, 8):
         for layer in range(3):
-            one = load(trace.tokens_ILWE[iteration, layer], even, NODES)
+            one = placement_load(trace.tokens_ILWE[iteration, layer], even, NODES)
             at = iteration - 5, layer
             assert found.work_ILW[at].tolist() == one.work_W.tolist()
-            assert found.ingress_IL[at] == one.ingress_W.max() * CLUSTER_A.token_bytes
+            assert found.ingress_IL[at] == one.inter_node_received_W.max() * CLUSTER_A.token_bytes
             assert found.exchange_IL[at] + found.compute_IL[at] == pytest.approx(layer_s(one, CLUSTER_A))
             assert found.straggler_IL[at] == pytest.approx(one.work_W.max() / one.work_W.mean())
     assert found.straggler == pytest.approx(found.straggler_IL.mean())

@@ -37,7 +37,7 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.settings import Settings, read_costs, read_settings
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import read_text, sealed
+from fusedmoe.files import dump_with_digest, read_text
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import Contention, CostModel, Line
@@ -208,8 +208,10 @@ METRICS = "".join(json.dumps({"step": step, "loss": 1.0 / step, "time": 7e8}) + 
 COSTS = next(iter(TESTBEDS.values())).costs.to_json()
 KINDS = {
     "costs": Kind(_write("costs.json", COSTS), _costs),
-    "costs of a run": Kind(_write("costs.json", sealed(json.loads(COSTS))), _costs, strict=True),
-    "settings": Kind(_write("config.json", sealed({"settings": Settings().to_json()}, 2)), _settings, strict=True),
+    "costs of a run": Kind(_write("costs.json", dump_with_digest(json.loads(COSTS))), _costs, strict=True),
+    "settings": Kind(
+        _write("config.json", dump_with_digest({"settings": Settings().to_json()}, 2)), _settings, strict=True
+    ),
     "loads": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _loads, strict=True),
     "loads of a run": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _resumed_loads),
     "metrics": Kind(_write("metrics.jsonl", METRICS), _metrics),

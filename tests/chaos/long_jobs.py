@@ -173,7 +173,9 @@ class LongJob:
             with watched(display, whole, 0):
                 self._cluster.run(RANKS, train_with_faults, [*self._flags, "--run-dir", str(whole)], [], **PATIENT)
             reference_s = time.monotonic() - began
-            display.say(f"the job without faults is through after {reference_s:.0f} s; now {len(self.events)} faults")
+            display.show_message(
+                f"the job without faults is through after {reference_s:.0f} s; now {len(self.events)} faults"
+            )
             with watched(display, parts, self._steps):
                 self._interrupted(parts, whole, display)
         lines, expected = metrics(parts), metrics(whole)
@@ -217,7 +219,7 @@ class LongJob:
             if not (parts / "checkpoint").exists():
                 self.problems.append(f"no checkpoint is left after {ends}")
                 return
-            display.say(f"{ends.fault} of rank {ends.rank} in step {ends.step}; the job goes on")
+            display.show_message(f"{ends.fault} of rank {ends.rank} in step {ends.step}; the job goes on")
             if ends.fault == "other ranks":
                 self._on_other_ranks(parts, whole, ends)
             arguments = ["--resume", str(parts)]
@@ -286,7 +288,7 @@ def watched(display: Display, run: Path, before: int) -> Iterator[None]:
             last = json.loads(complete.rpartition("\n")[2]) if complete else {}
             if last.get("step", 0) > most and "loss" in last:
                 most = last["step"]
-                display.step(before + most, last["loss"], last["tokens"] / last["seconds"])
+                display.show_step(before + most, last["loss"], last["tokens"] / last["seconds"])
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

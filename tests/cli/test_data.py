@@ -122,7 +122,7 @@ def test_undecodable_file_names_are_read(tmp_path: Path) -> None:
 
 def test_causal_targets_are_next_bytes() -> None:
     text = torch.randint(256, (1000,), dtype=torch.uint8)
-    batch = Batches(text, 4, 9, mask=None).training(1, 2, 3)
+    batch = Batches(text, 4, 9, mask=None).training_batch(1, 2, 3)
     assert batch.tokens_BL.shape == batch.targets_BL.shape == (4, 9)
     assert torch.equal(batch.tokens_BL[:, 1:], batch.targets_BL[:, :-1])
     starts = text.unfold(0, 10, 1).long()
@@ -134,16 +134,16 @@ def test_causal_targets_are_next_bytes() -> None:
 def test_batch_depends_only_on_seed_step_and_replica() -> None:
     text = torch.randint(256, (5000,), dtype=torch.uint8)
     batches = Batches(text, 2, 16, mask=None)
-    first = batches.training(1, 2, 3)
+    first = batches.training_batch(1, 2, 3)
     torch.manual_seed(99)
-    assert torch.equal(first.tokens_BL, Batches(text, 2, 16, mask=None).training(1, 2, 3).tokens_BL)
+    assert torch.equal(first.tokens_BL, Batches(text, 2, 16, mask=None).training_batch(1, 2, 3).tokens_BL)
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert not torch.equal(first.tokens_BL, batches.training(*other).tokens_BL)
+        assert not torch.equal(first.tokens_BL, batches.training_batch(*other).tokens_BL)
 
 
 def test_masked_batches_follow_bert_masking_shares() -> None:
     text = torch.randint(256, (5000,), dtype=torch.uint8)
-    batch = Batches(text, 50, 400, mask=256).training(1, 2, 3)
+    batch = Batches(text, 50, 400, mask=256).training_batch(1, 2, 3)
     asked = batch.targets_BL != IGNORE
     assert 0.14 < asked.float().mean() < 0.16
     hidden = batch.tokens_BL == 256
@@ -156,8 +156,8 @@ def test_masked_batches_follow_bert_masking_shares() -> None:
 def test_held_out_windows_are_fixed_and_cover_text() -> None:
     text = torch.arange(1000) % 256
     batches = Batches(text.to(torch.uint8), 5, 9, mask=None)
-    windows = torch.cat([batches.held_out(i, 4).tokens_BL for i in range(4)])
-    again = torch.cat([batches.held_out(i, 4).tokens_BL for i in range(4)])
+    windows = torch.cat([batches.held_out_batch(i, 4).tokens_BL for i in range(4)])
+    again = torch.cat([batches.held_out_batch(i, 4).tokens_BL for i in range(4)])
     assert torch.equal(windows, again)
     assert torch.equal(windows[0], text[:9])
     assert torch.equal(windows[-1], text[990:999])

@@ -48,7 +48,7 @@ def fake_transports(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
 @pytest.fixture
 def longer_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extend the limit for working probes, which a busy machine may slow beyond a user's patience."""
-    monkeypatch.setattr(doctor, "PROBE_S", 100.0)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 100.0)
     monkeypatch.setattr(doctor, "run_probe", partial(doctor.run_probe, limit_s=100.0))
 
 
@@ -164,9 +164,9 @@ def test_failed_memfd_create_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuses(*arguments: Any) -> int:
         raise OSError("no more files")
 
-    assert doctor.why_no_heap("host", "cpu") == ""
+    assert doctor.no_heap_reason("host", "cpu") == ""
     monkeypatch.setattr(os, "memfd_create", refuses)
-    assert "cannot be created or opened through /proc (no more files)" in doctor.why_no_heap("host", "cpu")
+    assert "cannot be created or opened through /proc (no more files)" in doctor.no_heap_reason("host", "cpu")
 
 
 def test_shared_memory_size_is_reported_only_with_nccl(
@@ -183,15 +183,17 @@ def test_shared_memory_size_is_reported_only_with_nccl(
 
 
 def test_gloo_probe_reports_unresolved_host_and_missing_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.why_not_gloo() == ""
+    assert doctor.no_gloo_reason() == ""
 
     def refuses(*arguments: Any) -> None:
         raise RuntimeError("Unable to resolve hostname")
 
     monkeypatch.setattr(doctor.dist, "ProcessGroupGloo", refuses)
-    assert doctor.why_not_gloo() == "Unable to resolve hostname; set GLOO_SOCKET_IFNAME to the network interface to use"
+    assert (
+        doctor.no_gloo_reason() == "Unable to resolve hostname; set GLOO_SOCKET_IFNAME to the network interface to use"
+    )
     monkeypatch.setattr(doctor.dist, "is_gloo_available", lambda: False)
-    assert "lacks Gloo" in doctor.why_not_gloo()
+    assert "lacks Gloo" in doctor.no_gloo_reason()
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, pairs: set[tuple[int, int]], count: int = 3) -> None:
@@ -215,9 +217,9 @@ def test_gpu_properties_and_peer_access_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_gpus(monkeypatch, {(0, 1), (0, 2), (1, 2)})
-    assert doctor.why_no_heap("symm", "cuda") == doctor.why_not_nccl() == ""
+    assert doctor.no_heap_reason("symm", "cuda") == doctor.no_nccl_reason() == ""
     with_gpus(monkeypatch, {(0, 1)})
-    assert doctor.why_no_heap("symm", "cuda").startswith("GPUs 0 and 2 have no peer access")
+    assert doctor.no_heap_reason("symm", "cuda").startswith("GPUs 0 and 2 have no peer access")
     fake_transports(monkeypatch)
     assert main(["doctor"]) == 0
     found = parse_rows(capsys.readouterr().out)
@@ -226,11 +228,11 @@ def test_gpu_properties_and_peer_access_are_reported(
     assert found["nccl"][1] == "yes" and "GPUs" not in found
     assert doctor.versions()["nccl"] == "2.28.9"
     with_gpus(monkeypatch, set(), 1)
-    assert doctor.why_no_heap("symm", "cuda") == ""
+    assert doctor.no_heap_reason("symm", "cuda") == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "PyTorch for CUDA 13.0 finds no GPU" in doctor.why_not_nccl()
+    assert "PyTorch for CUDA 13.0 finds no GPU" in doctor.no_nccl_reason()
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in doctor.why_not_nccl()
+    assert "without CUDA" in doctor.no_nccl_reason()
 
 
 def test_doctor_help_lists_transports_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,10 +163,10 @@ def test_timeout_variable_is_parsed_or_rejected(monkeypatch: pytest.MonkeyPatch)
     for text in ("abc", "nan", "0", "-3", "inf"):
         monkeypatch.setenv("TUTEL_GLOBAL_TIMEOUT_SEC", text)
         with pytest.raises(ConfigError, match=f"TUTEL_GLOBAL_TIMEOUT_SEC='{text}' in the environment must be "):
-            environment.seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
+            environment.read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
     for text, found in (("12", 12.0), ("1e3", 1000.0), ("", 1800.0)):
         monkeypatch.setenv("TUTEL_GLOBAL_TIMEOUT_SEC", text)
-        assert environment.seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0) == found
+        assert environment.read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0) == found
 
 
 @pytest.mark.parametrize(

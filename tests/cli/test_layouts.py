@@ -11,7 +11,7 @@ import torch
 from fusedmoe.cli.job import Launch, Sizes, make_optimizer
 from fusedmoe.cli.layouts import layouts, rank_memory
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import meta_model
+from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.job_files import TrainingState
 from fusedmoe.models.transformer import Transformer
@@ -51,7 +51,7 @@ def test_memory_equals_counted_tensors(change: dict[str, int]) -> None:
     (loss.nats + loss.aux).backward()
     optimizer = make_optimizer(model, settings)
     optimizer.step()
-    found = rank_memory(settings, Launch(), ALONE, meta_model(settings))
+    found = rank_memory(settings, Launch(), ALONE, make_meta_model(settings))
     assert found.parameters == nbytes(model.parameters())
     assert found.gradients == nbytes(parameter.grad for parameter in model.parameters())
     moments = chain.from_iterable(state.values() for state in optimizer.state.values())
@@ -61,28 +61,28 @@ def test_memory_equals_counted_tensors(change: dict[str, int]) -> None:
 
 def test_split_and_sharded_state_take_their_share() -> None:
     settings = Settings(MODEL)
-    made, alone = meta_model(settings), rank_memory(settings, Launch(), ALONE, meta_model(settings))
+    meta, alone = make_meta_model(settings), rank_memory(settings, Launch(), ALONE, make_meta_model(settings))
     launch, sizes = Launch(0, 8, 0, 8), Sizes(8, 2, 2, 2)
-    split = rank_memory(settings, launch, sizes, made)
-    experts = 4 * sum(p.numel() for layer in made.moe_layers() for p in layer.experts.parameters())
+    split = rank_memory(settings, launch, sizes, meta)
+    experts = 4 * sum(p.numel() for layer in meta.moe_layers() for p in layer.experts.parameters())
     assert alone.parameters - 3 / 4 * experts > split.parameters > alone.parameters / 4
-    sharded = rank_memory(settings, launch, sizes, made, TrainingState(sharded="all"))
+    sharded = rank_memory(settings, launch, sizes, meta, TrainingState(sharded="all"))
     assert sharded.parameters == pytest.approx(alone.parameters / 8)
-    zero = rank_memory(settings, launch, sizes, made, TrainingState(2, 4, 12, "optimizer"))
+    zero = rank_memory(settings, launch, sizes, meta, TrainingState(2, 4, 12, "optimizer"))
     assert zero.parameters == split.parameters / 2 and zero.optimizer == pytest.approx(alone.parameters * 3 / 8)
-    assert rank_memory(replace(settings, recompute=True), launch, sizes, made).activations < split.activations
+    assert rank_memory(replace(settings, recompute=True), launch, sizes, meta).activations < split.activations
 
 
 def test_layouts_fit_the_memory_or_come_by_memory() -> None:
     machine, launch = MACHINES["dgx-h100"], Launch(0, 16, 0, 8)
     settings = Settings(replace(MODEL, vocab_size=60_000), dtype="bf16", mp=2)
-    made = meta_model(settings)
-    every = layouts(settings, launch, machine, None, made)
+    meta = make_meta_model(settings)
+    every = layouts(settings, launch, machine, None, meta)
     assert all(layout.sizes.mp == 2 and 16 % (layout.sizes.ep * layout.sizes.esp) == 0 for layout in every)
     assert [layout.token_s for layout in every] == sorted(layout.token_s for layout in every)
     totals = sorted(layout.memory.total for layout in every)
     some = replace(machine, memory_bytes=Datum(totals[len(totals) // 2], "chosen"))
-    fitting = layouts(settings, launch, some, None, made)
+    fitting = layouts(settings, launch, some, None, meta)
     assert 0 < len(fitting) < len(every) and all(layout.memory.total <= totals[len(totals) // 2] for layout in fitting)
-    none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), None, made)
+    none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), None, meta)
     assert [layout.memory.total for layout in none] == totals

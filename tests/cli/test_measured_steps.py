@@ -101,7 +101,7 @@ def measure_during_training(rank: int, world: int, folder: str) -> tuple[int, li
         assert tuning is not None
         losses: list[list[float]] = [[trainer.step(number).loss for number in range(2)], []]
         step = tuning.source.step
-        before = step.costs_of(tuning.now.whole)
+        before = step.costs_of(tuning.now.uses_micro_batches)
         for times in (1.0, 2.0):
             factor = times / tuning.now.predicted_s
             tuning.skip()

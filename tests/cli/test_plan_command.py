@@ -21,7 +21,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
 from fusedmoe.schedule.task import RESOURCES
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
@@ -183,7 +183,7 @@ def test_searched_plans_are_cached(
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path))
     first = planned(capsys, *FLOWMOE)
-    assert len(list(tmp_path.glob("plan-*.json"))) == len(whole_policies())
+    assert len(list(tmp_path.glob("plan-*.json"))) == len(micro_batch_policies())
     monkeypatch.setattr(PlanSearch, "plan", None)
     assert planned(capsys, *FLOWMOE) == first
     with pytest.raises(TypeError):

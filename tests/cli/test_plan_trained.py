@@ -16,10 +16,10 @@ from fusedmoe import Topology
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
-from fusedmoe.cli.plan_command import Report, plans_by_policy
-from fusedmoe.cli.scale import machine_job
+from fusedmoe.cli.plan_command import PlanReport, plans_by_policy
+from fusedmoe.cli.scale import machine_sizes_and_costs
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.step_plans import selected_policy, unplanned_gradients, why_not_split
+from fusedmoe.cli.step_plans import no_split_reason, selected_policy, unplanned_gradients
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig, named_model
@@ -30,7 +30,7 @@ from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, layer_policies, whole_policies
+from fusedmoe.schedule.policies import POLICIES, layer_policies, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import RESOURCES
 from fusedmoe.training.gradient_buckets import reduced_bytes
@@ -54,7 +54,7 @@ def settings_of(
 
 
 def runnable_task_kinds(policy: str, settings: Settings, sizes: Sizes) -> set[str]:
-    split = policy in whole_policies() and not why_not_split(settings)
+    split = policy in micro_batch_policies() and not no_split_reason(settings)
     return set(runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if split else "step"))
 
 
@@ -110,7 +110,7 @@ def compare_printed_and_trained_plans(rank: int, world: int, folder: str, cases:
             printed = plans_by_policy(settings, launch, found, FUSED_COSTS)[policy]
             assert costs == printed.costs, schedule
             if schedule != "flowmoe":  # training tries other bucket sizes from the start
-                report = Report(settings, launch, found, FUSED_COSTS)
+                report = PlanReport(settings, launch, found, FUSED_COSTS)
                 after_s = unplanned_gradients(settings, launch, found, FUSED_COSTS).seconds
                 assert plan == report.plan and makespan(plan, costs) + after_s == report.step_s[policy], schedule
 
@@ -154,7 +154,7 @@ def test_joint_policy_is_never_slower_than_others(machine: str, ranks: int) -> N
         model = named_model(name)
         settings = Settings(replace(model, layers=layers * model.moe_every), dtype=figures.dtype, schedule="auto")
         try:
-            sizes, costs = machine_job(figures, settings, ranks)
+            sizes, costs = machine_sizes_and_costs(figures, settings, ranks)
         except ConfigError:
             continue  # the model has too few experts
         settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
@@ -170,7 +170,7 @@ def test_every_gradient_is_reduced_exactly_once(changed: dict[str, Any]) -> None
     """Buckets hold the dense parameters of the blocks; the rest and the experts follow the step."""
     model = Transformer(ModelConfig(**SMALL | changed), Topology())
     dense = model.dense_parameters()
-    blocks = model.in_micro_batches().dense_parameters
+    blocks = model.pipeline_blocks().dense_parameters
     assert [{*map(id, layer)} for layer in dense] == [{*map(id, layer)} for layer in blocks]
     layers, rest = reduced_bytes(model, 4, 1, dense)
     of_experts = sum(p.numel() for layer in model.moe_layers() for p in layer.experts.parameters())
@@ -192,11 +192,11 @@ def test_printed_busy_shares_equal_timeline(capsys: pytest.CaptureFixture[str], 
         placement_overlap=4 if placement == "fssdp" else None,
     )
     launch = Launch(0, 8, 0, 4)
-    report = Report(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
+    report = PlanReport(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
     report.print()
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("utilization: "))
     said = dict(zip(RESOURCES, ("computation", "links inside the node", "links between nodes"), strict=True))
-    picture = figure(report.drawn)
+    picture = figure(report.drawn_timeline)
     page = [text.get_text() for text in picture.axes[0].texts]
     for resource, words in said.items():
         share = page[page.index(resource) + 1]
@@ -204,7 +204,7 @@ def test_printed_busy_shares_equal_timeline(capsys: pytest.CaptureFixture[str], 
         assert re.search(rf"{words} {share}", line), (resource, share, line)
     # The printed share equals the share of its bars.
     for resource in RESOURCES:
-        bars_s = sum(span.duration_s for span in report.drawn.on(resource))
-        assert report.drawn.busy_s(resource) == pytest.approx(bars_s) and bars_s > 0
-    assert {span.kind for span in report.drawn.on("intra")} == {"all-gather", "reduce-scatter"}
+        bars_s = sum(span.duration_s for span in report.drawn_timeline.on(resource))
+        assert report.drawn_timeline.busy_s(resource) == pytest.approx(bars_s) and bars_s > 0
+    assert {span.kind for span in report.drawn_timeline.on("intra")} == {"all-gather", "reduce-scatter"}
     assert str(report.plan) == str(Plan.parse(str(report.plan)))

@@ -26,7 +26,7 @@ def log_steps(folder: Path, steps: range, done: int = 0, experts: int = 3) -> No
     """Log a job's steps and close."""
     writer = LoadLog(RunDir(folder), Topology(), "a job", done)
     for load_LE in counts(steps, experts):
-        writer.note(load_LE)
+        writer.record(load_LE)
     writer.flush()
     writer.flush()
 
@@ -37,7 +37,7 @@ def read(run: Path) -> LoadTrace:
 
 @pytest.mark.parametrize("every", [1, 3, 4, 50])
 def test_gathered_chunks_form_one_load_trace(tmp_path: Path, every: int) -> None:
-    with mock.patch.object(run_dir, "GATHER_EVERY", every):
+    with mock.patch.object(run_dir, "GATHER_INTERVAL", every):
         log_steps(tmp_path, range(8))
     trace = read(tmp_path)
     assert np.array_equal(trace.tokens_ILWE[:, :, 0], counts(range(8))) and trace.source == "a job"
@@ -80,7 +80,7 @@ def test_load_file_of_killed_writer_is_continued(tmp_path: Path, left: int) -> N
 def test_damaged_metrics_lines_are_dropped_with_warning(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     for step in range(1, 5):
-        folder.note(step, {"loss": 1.0})
+        folder.write_metrics(step, {"loss": 1.0})
     whole = folder.metrics.read_bytes().splitlines(keepends=True)
     folder.metrics.write_bytes(whole[0] + b"\xff\x00{\n[1]\n" + b"[" * 100_000 + b"\n" + b"".join(whole[1:]) + b'{"st')
     with pytest.warns(UserWarning, match=f"{folder.metrics}: dropped 3 unreadable lines"):
@@ -90,7 +90,7 @@ def test_damaged_metrics_lines_are_dropped_with_warning(tmp_path: Path) -> None:
 
 
 def test_load_file_size_is_bounded(tmp_path: Path) -> None:
-    with mock.patch.object(run_dir, "GATHER_EVERY", 2), mock.patch.object(run_dir, "MAX_LOG_BYTES", 200):
+    with mock.patch.object(run_dir, "GATHER_INTERVAL", 2), mock.patch.object(run_dir, "MAX_LOG_BYTES", 200):
         log_steps(tmp_path, range(100))
         size = (tmp_path / "loads.json").stat().st_size
         log_steps(tmp_path, range(100, 110), done=100)

@@ -26,7 +26,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.run_dir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.step_plans import selected_policy
-from fusedmoe.cli.train import TrainingJob, _is_drawn, _remaining_steps, count_parameters
+from fusedmoe.cli.train import TrainingJob, _needs_timeline, _remaining_steps, count_parameters
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -161,7 +161,7 @@ def test_chosen_plan_is_drawn_not_trial_plan() -> None:
         found = []
         for step, (plan, settled) in enumerate(follows):
             trainer: Any = SimpleNamespace(plan_name=plan, is_settled=settled)
-            if _is_drawn(settings, step, trainer, picture):
+            if _needs_timeline(settings, step, trainer, picture):
                 picture = plan
                 found.append(step)
         return found
@@ -205,7 +205,7 @@ def test_full_disk_error_names_rank(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run = tmp_path / "run"
-    monkeypatch.setattr(RunDir, "note", full)
+    monkeypatch.setattr(RunDir, "write_metrics", full)
     assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(run)]) == 1
     error = capsys.readouterr().err
     assert f"rank 0 failed writing a file of {run}: No space left on device. Free some space" in error
@@ -220,7 +220,7 @@ def test_training_with_closed_stdout_pipe_is_not_file_error(
     def broken(*_: object) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    monkeypatch.setattr(RunDir, "note", broken)
+    monkeypatch.setattr(RunDir, "write_metrics", broken)
     monkeypatch.setattr("fusedmoe.cli.main._has_stdout_reader", lambda: False)
     assert main(["train", *TINY, "--steps", "2", "--data", str(text), "--run-dir", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err == ""

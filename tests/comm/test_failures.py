@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
-from fusedmoe.comm.failure.board import RENEWED_S, Board
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.training.data_parallel import distributed_data_parallel
 from tests.cluster import Cluster
@@ -264,7 +264,7 @@ def kill_on_another_host(rank: int, world: int, culprit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host {rank}")
         topology = Topology.from_sizes(4)
-        topology.world.board.exit_s = 2 * RENEWED_S
+        topology.world.board.exit_s = 2 * NOTE_RENEWAL_S
         pids = all_gather_object(topology.world, os.getpid())
         if rank == (culprit + 1) % world:
             while not topology.world.board.wait_notes([culprit])[culprit].operation:

@@ -89,7 +89,7 @@ def run_metadata_exchange(rank: int, world: int, experts: int) -> dict[str, Any]
         "tokens_require_grad",
         "weights_require_grad",
     )
-    sizes = {"pairs": exchange.counts_RE.tolist(), "sent": exchange.sent, "received": exchange.received}
+    sizes = {"pairs": exchange.counts_RE.tolist(), "sent": exchange.num_sent, "received": exchange.num_received}
     return {name: getattr(exchange, name) for name in agreed} | sizes
 
 

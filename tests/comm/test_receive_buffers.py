@@ -36,12 +36,12 @@ def buffers() -> ReceiveBuffers:
 
 def test_results_for_far_peers_are_staged(buffers: ReceiveBuffers) -> None:
     peer_R = torch.tensor([1, 1, 2, 2, 3], dtype=torch.int32)
-    place_R = torch.tensor([4, 5, 0, 1, 7])
+    result_row_R = torch.tensor([4, 5, 0, 1, 7])
     for rows, size in (
         (buffers.returned, 64),
         (buffers.returned_values, 4),
     ):
-        addresses, own, table = define_addresses(peer_R, place_R, rows, 1, 9), rows.own, rows.table
+        addresses, own, table = define_addresses(peer_R, result_row_R, rows, 1, 9), rows.own, rows.table
         behind = 12 * size  # in the second slot, after 6 tokens' 2 results
         store, target = addresses.store_N.tolist(), addresses.target_N
         assert store[:2] == [int(table[1]) + behind + size * at for at in (4, 5)]
@@ -59,18 +59,18 @@ def test_staging_fits_rows_of_all_chunks(buffers: ReceiveBuffers) -> None:
         chunk = -(-chunk // 4) * 4
         peer_R = torch.full((chunk,), 3, dtype=torch.int32)
         for rows in (buffers.returned, buffers.returned_values):
-            staged = rows.staged
-            assert staged is not None
+            staging = rows.staging
+            assert staging is not None
             last = define_addresses(peer_R, torch.arange(chunk), rows, 0, chunk * (degree - 1)).store_N[-1]
-            size = staged.shape[1] * staged.itemsize
-            assert staged.data_ptr() <= int(last) <= staged.data_ptr() + staged.numel() * staged.itemsize - size
+            size = staging.shape[1] * staging.itemsize
+            assert staging.data_ptr() <= int(last) <= staging.data_ptr() + staging.numel() * staging.itemsize - size
 
 
 def test_far_peers_use_dummy_signal_address(buffers: ReceiveBuffers) -> None:
-    mark = buffers.result_mark(2, 0)
-    assert mark.signals is buffers.results.signals and mark.signal_index == (0 * 4 + 0) * 3 + 2
-    own, near, *far = buffers.result_signal_addresses(mark).tolist()
-    assert [own, near] == [int(address) + 8 * mark.signal_index for address in mark.table[:2]]
+    signal = buffers.result_signal(2, 0)
+    assert signal.signals is buffers.results.signals and signal.signal_index == (0 * 4 + 0) * 3 + 2
+    own, near, *far = buffers.result_signal_addresses(signal).tolist()
+    assert [own, near] == [int(address) + 8 * signal.signal_index for address in signal.table[:2]]
     assert buffers.network is not None and far == [buffers.network.dummy_signal.data_ptr()] * 2
 
 
@@ -78,10 +78,10 @@ def test_result_slots_depend_on_network(buffers: ReceiveBuffers) -> None:
     assert buffers.results.slots == 1 and [buffers.next_slot(buffers.results) for _ in range(3)] == [0, 0, 0]
     plain = ReceiveBuffers(LocalHeap(0, 4, CPU, [], Job()), SIZES)
     assert plain.network is None and [plain.next_slot(plain.results) for _ in range(3)] == [0, 1, 0]
-    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_mark(2, 1).signal_index == (1 * 4 + 0) * 3 + 2
+    assert plain.credit_W[1].tolist() == [4, 5, 6, 7] and plain.result_signal(2, 1).signal_index == (1 * 4 + 0) * 3 + 2
     assert plain.tokens.staging is None and plain.metadata.staging is None
-    peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
-    sent = define_addresses(peer_R, place_R, plain.returned, 0, 0)
+    peer_R, result_row_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
+    sent = define_addresses(peer_R, result_row_R, plain.returned, 0, 0)
     assert sent.target_N is None and sent.network is None
     assert sent.store_N.tolist() == [int(plain.results.row_table[2]) + 3 * 64]
 

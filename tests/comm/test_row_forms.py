@@ -80,7 +80,7 @@ def make_exchange(topology: Topology, path: str) -> Any:
         return lambda x_SM, weight_SK, layout: exchange.through_experts(x_SM, layout, weight_SK)
 
     def in_graph(x_SM: Tensor, weight_SK: Tensor, layout: Layout) -> Tensor:
-        return exchange.in_graph(Routed(x_SM, layout, weight_SK), None)
+        return exchange.run_in_graph(Routed(x_SM, layout, weight_SK), None)
 
     return in_graph
 

@@ -48,14 +48,14 @@ def test_store_client_recovers_after_unanswered_request(
 ) -> None:
     client = StoreClient(dist.HashStore())
     asked: list[int] = []
-    begin = client._helper.begin
+    begin = client._worker.submit
 
     def slowly(question: Callable[[], T]) -> Future[T]:
         future = begin(question)
         time.sleep(0.03)  # a loaded machine may start a thread this late
         return future
 
-    monkeypatch.setattr(client._helper, "begin", slowly)
+    monkeypatch.setattr(client._worker, "submit", slowly)
     assert client.request(lambda _: blocked_store.wait(), 0.05) is None
     assert client.request(lambda _: asked.append(1), 0.01) is None
     assert client.failure_reason.startswith("no answer for ")
@@ -78,7 +78,7 @@ def test_failed_reconnect_disables_store_client(monkeypatch: pytest.MonkeyPatch)
 
 def test_host_of_slow_store_is_not_blamed(blocked_store: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store answers late, after a rank has timed out waiting for another."""
-    monkeypatch.setattr(board_module, "_SILENT_S", 60.0)
+    monkeypatch.setattr(board_module, "_STORE_SILENCE_S", 60.0)
     waits = SimpleNamespace(
         monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=lambda _: blocked_store.set()
     )
@@ -93,7 +93,7 @@ def test_host_of_slow_store_is_not_blamed(blocked_store: threading.Event, monkey
 
 @pytest.mark.slow
 def test_host_of_unresponsive_store_is_named(blocked_store: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "_SILENT_S", 0.2)
+    monkeypatch.setattr(board_module, "_STORE_SILENCE_S", 0.2)
     store = dist.HashStore()
     board = Board(store, 3)
     shared_client(store).request(lambda _: blocked_store.wait(), 0.05)
@@ -186,7 +186,7 @@ def test_late_request_error_keeps_no_reference_to_caller(blocked_store: threadin
 
     store = dist.HashStore()
     board = Board(store, 3)
-    assert board._ask_store(breaks, 0.05) is None
+    assert board._request(breaks, 0.05) is None
     gone = weakref.ref(board)
     blocked_store.set()
     del board, store

@@ -39,7 +39,7 @@ class Late:
 class Board:
     """The board of a job without failures."""
 
-    standing = None
+    standing_verdict = None
     exit_s = 10.0
     rank = 0
 

@@ -16,7 +16,7 @@ from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.training import copies
+from fusedmoe.training import replicated_parameters
 
 
 class FakeGpu:
@@ -147,7 +147,7 @@ def test_missed_wait_prevents_use_of_gradients(gpu: FakeGpu) -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.FeedForward(4), topology=topology)
-    for step in (lambda: copies.reduce_gradients([], [], topology), layer.check):
+    for step in (lambda: replicated_parameters.reduce_gradients([], [], topology), layer.check):
         buffers.watch.record.zero_()
         gpu.launched = [missed_wait(buffers, buffers.metadata.signals, 0)]
         with pytest.raises(RankError, match="part 0 of the routing metadata of rank 4"):

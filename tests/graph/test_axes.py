@@ -15,17 +15,17 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, reshape_axis, shape_of, split_way
+from fusedmoe.graph.axes import Axis, reshape_axis, shape_of, split_operator
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
 from fusedmoe.graph.micro_batches import PlanSettings, group_instructions, infer_split, ordered_pairs, select_ranges
 from fusedmoe.graph.rewriting import (
     InstructionRange,
     RangeSplit,
     carry_source,
-    cut,
-    join,
+    join_chunks,
     rewrite,
     run_chunk,
+    slice_chunk,
     stage_plan,
 )
 from fusedmoe.schedule.cost import Durations
@@ -133,7 +133,7 @@ def test_concatenated_operator_chunks_equal_whole_result(name: str) -> None:
         for node in nodes:
             shape = shape_of(node)
             for axis in every_axis(shape or ()):
-                way = split_way(node, axis, chunks=chunks)
+                way = split_operator(node, axis, chunks=chunks)
                 if way is None:
                     continue
                 computed = []
@@ -142,7 +142,7 @@ def test_concatenated_operator_chunks_equal_whole_result(name: str) -> None:
                     def value(one: fx.Node, wanted: Axis | None, chunk: int = chunk, chunks: int = chunks) -> Any:
                         if wanted is None or isinstance(values[one], (tuple, list)):
                             return values[one]
-                        return cut(call_and_wait, values[one], values[one].shape, wanted, chunk, chunks)
+                        return slice_chunk(call_and_wait, values[one], values[one].shape, wanted, chunk, chunks)
 
                     if isinstance(values[node.all_input_nodes[0]], (tuple, list)):
                         continue  # an operator with several results is not sliced as a whole
@@ -158,7 +158,7 @@ def test_concatenated_operator_chunks_equal_whole_result(name: str) -> None:
                 flat = [chunk if isinstance(chunk, (tuple, list)) else (chunk,) for chunk in computed]
                 whole = values[node] if isinstance(values[node], (tuple, list)) else (values[node],)
                 for column, right in zip(zip(*flat, strict=True), whole, strict=True):
-                    joined = join(call_and_wait, list(column), right, axis)
+                    joined = join_chunks(call_and_wait, list(column), right, axis)
                     torch.testing.assert_close(joined, right, rtol=1e-12, atol=1e-12)
                     assert joined.stride() == right.stride() or right.numel() < 2 or not is_dense(right)
     assert found == dims
@@ -227,7 +227,7 @@ def test_unsplittable_operator_ends_range() -> None:
 
 def as_range(of: Instructions, split: RangeSplit, chunks: int) -> InstructionRange:
     """A range over all instructions with this split."""
-    axes = tuple((of.position[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+    axes = tuple((of.position[node], tuple(way.axis), way.token_outer) for node, way in split.split.items())
     return InstructionRange(0, len(of.nodes), chunks, axes, tuple(of.position[node] for node in split.before))
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph import GraphBackend
-from fusedmoe.graph.axes import Axis, Rows, reshape_rows, split_way
+from fusedmoe.graph.axes import Axis, Rows, reshape_rows, split_operator
 from fusedmoe.graph.instructions import Instructions
 from fusedmoe.graph.micro_batches import infer_split
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, rewrite, stage_plan
@@ -88,7 +88,7 @@ def split_by_rows(module: fx.GraphModule, chunks: int) -> tuple[Instructions, Ra
 def rewrite_in_chunks(module: fx.GraphModule, chunks: int) -> list[str]:
     """Rewrite the graph in chunks; return the names of its nodes."""
     of, split = split_by_rows(module, chunks)
-    axes = tuple((of.position[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+    axes = tuple((of.position[node], tuple(way.axis), way.token_outer) for node, way in split.split.items())
     before = tuple(of.position[node] for node in split.before)
     rewrite(module.graph, of, InstructionRange(0, len(of.nodes), chunks, axes, before))
     module.graph.lint()
@@ -122,7 +122,7 @@ def test_operator_across_rows_is_not_split_by_rows(world: None) -> None:
     assert infer_split(Instructions(module.graph).nodes, 2, lambda node: 1.0, rows=True) is None
     module, _, _ = capture_layer(lambda h, b: h.softmax(-1), routed(S, E * C).reshape(S, E, C))
     _, split = split_by_rows(module, 2)
-    assert not any(way.by_rows for way in split.split.values()), "along the capacity, as without"
+    assert not any(way.has_rows for way in split.split.values()), "along the capacity, as without"
 
 
 def test_range_without_combine_is_not_split_by_rows(world: None) -> None:
@@ -132,7 +132,7 @@ def test_range_without_combine_is_not_split_by_rows(world: None) -> None:
     home = next(of.position[node] for node in of.nodes if node.name == "wait_tensor_1")
     for nodes, rows in ((of.nodes, False), (of.nodes[: home + 1], True), (of.nodes[20:], True)):
         split = infer_split(nodes, 2, lambda node: 1.0, rows=rows)
-        assert split is None or not any(way.by_rows for way in split.split.values())
+        assert split is None or not any(way.has_rows for way in split.split.values())
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,11 @@ def test_own_places_setting_enables_row_chunks(world: None, own_places: bool) ->
 def test_chunked_cumsum_needs_previous_chunk(world: None) -> None:
     module = make_fx(lambda x_SM: x_SM.cumsum(0), tracing_mode="fake")(floats(8, 3))
     (node,) = (node for node in module.graph.nodes if "cumsum" in str(node.target))
-    assert split_way(node, Axis(0), chunks=2).needs_previous and not split_way(node, Axis(1), chunks=3).needs_previous  # type: ignore[union-attr]
-    assert split_way(node, Axis(0, 2), chunks=2) is None, "not where chunks are scattered"
+    assert (
+        split_operator(node, Axis(0), chunks=2).needs_previous
+        and not split_operator(node, Axis(1), chunks=3).needs_previous
+    )  # type: ignore[union-attr]
+    assert split_operator(node, Axis(0, 2), chunks=2) is None, "not where chunks are scattered"
 
 
 class ProductCosts:

@@ -188,7 +188,7 @@ def test_first_error_of_backward_compilation_is_raised(world: None, monkeypatch:
             raise RankError(next(messages))
         return PassReport(phase, 0), None
 
-    monkeypatch.setattr("fusedmoe.graph.compiler.planned", fails)
+    monkeypatch.setattr("fusedmoe.graph.compiler.plan_pass", fails)
     x = torch.randn(4, 8, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0)
     model = nn.Sequential(AllToAll(), nn.Linear(8, 8), AllToAll())

@@ -15,15 +15,15 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import (
     Instructions,
     decouple_random_draws,
-    elements,
     fuse_shifts,
     is_all_to_all,
+    is_collective,
     is_compute,
-    is_start,
     is_wait,
     schema_of,
+    set_bits,
 )
-from fusedmoe.graph.weight_gradients import assign_units, base_order_of, exposed_gaps, ordered, reorder, units_of
+from fusedmoe.graph.weight_gradients import assign_units, base_order_of, exposed_gaps, full_order, reorder, units_of
 from fusedmoe.schedule.policies.lancet_plans import Gap
 
 aten = torch.ops.aten
@@ -157,20 +157,20 @@ def test_orders_of_random_graphs_respect_dependencies() -> None:
         for unit, number in enumerate(placed):
             if number is not None:
                 beside.setdefault(starts[number], []).append(unit)
-        order = ordered(of, base_order, beside)
+        order = full_order(of, base_order, beside)
         assert sorted(order) == list(range(len(of.nodes)))
         at = {index: position for position, index in enumerate(order)}
         assert [index for index in order if index in starts] == starts
         for start, units in beside.items():
-            first = min(at[wait] for wait in elements(of.waits[start]))
+            first = min(at[wait] for wait in set_bits(of.waits[start]))
             for unit in units:
-                assert all(at[index] < first for index in elements(base_order.units[unit]))
+                assert all(at[index] < first for index in set_bits(base_order.units[unit]))
         reorder(graph, of, order)
         # A placed unit has no path to or from its all-to-all.
         for start, units in beside.items():
             for unit in units:
-                assert not any(of.ancestors[index] >> start & 1 for index in elements(base_order.units[unit]))
-                assert not any(of.ancestors[start] >> index & 1 for index in elements(base_order.units[unit]))
+                assert not any(of.ancestors[index] >> start & 1 for index in set_bits(base_order.units[unit]))
+                assert not any(of.ancestors[start] >> index & 1 for index in set_bits(base_order.units[unit]))
 
 
 def backward_by_hand(dy: Tensor, x0: Tensor, x1: Tensor, w0: Tensor, w1: Tensor) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def test_weight_gradient_units_fill_all_to_all_gaps() -> None:
     base_order = base_order_of(of, gradients, lambda node: 1.0)
     starts, gaps = exposed_gaps(of, base_order, lambda node: 5.0)
     assert gaps == [Gap(5.0, frozenset({0}))]
-    order = ordered(of, base_order, {starts[0]: [0]})
+    order = full_order(of, base_order, {starts[0]: [0]})
     reorder(module.graph, of, order)
     module.recompile()
     names = [node.name for node in module.graph.nodes]
@@ -236,5 +236,5 @@ def test_in_place_operators_keep_their_position() -> None:
 def test_start_and_wait_kinds_are_disjoint() -> None:
     graph = random_graph(random.Random(1))
     for node in graph.nodes:
-        assert not (is_start(node) and is_wait(node))
-        assert not is_all_to_all(node) or is_start(node)
+        assert not (is_collective(node) and is_wait(node))
+        assert not is_all_to_all(node) or is_collective(node)

@@ -10,34 +10,34 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.graph import operator_costs as costs
 from fusedmoe.graph.operator_costs import (
+    CollectiveTimes,
     MeasuredCosts,
-    Points,
     load_numbers,
-    measure,
+    measure_operator,
+    measured_sizes,
     node_s,
     operator_key,
-    point_sizes,
 )
 
 aten = torch.ops.aten
 
 
 def test_cost_points_are_interpolated_linearly() -> None:
-    points = Points((1024, 2048, 4096), (1.0, 2.0, 3.0))
-    assert [points.at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
-    assert Points((1024,), (2.0,)).at(512) == 2.0
+    points = CollectiveTimes((1024, 2048, 4096), (1.0, 2.0, 3.0))
+    assert [points.seconds_at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
+    assert CollectiveTimes((1024,), (2.0,)).seconds_at(512) == 2.0
 
 
 def test_measured_sizes_are_powers_of_two() -> None:
-    assert point_sizes(1) == [1024]
-    assert point_sizes(5000) == [1024, 2048, 4096, 8192]
-    assert point_sizes(8192)[-1] == 8192
+    assert measured_sizes(1) == [1024]
+    assert measured_sizes(5000) == [1024, 2048, 4096, 8192]
+    assert measured_sizes(8192)[-1] == 8192
 
 
 def test_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(costs, "measure", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
-    measured = MeasuredCosts(Points((1024,), (1.0,)), {}, tmp_path / "operators.json")
+    monkeypatch.setattr(costs, "measure_operator", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
+    measured = MeasuredCosts(CollectiveTimes((1024,), (1.0,)), {}, tmp_path / "operators.json")
     inputs = (torch.randn(4, 8), torch.randn(8, 2))
     module = make_fx(lambda a, b: ((a @ b).relu() @ b.t(), a @ b), tracing_mode="fake")(*inputs)
     total = sum(node_s(measured, node) for node in module.graph.nodes if node.op == "call_function")
@@ -45,7 +45,7 @@ def test_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls == ["aten.mm.default", "aten.relu.default", "aten.mm.default"] and total == 2.0
     measured.save()
     assert load_numbers(tmp_path / "operators.json") == measured.measured
-    again = MeasuredCosts(Points((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
+    again = MeasuredCosts(CollectiveTimes((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
     assert again.operator_s(aten.mm.default, inputs, {}) == 0.5 and len(calls) == 3
 
 
@@ -65,10 +65,10 @@ def test_measure_preserves_rng_state_and_estimates_failures() -> None:
     """Measuring preserves the job's random state; an operator that fails on invented inputs is estimated."""
     x, table = torch.randn(100), torch.randn(7, 3)
     state = torch.get_rng_state()
-    assert measure(aten.native_dropout.default, (x, 0.5, True), {}) > 0
-    assert measure(aten.embedding.default, (table, torch.tensor([6, 6])), {}) > 0
+    assert measure_operator(aten.native_dropout.default, (x, 0.5, True), {}) > 0
+    assert measure_operator(aten.embedding.default, (table, torch.tensor([6, 6])), {}) > 0
     assert torch.equal(torch.get_rng_state(), state)
-    wrong = measure(aten.mm.default, (torch.zeros(1000, 1000), torch.zeros(3, 3)), {})
+    wrong = measure_operator(aten.mm.default, (torch.zeros(1000, 1000), torch.zeros(3, 3)), {})
     assert wrong == pytest.approx(5e-6 + (1_000_000 + 9) * 4 / 5e9)
 
 

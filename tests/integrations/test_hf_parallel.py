@@ -17,10 +17,10 @@ import fusedmoe.hf  # noqa: F401, registers "fusedmoe" in transformers
 from fusedmoe.errors import RankError
 from fusedmoe.hf import ExpertParallel
 from fusedmoe.hf.callbacks import RouterMetrics
-from fusedmoe.hf.module_experts import compute
+from fusedmoe.hf.module_experts import compute_experts
 from fusedmoe.layers import input_checks
 from fusedmoe.training import clip_grad_norm
-from fusedmoe.training.copies import local_part
+from fusedmoe.training.replicated_parameters import local_part
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 
@@ -49,10 +49,10 @@ def step(
 
     def counted(*given: Any) -> Tensor:
         rows.append(given[3].rows)
-        return compute(*given)
+        return compute_experts(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.hf.expert_parallel.compute", counted)
+        patch.setattr("fusedmoe.hf.expert_parallel.compute_experts", counted)
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
     told = metrics.collect()["moe/rank_rows"]

@@ -118,7 +118,7 @@ def forbid_full_unpacking() -> Any:
     try:
         from bitsandbytes.nn.parametrize import Bnb4bitParametrization
     except ImportError:
-        return patch.object(hf_quantised, "_PACKED", hf_quantised._PACKED)
+        return patch.object(hf_quantised, "_BITSANDBYTES", hf_quantised._BITSANDBYTES)
     return patch.object(Bnb4bitParametrization, "forward", side_effect=AssertionError("all experts at once"))
 
 

@@ -349,6 +349,6 @@ def test_error_names_rejected_setting(name: str) -> None:
     cfg = config()
     for setting, value in SET.get(name, {name: True}).items():
         setattr(cfg, setting, value)
-    check = fusedmoe.megatron._check if name in fusedmoe.megatron.REFUSED else fusedmoe.megatron._activation
+    check = fusedmoe.megatron._require_supported if name in fusedmoe.megatron.REFUSED else fusedmoe.megatron._activation
     with pytest.raises(ConfigError, match=name):
         check(cfg)

@@ -544,9 +544,11 @@ def steps_on_ranks(
             calls[operation] += 1
         return compare_calls(group, operation, *rest)
 
-    def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "", agreed: bool = False) -> Tensor:
+    def counted(
+        group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "", is_compared: bool = False
+    ) -> Tensor:
         calls[operation] += 1
-        return all_to_all_rows(group, rows, send, recv, operation, agreed)
+        return all_to_all_rows(group, rows, send, recv, operation, is_compared)
 
     with pytest.MonkeyPatch.context() as patch:
         # Torchtitan builds GPU meshes, even without GPUs.

@@ -164,11 +164,11 @@ def check_saved_tensors(rank: int, world: int) -> None:
     x, scores, ids = inputs(3, [0, 1, 2, 3], rank)
     y = module(x, scores, ids, torch.zeros(EXPERTS))
     experts = next(one.batch.experts for one in _nodes(y.grad_fn) if hasattr(one, "batch"))
-    assert experts._joined is None
+    assert experts._grouped is None
     own = [parameter.data_ptr() for parameter in module.inner_experts.parameters()]
     assert sorted(part.data_ptr() for part in experts.parameters) == sorted(own)
     y.square().sum().backward()
-    assert experts._joined is None
+    assert experts._grouped is None
 
 
 def _nodes(node: Any) -> Any:

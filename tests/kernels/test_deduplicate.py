@@ -92,9 +92,9 @@ def test_invalid_expert_codes_are_detected(seed: int) -> None:
 
 def test_too_many_pairs_per_token_are_detected() -> None:
     code_P = torch.tensor([1, 0, 0, 1], dtype=torch.int16)
-    counts_RE, tokens_R = torch.tensor([[4]]), torch.tensor([2])
-    assert not find_invalid_codes(code_P, counts_RE, tokens_R, 3).any()
-    assert find_invalid_codes(code_P, counts_RE, tokens_R, 2).all()
+    counts_RE, token_counts_R = torch.tensor([[4]]), torch.tensor([2])
+    assert not find_invalid_codes(code_P, counts_RE, token_counts_R, 3).any()
+    assert find_invalid_codes(code_P, counts_RE, token_counts_R, 2).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

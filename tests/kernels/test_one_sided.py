@@ -67,7 +67,7 @@ def test_every_row_is_received_once(seed: int, peers: int, local: int, degree: i
                 sender, place = divmod(int(arrivals.layout.source_N[r]), capacity)
                 assert sender == int(arrivals.peer_R[r]) and place < int(sends[sender].token_used_W[me])
                 token = int(sends[sender].token_WC[me, place])
-                found.append((sender, token, float(arrivals.weight_R[r]), int(arrivals.place_R[r])))
+                found.append((sender, token, float(arrivals.weight_R[r]), int(arrivals.result_row_R[r])))
             assert found == chunk
         # With less room: the first rows.
         for chunk, arrivals in zip(
@@ -76,7 +76,7 @@ def test_every_row_is_received_once(seed: int, peers: int, local: int, degree: i
             count = min(2, len(chunk))
             assert count == int(arrivals.layout.offsets_E1[-1]) == int(arrivals.layout.counts_E.sum())
             assert arrivals.peer_R[:count].tolist() == [sender for sender, *_ in chunk[:count]]
-            assert arrivals.place_R[:count].tolist() == [place for *_, place in chunk[:count]]
+            assert arrivals.result_row_R[:count].tolist() == [place for *_, place in chunk[:count]]
             sent = [sum(sender == p for sender, *_ in chunk[:count]) for p in range(peers)]
             assert arrivals.num_rows_W.tolist() == sent
         # Each token is sent once, in the order of the first chunk that needs it.
@@ -123,7 +123,7 @@ def test_regrouped_chunks_index_same_rows(
         return [
             [
                 (int(peer), int(place)) if row < int(one.num_rows_W.sum()) else None
-                for row, (peer, place) in enumerate(zip(one.peer_R, one.place_R, strict=True))
+                for row, (peer, place) in enumerate(zip(one.peer_R, one.result_row_R, strict=True))
             ]
             for one in chunks
         ]
@@ -178,5 +178,5 @@ def test_rows_of_an_expert_are_sorted_by_arrival() -> None:
         assert found.num_rows_W.tolist() == plain.num_rows_W.tolist()
         for start, end in itertools.pairwise(plain.layout.offsets_E1.tolist()):
             rows = sorted(range(start, end), key=lambda r: int(plain.layout.source_N[r]) % tokens // tile)  # type: ignore[index]
-            for name in ("peer_R", "place_R", "weight_R"):
+            for name in ("peer_R", "result_row_R", "weight_R"):
                 assert getattr(found, name)[start:end].tolist() == getattr(plain, name)[rows].tolist()

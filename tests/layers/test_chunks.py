@@ -51,7 +51,7 @@ def test_cuts_of_worked_example() -> None:
     assert [list(chunk) for chunk in cuts.row_chunks["forward"]] == [[0, 1], [2, 3]]
     assert [list(chunk) for chunk in cuts.row_chunks["backward"]] == [[3], [1, 2], [0]]
     assert cuts.dense_chunks["forward"] == cuts.dense_chunks["backward"] == [range(1)]
-    assert cuts.rows_in_dense_at == cuts.rows_at and cuts.dense_of == [0, 0, 0, 0]
+    assert cuts.rows_in_dense_at == cuts.rows_at and cuts.dense_parent == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 12])
@@ -61,6 +61,6 @@ def test_each_element_is_in_one_micro_batch(size: int, axis: int) -> None:
     whole = torch.arange(2 * size).view(size, 2) if axis == 0 else torch.arange(2 * size).view(2, size)
     for ats in (cuts.dense_at, cuts.rows_at):
         assert torch.equal(torch.cat([whole[at] for at in ats], axis), whole)
-    for p, place in enumerate(cuts.dense_of):
-        assert p in cuts.rows_of[place]
+    for p, place in enumerate(cuts.dense_parent):
+        assert p in cuts.row_children[place]
         assert torch.equal(whole[cuts.dense_at[place]][cuts.rows_in_dense_at[p]], whole[cuts.rows_at[p]])

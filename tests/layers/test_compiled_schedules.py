@@ -250,7 +250,7 @@ def check_scheduled_experts_operator(rank: int, world: int) -> None:
 
     for bias, weighted in ((True, False), (False, True)):
         layer = layer_with_schedule(topology, OTHER, experts=fusedmoe.experts.FeedForward(8, "gelu", bias))
-        number = layer.dispatcher.number
+        number = layer.dispatcher.handle_number
         weights = random(2, 8, M), random(2, M, 8), *((random(2, 8), random(2, M)) if bias else (None, None))
         given = random(3, M), random(layout.rows) if weighted else None
         same = *weights, 0, "gelu", [weight is not None for weight in weights], layout.tensors

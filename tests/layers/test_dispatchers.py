@@ -128,7 +128,7 @@ def test_auto_dispatch_skips_choice_of_equal_algorithms(cluster: Cluster, world:
 def check_no_choice(rank: int, world: int, per_node: int) -> None:
     topology = Topology.from_sizes(world, ranks_per_node=per_node, timeout_s=20)
     layer = MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), topology=topology, dispatch="auto")
-    assert isinstance(layer.dispatcher, Collectives) and layer.dispatcher.choose is None
+    assert isinstance(layer.dispatcher, Collectives) and layer.dispatcher.choose_algorithm is None
 
 
 class Incomplete(fusedmoe.Dispatcher):

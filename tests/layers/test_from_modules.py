@@ -52,6 +52,7 @@ def sequential() -> nn.Module:
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "llama": (lambda: Gated(("gate_proj", "up_proj", "down_proj"), F.silu), "swiglu"),
+    "short names": (lambda: Gated(("gate", "up", "down"), F.silu), "swiglu"),
     "mixtral": (lambda: Gated(("w1", "w3", "w2"), F.silu), "swiglu"),
     "t5": (lambda: Gated(("wi_0", "wi_1", "wo"), F.gelu, bias=True), "geglu"),
     "sequential": (sequential, "gelu"),
@@ -268,13 +269,17 @@ class Raising(Plain):
         (lambda: [Scaled(("fc1", "fc2"), F.gelu)], {}, "first expert is no silu or gelu or .* network"),
         (lambda: [Scaled(("fc1", "fc2"), F.gelu)], {"activation": "gelu"}, "first expert is no gelu network"),
         (lambda: [sequential()], {"activation": "relu"}, "first expert is no relu network"),
-        (lambda: [sequential()], {"activation": "swiglu"}, "swiglu needs gate"),
+        (lambda: [sequential()], {"activation": "swiglu"}, "source has no gate; .*choose silu, gelu"),
         (lambda: [sequential()], {"activation": "tanh"}, "unknown activation 'tanh'"),
         (lambda: [Raising(("fc1", "fc2"), F.gelu)], {}, "pass activation=, one of .* needs a mask"),
         (list, {}, "no experts"),
         (lambda: 3, {}, "int is no module"),
-        (lambda: nn.Linear(2, 2), {}, "weight|known projections"),
-        (lambda: [nn.Sequential(nn.Linear(M, H), nn.Linear(H, H), nn.Linear(H, M))], {}, "known projections"),
+        (lambda: nn.Linear(2, 2), {}, "weight|known names"),
+        (
+            lambda: [nn.Sequential(nn.Linear(M, H), nn.Linear(H, H), nn.Linear(H, M))],
+            {},
+            "known names, .*gate_proj, up_proj, down_proj.* pass a state dict",
+        ),
         (
             lambda: {"experts.1.fc1.weight": torch.ones(H, M), "experts.1.fc2.weight": torch.ones(M, H)},
             {},
@@ -299,7 +304,7 @@ def test_layer_rejects_other_sizes() -> None:
         fusedmoe.MoELayer(M + 1, fusedmoe.gates.TopK(experts=4), from_modules(make("llama")))
     experts: Any = make("llama")
     experts[2].up_proj = nn.Linear(M, H + 2, bias=False).double()
-    with pytest.raises(ConfigError, match="expert 2 has gate and up projections of different shapes"):
+    with pytest.raises(ConfigError, match="expert 2 has .*must have one shape"):
         fusedmoe.MoELayer(M, fusedmoe.gates.TopK(experts=4), from_modules(experts))
     experts[2] = Gated(("gate_proj", "up_proj", "down_proj"), F.silu, bias=True)
     with pytest.raises(ConfigError, match="expert 2 has shapes .* expert 0 has"):

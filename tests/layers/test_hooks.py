@@ -186,10 +186,10 @@ def check_wire_cast(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype
     sent: list[tuple[str, torch.dtype, int]] = []
     move = all_to_all.all_to_all_rows
 
-    def spy(group: Any, rows: Tensor, send: Any, recv: Any, operation: str, agreed: bool) -> Tensor:
+    def spy(group: Any, rows: Tensor, send: Any, recv: Any, operation: str, is_compared: bool) -> Tensor:
         if rows.shape[1:] == (M,):
             sent.append((operation, rows.dtype, rows.numel() * rows.itemsize))
-        return move(group, rows, send, recv, operation, agreed)
+        return move(group, rows, send, recv, operation, is_compared)
 
     exact = run_layer(build([], topology), x, dy)
     with patch.object(all_to_all, "all_to_all_rows", spy):

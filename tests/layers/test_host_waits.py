@@ -120,7 +120,7 @@ def wait_locations(rank: int, world: int, esp: int, schedule: Any) -> list[list[
         forward, waits[:] = list(waits), []
         y_SM.sum().backward()
         backward, waits[:] = list(waits), []
-        layer.checks._carried = False
+        layer.checks._exchange_reports_logits = False
         layer(x_SM)
     return [forward, backward, list(waits)]
 

@@ -24,7 +24,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
-from fusedmoe.schedule.policies import POLICIES, whole_policies
+from fusedmoe.schedule.policies import POLICIES, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.step import Degrees, fused_pass, one_pass
 from fusedmoe.schedule.step_costs import StepCosts
@@ -80,7 +80,7 @@ def test_every_policy_equals_no_overlap(policy: str, k: int, factor: float | Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(one, marks=() if one == "joint" else pytest.mark.slow) for one in ("fsmoe", *whole_policies())],
+    [pytest.param(one, marks=() if one == "joint" else pytest.mark.slow) for one in ("fsmoe", *micro_batch_policies())],
 )
 def test_every_policy_on_ranks_equals_no_overlap(cluster: Cluster, policy: str) -> None:
     cluster.run(4, compare_policy_with_no_overlap, policy, 2, 1.0, {"ep": 2, "esp": 2})
@@ -364,7 +364,7 @@ def test_choice_by_prediction_is_first_runnable_plan(
     source = BlocksSource(run, policy, costs, 4)
     ranked = source.candidates()
     seconds = [one.predicted_s for one in ranked]
-    assert all(one.whole for one in ranked) and seconds == sorted(seconds)
+    assert all(one.uses_micro_batches for one in ranked) and seconds == sorted(seconds)
     PlanChooser(source, steps=None)
     assert run.plans == halves(ranked[0].plan)
     refused, require = halves(ranked[0].plan), PipelinedBlocks.require_runnable

@@ -422,8 +422,8 @@ class Spy(AllToAll):
         self._algorithm, self._moved = algorithm, moved
         self.group = algorithm.group
 
-    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        return self._algorithm.traffic(send, recv)
+    def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        return self._algorithm.make_traffic(send, recv)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         self._moved.append(operation)

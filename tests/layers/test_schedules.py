@@ -261,14 +261,14 @@ def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
 def check_named_schedules(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs_of(topology, torch.float64)
-    measured = schedules.ScheduledPlans.measured
+    measured = schedules.ScheduledPlans.measure_costs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.runtime.cache.profile", None)  # measuring once is enough
         plain = step(make_layer(LAYER, topology), rank)
         for name in names:
             layer = make_layer(LAYER, topology, schedule=name)
             costs = measured(layer.plans, torch.empty(6, M, dtype=torch.float64))
-            patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all, known=costs: known)
+            patch.setattr(schedules.ScheduledPlans, "measure_costs", lambda self, like, all_to_all, known=costs: known)
             found = step(layer, rank)
             assert_same_results(found, plain, 1e-10, what=name)
             (plans,) = layer.plans.plans_by_workload.values()
@@ -295,7 +295,7 @@ def degrees_of_auto(rank: int, world: int) -> tuple[int, int]:
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_module, "measured_costs", None)
-        patch.setattr(schedules.ScheduledPlans, "measured", lambda self, like, all_to_all: slow)
+        patch.setattr(schedules.ScheduledPlans, "measure_costs", lambda self, like, all_to_all: slow)
         plain = step(make_layer(LAYER, topology), rank)
         layer = make_layer(LAYER, topology, schedule="auto")
         found = step(layer, rank)
@@ -368,7 +368,7 @@ def measure_in_checkpoint(rank: int, world: int, folder: str) -> int:
         patch.setattr(measure_module, "time_layer", lambda *given: (measured.append(0), observe(*given))[1])
         for number, call in enumerate(calls):
             patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
-            patch.setattr(measure_module, "_parts", WeakKeyDictionary())
+            patch.setattr(measure_module, "_observed_parts", WeakKeyDictionary())
             layer = make_layer(LAYER, topology, schedule="auto")
             same(layer, call)
             same(layer, call)

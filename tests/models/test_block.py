@@ -59,7 +59,7 @@ def compare(
     workload = block_workload(config, topology.ep.size, topology.esp.size, topology.mp.size, 8)
     for policy in policies:
         other = copy.deepcopy(model)
-        blocks = other.in_micro_batches(along)
+        blocks = other.pipeline_blocks(along)
         plan, buckets = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
         recorder = Recorder(rank)
         other.record(recorder)
@@ -123,11 +123,11 @@ def test_position_chunks_equal_whole_batch_on_ranks(cluster: Cluster) -> None:
 
 def test_unsplittable_models_raise() -> None:
     with pytest.raises(ConfigError, match="no experts"):
-        Transformer(ModelConfig(**{**GPT, "moe_every": 3})).in_micro_batches()
+        Transformer(ModelConfig(**{**GPT, "moe_every": 3})).pipeline_blocks()
     with pytest.raises(ConfigError, match="along positions"):
-        Transformer(ModelConfig(**BERT)).in_micro_batches("positions")
+        Transformer(ModelConfig(**BERT)).pipeline_blocks("positions")
     with pytest.raises(ConfigError, match="looks at whole batches"):
-        Transformer(ModelConfig(**{**GPT, "gate": "expert_choice"})).in_micro_batches()
+        Transformer(ModelConfig(**{**GPT, "gate": "expert_choice"})).pipeline_blocks()
 
 
 TOKENS = 2 * 16

@@ -35,19 +35,19 @@ def test_token_split_orders_rows_by_rank_and_sample(ranks: int, length: int, sam
     by_rank = [(sample, place) for part in own for sample in range(samples) for place in part]
     by_sample = sorted(by_rank)
     split = splits[-1]
-    assert split.rows(samples) == [samples * len(part) for part in own]
-    y_BLM = split.by_sample(torch.tensor(by_rank, dtype=torch.float64).view(-1, 2), samples)
+    assert split.row_counts(samples) == [samples * len(part) for part in own]
+    y_BLM = split.to_samples(torch.tensor(by_rank, dtype=torch.float64).view(-1, 2), samples)
     assert y_BLM.shape == (samples, length, 2)
     assert [tuple(row) for row in y_BLM.flatten(0, 1).tolist()] == by_sample
-    assert [tuple(row) for row in split.by_rank(y_BLM).tolist()] == by_rank
+    assert [tuple(row) for row in split.to_ranks(y_BLM).tolist()] == by_rank
 
 
 def test_token_split_avoids_copy_for_one_rank_or_sample() -> None:
     for ranks, samples in ((1, 3), (4, 1)):
         split = split_on(0, ranks, 6)
         rows = torch.randn(6 * samples, 2)
-        shaped = split.by_sample(rows, samples)
-        assert shaped.data_ptr() == rows.data_ptr() == split.by_rank(shaped).data_ptr()
+        shaped = split.to_samples(rows, samples)
+        assert shaped.data_ptr() == rows.data_ptr() == split.to_ranks(shaped).data_ptr()
 
 
 def unsplit(length: int) -> TokenSplit:

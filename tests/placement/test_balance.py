@@ -19,10 +19,10 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s
 from fusedmoe.placement.hecate import exposed_gather_s
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather, layer_s, transfers_s
+from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather_transfers, layer_s, transfers_s
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies.sparse_collectives import add_sparse
+from fusedmoe.schedule.plan import Plan, task_name
+from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from tests.placement.placements import situations
 
@@ -91,7 +91,7 @@ def test_enough_slots_reduce_max_load_to_mean(case, level, kind):
     placement, tokens_WE, nodes = case
     tokens_WE = zero_part_of_counts(tokens_WE, kind)
     found, rows = balance(placement, tokens_WE, nodes, placement.experts, level), int(tokens_WE.sum())
-    assert found.busiest <= max(-(-rows // nodes.ranks), level * rows / nodes.ranks)
+    assert found.max_rank_rows <= max(-(-rows // nodes.ranks), level * rows / nodes.ranks)
     new = count_replicas(found.placement) - count_replicas(placement)
     assert new < nodes.ranks + placement.experts, "a copy fills a rank, or takes what an expert has too much"
 
@@ -103,8 +103,8 @@ def test_split_over_replicas_minimizes_max_load(case, m, kind):
     found = balance(placement, zero_part_of_counts(tokens_WE, kind), nodes, m)
     load_E = found.tokens_WE.sum(axis=0)
     assert m or found.placement == placement
-    assert loads_fit(found.placement, load_E, found.busiest)
-    assert found.busiest == 0 or not loads_fit(found.placement, load_E, found.busiest - 1)
+    assert loads_fit(found.placement, load_E, found.max_rank_rows)
+    assert found.max_rank_rows == 0 or not loads_fit(found.placement, load_E, found.max_rank_rows - 1)
 
 
 def loads_fit(placement: Placement, load_E: np.ndarray, most: int) -> bool:
@@ -125,7 +125,7 @@ def test_max_load_bound_with_few_slots(case, m, kind):
     placement, tokens_WE, nodes = case
     tokens_WE = zero_part_of_counts(tokens_WE, kind)
     mean, most_owned = -(-int(tokens_WE.sum()) // nodes.ranks), np.bincount(placement.owners).max()
-    assert balance(placement, tokens_WE, nodes, m).busiest <= (1 + most_owned / m) * mean
+    assert balance(placement, tokens_WE, nodes, m).max_rank_rows <= (1 + most_owned / m) * mean
 
 
 @pytest.mark.slow
@@ -140,8 +140,8 @@ def test_balance_is_near_integer_program_optimum():
         found = balance(placement, tokens_WE, Nodes(ranks, 2), m, (1.0, 1.1)[case % 3 == 0])
         load_E = tokens_WE.sum(axis=0)
         if case % 3:
-            busier.append(found.busiest / least_busiest(placement, load_E, m))
-        more[count_replicas(found.placement) - fewest_copies(placement, load_E, m, found.busiest)] += 1
+            busier.append(found.max_rank_rows / least_busiest(placement, load_E, m))
+        more[count_replicas(found.placement) - fewest_copies(placement, load_E, m, found.max_rank_rows)] += 1
     assert max(busier) < 1.2 and np.mean(busier) < 1.005
     assert more[0] >= 95 and max(more) <= 1
 
@@ -156,7 +156,7 @@ def test_cheapest_balance_time_is_near_optimum():
 def test_one_slot_balances_64_ranks_exactly():
     tokens_WE = make_loads(1, 1, 64, 256).tokens_ILWE[0, 0]
     found = balance(Placement.even(64, 256), tokens_WE, Nodes(64, 8), 1)
-    assert found.busiest == tokens_WE.sum() / 64
+    assert found.max_rank_rows == tokens_WE.sum() / 64
     # Each of the 63 other ranks needs a replica.
     assert count_replicas(found.placement) <= 66
 
@@ -178,8 +178,8 @@ def test_rank_loads_and_link_rows_equal_definition(case, m):
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
-    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.ingress_W == inter_WV.sum(axis=0)).all()
-    for most, part_WV in ((tokens.busiest_inter, inter_WV), (tokens.busiest_intra, intra_WV)):
+    assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.inter_node_received_W == inter_WV.sum(axis=0)).all()
+    for most, part_WV in ((tokens.max_inter, inter_WV), (tokens.max_intra, intra_WV)):
         assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
 
 
@@ -194,7 +194,7 @@ def test_cheapest_balance_replicates_only_if_cheaper():
     dear = replace(CLUSTER_A, expert_bytes=10**12)
     assert cheapest_balance(even, tokens_WE, nodes, 2, dear).placement == even
     light = replace(CLUSTER_A, expert_bytes=0, token_bytes=0)
-    assert cheapest_balance(even, tokens_WE, nodes, 2, light).busiest == tokens_WE.sum() / 16
+    assert cheapest_balance(even, tokens_WE, nodes, 2, light).max_rank_rows == tokens_WE.sum() / 16
 
 
 # Rows, rows on links, or both cost time; replicas may cost more.
@@ -226,7 +226,7 @@ def test_auto_balance_never_increases_time(case, m, costs, kind):
     if m == 0:
         assert found.placement == before
     gone_EW = before.holds_EW & ~found.placement.holds_EW
-    relays = {(one.expert, one.source) for one in gather(before.sharding, before, nodes)}
+    relays = {(one.expert, one.source) for one in gather_transfers(before.sharding, before, nodes)}
     for expert, rank in np.argwhere(gone_EW).tolist():
         assert (expert, rank) not in relays and not found.computed_EV[expert, rank]
         assert found.placement.extra_W()[rank] == before.extra_W()[rank], "its place has another"
@@ -240,18 +240,18 @@ def test_auto_balance_keeps_placement_for_even_loads():
         found = auto_balance(Placement.even(16, 32), tokens_WE, Nodes(16, 4), 2, CLUSTER_A)
         assert found.placement == Placement.even(16, 32)
     found = auto_balance(Placement.even(4, 4), np.full((4, 4), 7), Nodes(4, 2), 2, COSTS[0])
-    assert found.sent_from(1).tolist() == np.diag([7] * 4).tolist() or found.busiest == 28
+    assert found.sent_from(1).tolist() == np.diag([7] * 4).tolist() or found.max_rank_rows == 28
 
 
 def test_auto_balance_replaces_underused_replicas():
     before = Placement.parse("0: 0 +1\n1: 1 +2\n2: 2 +3\n3: 3 +1")
     tokens_WE = np.array([[100, 1, 1, 1]] * 4)
     found = auto_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1])
-    assert found.busiest == 103 and found.placement.replicas[0] == (1, 2, 3)
+    assert found.max_rank_rows == 103 and found.placement.replicas[0] == (1, 2, 3)
     assert found.placement.extra_W().tolist() == [1, 1, 1, 1], "rank 0's copy, for which nothing else comes, stays"
     # Exact balance does the same, and keeps replicas in slots that no new replica needs.
     exact = cheapest_balance(before, tokens_WE, Nodes(4, 2), 1, COSTS[1])
-    assert exact.placement == found.placement and exact.busiest == 103
+    assert exact.placement == found.placement and exact.max_rank_rows == 103
     assert cheapest_balance(before, tokens_WE, Nodes(4, 2), 0, COSTS[1]).placement == before
 
 
@@ -262,7 +262,7 @@ def test_replicas_reduce_inter_node_rows():
         costs = PlacementCosts(1.0, 1, expert_bytes, 0, 1.0, 1.0)
         found = cheapest_balance(even, tokens_WE, Nodes(2, 1), 1, costs)
         assert found.placement == (Placement.parse("0: 0 +1\n1: 1 +0") if copied else even)
-        assert found.load.busiest_inter == (0 if copied else 10) and found.busiest == 20
+        assert found.load.max_inter == (0 if copied else 10) and found.max_rank_rows == 20
     # Experts with the most rows are placed first, on the least busy rank of the node; rank 1 has no free slot left.
     before = Placement.parse("0: 0 1\n1: 2 3 +0\n2: 4 5\n3: 6 7")
     tokens_WE = np.tile([[5, 90, 70, 3, 4, 4, 4, 4]], (4, 1))
@@ -298,15 +298,15 @@ def simulated_exposed_s(before: Placement, found: Balance, costs: PlacementCosts
     plan, after, nodes = Plan.parse(STEP), found.placement, found.nodes
     new_EV = after.holds_EW & ~before.holds_EW
     had_s, there_s = (
-        transfers_s(gather(old, new, nodes), nodes, costs, costs.expert_bytes)
+        transfers_s(gather_transfers(old, new, nodes), nodes, costs, costs.expert_bytes)
         for old, new in ((before.sharding, before), (before, after))
     )
     rows_s, forward_W = exchange_s(found.load, costs) / EXCHANGES, found.computed_EV.sum(axis=0) * costs.token_s / 3
-    replicated, exposed = add_sparse(plan, [1]), [0.0]
+    replicated, exposed = add_sparse_collectives(plan, [1]), [0.0]
     for rank in np.flatnonzero(new_EV.any(axis=0)).tolist():
         rows = {"f1.D0": rows_s, "f1.E0": forward_W[rank], "f1.C0": rows_s, "b1.A": hidden_s}
         without, with_them = (
-            makespan(replicated, Durations({task: (rows | sparse).get(name(task), 0.0) for task in replicated}))
+            makespan(replicated, Durations({task: (rows | sparse).get(task_name(task), 0.0) for task in replicated}))
             for sparse in ({"b1.SRS": had_s}, {"f1.SAG": there_s, "b1.SRS": had_s + there_s})
         )
         exposed.append(with_them - without)
@@ -335,7 +335,7 @@ def test_auto_balance_of_docstring_example():
         costs = PlacementCosts(1.0, 0, expert_bytes, 0, 5.0, 5.0)
         found = auto_balance(before, tokens_WE, Nodes(2, 1), 1, costs)
         assert (found.placement.replicas == ((1,), (0,))) == copied
-        assert found.busiest == (10 if copied else 20)
+        assert found.max_rank_rows == (10 if copied else 20)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_slow_network_keeps_replicas_inside_node() -> None:
     costs = PlacementCosts(1e-3, 1, 10**6, 0, 1e6, 1e9)
     found = cheapest_balance(before, tokens_WE, nodes, 1, costs)
     assert found.placement == Placement.parse("0: 0\n1: 1 +0\n2: 2\n3: 3")
-    assert found.busiest <= 340, "the node's rows are 660"
+    assert found.max_rank_rows <= 340, "the node's rows are 660"
 
 
 def all_balances(before: Placement, tokens_WE: np.ndarray, nodes: Nodes, m: int) -> Iterator[Balance]:

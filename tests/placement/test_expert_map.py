@@ -95,7 +95,7 @@ def check_small_cases(seeds: range) -> None:
         most_owned = max(np.bincount(placement.owners, minlength=placement.ranks))
         for exact in (False, True):
             found = balance_experts(counts_WE, placement, replicas=replicas, ranks_per_node=per_node, exact=exact)
-            assert least <= found.balance.busiest <= (1 + most_owned / max(replicas, 1)) * least
+            assert least <= found.balance.max_rank_rows <= (1 + most_owned / max(replicas, 1)) * least
 
 
 def test_random_maps_equal_counts_in_loops() -> None:
@@ -154,7 +154,7 @@ def train_by_plain_all_to_all(rank: int, world: int) -> None:
     counts_WE = [torch.empty_like(counts_E) for _ in range(world)]
     torch.distributed.all_gather(counts_WE, counts_E, group=group)
     found = balance_experts(torch.stack(counts_WE), replicas=2)
-    assert found.balance.busiest == -(-int(sum(counts_WE).sum()) // world)
+    assert found.balance.max_rank_rows == -(-int(sum(counts_WE).sum()) // world)
     physical_N, order_N = found.assign(expert_SK, rank).flatten().sort(stable=True)
     sent_sizes, received_sizes = found.all_to_all_splits(rank)
     rows = torch.empty(sum(received_sizes), width, dtype=torch.float64)

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from fusedmoe.autograd.order import order
-from fusedmoe.placement.expert_table import held_after, sort_by_slot
+from fusedmoe.placement.expert_table import experts_after, sort_by_slot
 from fusedmoe.placement.placement import Placement
 
 
 def test_new_replicas_reuse_rows_of_dropped_replicas() -> None:
-    """Placement of `held_after`: on rank 0 the replica of 3 uses the row of 2, and 4 follows; rank 1 keeps its own."""
+    """On rank 0 the replica of 3 uses the row of 2, and 4 follows; rank 1 keeps its own."""
     before, after = Placement.parse("0: 0 1 +2\n1: 2 3 4 +0"), Placement.parse("0: 0 1 +3 +4\n1: 2 3 4 +0 +1")
-    assert held_after([(0, 1, 2), (2, 3, 4, 0)], before, after) == [(0, 1, 3, 4), (2, 3, 4, 0, 1)]
+    assert experts_after([(0, 1, 2), (2, 3, 4, 0)], before, after) == [(0, 1, 3, 4), (2, 3, 4, 0, 1)]
     with pytest.raises(AssertionError, match="a row would have no expert"):
-        held_after([(0, 1, 2), (2, 3, 4, 0)], before, before.sharding)
+        experts_after([(0, 1, 2), (2, 3, 4, 0)], before, before.sharding)
 
 
 def test_sort_by_slot_splits_rows_between_replicas() -> None:

@@ -18,8 +18,8 @@ from bench.placement.replay import replay
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import is_uneven, materialise, max_owned_experts, overlap_degree, predict_load, reshard
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.replica_search import accept, improve
-from fusedmoe.placement.traffic import PlacementCosts, layer_s, load
+from fusedmoe.placement.replica_search import accept_if_faster, improve
+from fusedmoe.placement.traffic import PlacementCosts, layer_s, placement_load
 from tests.marks import slowly
 from tests.placement.placements import nodes as any_nodes
 from tests.placement.placements import situations
@@ -137,7 +137,7 @@ COSTS = replace(CLUSTER_A, intra_bytes_s=1e300)
 
 def expected_s(load_E: np.ndarray, placement: Placement, nodes: Nodes, costs: PlacementCosts = COSTS) -> float:
     """Seconds by definition, with equal token counts on every rank that divide evenly over any number of replicas."""
-    return layer_s(load(np.tile(720720 * load_E, (nodes.ranks, 1)), placement, nodes), costs)
+    return layer_s(placement_load(np.tile(720720 * load_E, (nodes.ranks, 1)), placement, nodes), costs)
 
 
 @settings(deadline=None)
@@ -172,10 +172,10 @@ def test_improve_minimizes_machine_bottleneck():
     even, tokens_WE = Placement.even(16, 32), np.tile(720720 * load_E, (16, 1))
     start = materialise(even, load_E, nodes, 8, 2)
     exchange, work = (
-        load(tokens_WE, improve(even, start, load_E, nodes, 8, 2, costs), nodes)
+        placement_load(tokens_WE, improve(even, start, load_E, nodes, 8, 2, costs), nodes)
         for costs in (replace(CLUSTER_A, token_s=0.0), replace(CLUSTER_A, token_bytes=0))
     )
-    assert exchange.busiest_inter < work.busiest_inter and work.work_W.max() < exchange.work_W.max()
+    assert exchange.max_inter < work.max_inter and work.work_W.max() < exchange.work_W.max()
 
 
 def test_accept_rejects_replicas_that_save_no_time():
@@ -185,13 +185,13 @@ def test_accept_rejects_replicas_that_save_no_time():
     assert copied != even
     quick, slow = (PlacementCosts(1e-6, 8, 100, 200, rate, rate) for rate in (1e12, 1e5))
     unknown = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
-    assert accept(even, copied, [5] * 8, nodes, quick) == even
-    assert accept(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
+    assert accept_if_faster(even, copied, [5] * 8, nodes, quick) == even
+    assert accept_if_faster(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
     everywhere = materialise(even, [5] * 8, nodes, 8, 6)
-    assert accept(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
-    assert accept(even, everywhere, [5] * 8, nodes, quick) == even
-    assert accept(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
-    assert accept(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
+    assert accept_if_faster(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
+    assert accept_if_faster(even, everywhere, [5] * 8, nodes, quick) == even
+    assert accept_if_faster(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
+    assert accept_if_faster(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
 
 
 def test_improve_keeps_placement_without_load_or_costs():
@@ -266,7 +266,9 @@ def ratios_to_optimum(
             ours = improve(even, ours, load_E, nodes, t, m, CLUSTER_A)
         best = best_placement(even, tokens_WE, nodes, t, m, CLUSTER_A)
         assert (best.extra_W() <= m).all() and sum(map(bool, best.replicas)) <= t
-        ratio = layer_s(load(tokens_WE, ours, nodes), CLUSTER_A) / layer_s(load(tokens_WE, best, nodes), CLUSTER_A)
+        ratio = layer_s(placement_load(tokens_WE, ours, nodes), CLUSTER_A) / layer_s(
+            placement_load(tokens_WE, best, nodes), CLUSTER_A
+        )
         assert ratio > 0.999, "nothing is better than the best"
         found.append(ratio)
     return found
@@ -406,10 +408,13 @@ def test_reshard_balances_work_and_ingress_of_other_experts():
         tokens_LWE[layer][:, top] = 0
     work, ingress = (
         [
-            sum(getattr(load(tokens, one, nodes), name).max() for tokens, one in zip(tokens_LWE, of, strict=True))
+            sum(
+                getattr(placement_load(tokens, one, nodes), name).max()
+                for tokens, one in zip(tokens_LWE, of, strict=True)
+            )
             for of in (even, reshard(even, load_LE, nodes, 8))
         ]
-        for name in ("work_W", "ingress_W")
+        for name in ("work_W", "inter_node_received_W")
     )
     assert work[1] < 0.8 * work[0] and ingress[1] < 0.8 * ingress[0]
 

@@ -15,10 +15,10 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import (
     PlacementCosts,
     Transfer,
-    dispatch,
     exchange_s,
     layer_s,
-    load,
+    placement_load,
+    split_tokens,
     transfers_s,
 )
 from tests.placement.placements import MATERIALISED, NODES, situations
@@ -28,7 +28,7 @@ from tests.placement.placements import MATERIALISED, NODES, situations
 @given(situations())
 def test_dispatch_equals_definition(case):
     placement, tokens_WE, nodes = case
-    sent_WEV = dispatch(tokens_WE, placement, nodes)
+    sent_WEV = split_tokens(tokens_WE, placement, nodes)
     assert sent_WEV.dtype == np.int64 and (sent_WEV >= 0).all()
     np.testing.assert_array_equal(sent_WEV.sum(axis=2), tokens_WE)
     for expert in range(placement.experts):
@@ -52,7 +52,7 @@ def test_dispatch_equals_definition(case):
 
 def test_dispatch_prefers_local_replicas():
     # Expert 1 is on rank 1 only; expert 2 on ranks 0 and 2; expert 0 everywhere.
-    sent_WEV = dispatch([[5, 3, 7], [5, 4, 7], [5, 1, 7], [5, 0, 7]], MATERIALISED, NODES)
+    sent_WEV = split_tokens([[5, 3, 7], [5, 4, 7], [5, 1, 7], [5, 0, 7]], MATERIALISED, NODES)
     assert sent_WEV[:, 0].tolist() == np.diag([5, 5, 5, 5]).tolist()
     assert sent_WEV[:, 1].tolist() == [[0, 3, 0, 0], [0, 4, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
     assert sent_WEV[:, 2].tolist() == [[7, 0, 0, 0], [7, 0, 0, 0], [0, 0, 7, 0], [0, 0, 7, 0]]
@@ -61,24 +61,24 @@ def test_dispatch_prefers_local_replicas():
 def test_remainders_continue_after_previous_rank():
     # Ranks 2 to 7 have no replica on their nodes: one token each, over ranks 0 and 1.
     placement = Placement(8, (0,), ((1,),))
-    sent_WEV = dispatch([[1]] * 8, placement, Nodes(8, 2))
+    sent_WEV = split_tokens([[1]] * 8, placement, Nodes(8, 2))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [4, 4, 0, 0, 0, 0, 0, 0]
-    sent_WEV = dispatch([[0], [0], [3], [0], [2], [0], [0], [0]], placement, Nodes(8, 2))
+    sent_WEV = split_tokens([[0], [0], [3], [0], [2], [0], [0], [0]], placement, Nodes(8, 2))
     assert sent_WEV[2, 0].tolist()[:2] == [2, 1] and sent_WEV[4, 0].tolist()[:2] == [1, 1]
 
 
 def test_replicas_on_one_node_share_local_and_remote_rows():
-    sent_WEV = dispatch([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    sent_WEV = split_tokens([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [2, 2, 0, 0, 0, 0]
-    sent_WEV = dispatch([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    sent_WEV = split_tokens([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [1, 1, 0, 0, 0, 0]
 
 
 def test_dispatch_sums_64_bit_counts():
     tokens = np.full((4, 3), 2**40 + 1)
-    assert dispatch(tokens, MATERIALISED, NODES).sum() == 12 * (2**40 + 1)
+    assert split_tokens(tokens, MATERIALISED, NODES).sum() == 12 * (2**40 + 1)
     small = np.full((4, 3), 200, dtype=np.uint8)
-    assert dispatch(small, MATERIALISED, NODES).sum() == 2400
+    assert split_tokens(small, MATERIALISED, NODES).sum() == 2400
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_dispatch_sums_64_bit_counts():
 )
 def test_dispatch_rejects_invalid_counts(tokens_WE):
     with pytest.raises(ConfigError, match="dispatch"):
-        dispatch(tokens_WE, MATERIALISED, NODES)
+        split_tokens(tokens_WE, MATERIALISED, NODES)
 
 
 COSTS = PlacementCosts(
@@ -98,8 +98,8 @@ COSTS = PlacementCosts(
 @given(situations())
 def test_load_by_definition(case):
     placement, tokens_WE, nodes = case
-    found = load(tokens_WE, placement, nodes)
-    sent_WEV = dispatch(tokens_WE, placement, nodes)
+    found = placement_load(tokens_WE, placement, nodes)
+    sent_WEV = split_tokens(tokens_WE, placement, nodes)
     inter, intra = np.zeros((2, nodes.ranks), int), np.zeros((2, nodes.ranks), int)
     for source in range(nodes.ranks):
         for target in range(nodes.ranks):
@@ -108,17 +108,17 @@ def test_load_by_definition(case):
                 kind[0, source] += sent_WEV[source, :, target].sum()
                 kind[1, target] += sent_WEV[source, :, target].sum()
     assert found.work_W.tolist() == sent_WEV.sum(axis=(0, 1)).tolist()
-    assert found.ingress_W.tolist() == inter[1].tolist()
-    assert (found.busiest_inter, found.busiest_intra) == (inter.max(), intra.max())
+    assert found.inter_node_received_W.tolist() == inter[1].tolist()
+    assert (found.max_inter, found.max_intra) == (inter.max(), intra.max())
     seconds = 4 * max(inter.max() * 10 / 10.0, intra.max() * 10 / 100.0) + found.work_W.max()
     assert layer_s(found, COSTS) == pytest.approx(seconds)
 
 
 def test_layer_time_of_worked_example():
     # All four ranks send 3 tokens to rank 0: 6 from the other node, 3 from its own.
-    found = load([[3]] * 4, Placement(4, (0,)), Nodes(4, 2))
+    found = placement_load([[3]] * 4, Placement(4, (0,)), Nodes(4, 2))
     assert found.work_W.tolist() == [12, 0, 0, 0]
-    assert (found.busiest_inter, found.busiest_intra) == (6, 3)
+    assert (found.max_inter, found.max_intra) == (6, 3)
     assert exchange_s(found, COSTS) == 4 * 6 * 10 / 10 and layer_s(found, COSTS) == 24 + 12
     assert transfers_s([Transfer(0, 0, 2, 0), Transfer(1, 0, 1, 0)], Nodes(4, 2), COSTS, 100) == 10.0
     assert transfers_s([], Nodes(4, 2), COSTS, 100) == 0.0
@@ -138,7 +138,7 @@ def test_calibrate_reduces_time_or_keeps_placement(case, m):
     assert placement.is_within(after)
     assert (after.extra_W() <= np.maximum(m, placement.extra_W())).all()
     if after != placement:
-        before_s, after_s = (layer_s(load(tokens_WE, one, nodes), COSTS) for one in (placement, after))
+        before_s, after_s = (layer_s(placement_load(tokens_WE, one, nodes), COSTS) for one in (placement, after))
         assert after_s + exposed_gather_s(placement, after, nodes, COSTS) < before_s
 
 

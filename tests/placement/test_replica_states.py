@@ -84,7 +84,7 @@ def make_replicas(transport: Transport) -> Replicas:
     table = ExpertTable(experts, 2, Topology())
     # As on rank 0 of two ranks, of which rank 1 owns experts 2 and 3.
     table.placement = table.current = Placement(2, (0, 0, 1, 1), ((), (), (0,), (0,)))
-    table.held_W, table._transfers = [(0, 1, 2, 3), (2, 3)], (Transfer(2, 1, 0, 0), Transfer(3, 1, 0, 0))
+    table.experts_W, table._transfers = [(0, 1, 2, 3), (2, 3)], (Transfer(2, 1, 0, 0), Transfer(3, 1, 0, 0))
     replicas = Replicas(table)
     replicas.transport = transport
     return replicas
@@ -119,15 +119,15 @@ def test_replica_lifecycle_follows_transition_table() -> None:
 
 def test_parameter_update_during_fetch_is_rejected() -> None:
     replicas = make_replicas(Transport())
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
     replicas.fetch()
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
     with torch.no_grad():
         replicas.table.parameters[0].add_(1)
-    refusal = replicas.refusal()
+    refusal = replicas.why_unusable()
     assert refusal is not None and "experts have changed since their replicas started" in refusal
     replicas.drop()
-    assert replicas.refusal() is None
+    assert replicas.why_unusable() is None
 
 
 def test_failed_transfer_leaves_replicas_absent() -> None:

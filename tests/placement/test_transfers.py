@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.traffic import Transfer, chain_gathers, gather, reduce, traffic
+from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers, link_bytes, reduce_transfers
 from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
 
 
@@ -59,13 +59,13 @@ def test_chained_gathers_equal_sequential_gathers(case, seed):
     before, after, nodes = case
     keep_EW = np.random.default_rng(seed).random(after.holds_EW.shape) < 0.5
     between = Placement.holding(after.owners, before.holds_EW | (after.holds_EW & keep_EW))
-    first, second = gather(before, between, nodes), gather(between, after, nodes)
+    first, second = gather_transfers(before, between, nodes), gather_transfers(between, after, nodes)
     both = chain_gathers(first, second)
     assert (run_gather(before, both) == after.holds_EW).all() and len(both) == len(first) + len(second)
     steps = [max((one.step for one in of), default=-1) + 1 for of in (both, first, second)]
     assert steps[0] <= steps[1] + steps[2]
     gradient_EW = np.random.default_rng(seed).random(after.holds_EW.shape) * after.holds_EW
-    summed_EW = run_reduce(after, reduce(both), gradient_EW)
+    summed_EW = run_reduce(after, reduce_transfers(both), gradient_EW)
     if before == before.sharding:
         owned_E = summed_EW[range(after.experts), after.owners]
         np.testing.assert_allclose(owned_E, gradient_EW.sum(axis=1))
@@ -84,7 +84,7 @@ def test_chained_gathers_of_docstring_example():
 @given(pairs())
 def test_gather_delivers_all_replicas(case):
     before, after, where = case
-    transfers = gather(before, after, where)
+    transfers = gather_transfers(before, after, where)
     np.testing.assert_array_equal(run_gather(before, transfers), after.holds_EW)
     assert list(transfers) == sorted(transfers, key=lambda one: (one.step, one.expert, one.source))
 
@@ -93,7 +93,7 @@ def test_gather_delivers_all_replicas(case):
 @given(pairs())
 def test_reduce_sums_gradients_at_owners(case):
     _, after, where = case
-    back = reduce(gather(after.sharding, after, where))
+    back = reduce_transfers(gather_transfers(after.sharding, after, where))
     gradient_EW = np.random.default_rng(0).integers(-(2**40), 2**40, after.holds_EW.shape)
     expected_EW = np.zeros_like(gradient_EW)
     expected_EW[np.arange(after.experts), list(after.owners)] = (gradient_EW * after.holds_EW).sum(axis=1)
@@ -108,12 +108,15 @@ def test_reduce_sums_gradients_at_owners(case):
 @given(pairs(), st.integers(1, 2**33))
 def test_traffic_equals_predicted_volume(case, expert_bytes):
     before, after, where = case
-    transfers = gather(before, after, where)
+    transfers = gather_transfers(before, after, where)
     volume = predicted_volume(before, after, where, expert_bytes)
-    for found in (traffic(transfers, where, expert_bytes), traffic(reduce(transfers), where, expert_bytes)):
+    for found in (
+        link_bytes(transfers, where, expert_bytes),
+        link_bytes(reduce_transfers(transfers), where, expert_bytes),
+    ):
         assert found.total == volume.total == len(transfers) * expert_bytes
         assert found.inter_sent_W.sum() == found.inter_received_W.sum() == volume.inter
-        assert found.busiest <= volume.limit, "λS"
+        assert found.max_link_bytes <= volume.limit, "λS"
     travelling = {one.expert for one in transfers}
     assert volume.limit == len(travelling) * expert_bytes
 
@@ -124,7 +127,7 @@ def test_expert_enters_each_node_once(case):
     before, after, where = case
     entries = Counter(
         (one.expert, where.of(one.target))
-        for one in gather(before, after, where)
+        for one in gather_transfers(before, after, where)
         if where.of(one.source) != where.of(one.target)
     )
     assert set(entries.values()) <= {1}
@@ -136,7 +139,7 @@ def test_volume_equals_all_reduce_volume(case):
     """H2: for each expert on d ranks both collectives send 2(d − 1)/d of its bytes for each of these ranks."""
     _, after, where = case
     sharding = after.sharding
-    both = 2 * traffic(gather(sharding, after, where), where, 1).total
+    both = 2 * link_bytes(gather_transfers(sharding, after, where), where, 1).total
     d_E = after.holds_EW.sum(axis=1)
     assert both == pytest.approx(sum(d * 2 * (d - 1) / d for d in d_E.tolist()))
 
@@ -164,14 +167,14 @@ def test_worked_example_satisfies_paper_definitions():
     travel = {one.expert for one in GATHER}
     size, share = 3 * 10, len(travel) / 3  # S of experts of 10 bytes, and λ
     for transfers in (GATHER, REDUCE):
-        assert traffic(transfers, NODES, 10).busiest <= share * size == 20
+        assert link_bytes(transfers, NODES, 10).max_link_bytes <= share * size == 20
 
 
 def test_worked_example_routes_and_bytes():
     """Choices that the paper leaves open: the routes, their order, and therefore the bytes of each rank."""
-    assert gather(SHARDING, MATERIALISED, NODES) == GATHER
-    assert reduce(GATHER) == REDUCE
-    found = traffic(GATHER, NODES, 10)
+    assert gather_transfers(SHARDING, MATERIALISED, NODES) == GATHER
+    assert reduce_transfers(GATHER) == REDUCE
+    found = link_bytes(GATHER, NODES, 10)
     assert found.inter_sent_W.tolist() == [10, 0, 10, 0] and found.inter_received_W.tolist() == [10, 0, 10, 0]
     assert found.intra_sent_W.tolist() == [10, 0, 10, 0] and found.intra_received_W.tolist() == [0, 10, 0, 10]
     assert predicted_volume(SHARDING, MATERIALISED, NODES, 10) == (40, 20, 20)
@@ -181,13 +184,13 @@ def test_arrivals_are_spread_over_node_ranks():
     """Four experts of node 0 for all ranks of node 1: each of its ranks receives one from outside."""
     sharding = Placement(8, (0, 1, 2, 3))
     after = Placement(8, (0, 1, 2, 3), ((4, 5, 6, 7),) * 4)
-    found = traffic(gather(sharding, after, Nodes(8, 4)), Nodes(8, 4), 1)
+    found = link_bytes(gather_transfers(sharding, after, Nodes(8, 4)), Nodes(8, 4), 1)
     assert found.inter_received_W.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_equal_placements_need_no_transfers():
-    assert gather(SHARDING, SHARDING, NODES) == reduce(()) == ()
-    assert traffic((), NODES, 7).busiest == 0
+    assert gather_transfers(SHARDING, SHARDING, NODES) == reduce_transfers(()) == ()
+    assert link_bytes((), NODES, 7).max_link_bytes == 0
 
 
 def test_gather_rejects_incompatible_placements():
@@ -197,6 +200,6 @@ def test_gather_rejects_incompatible_placements():
         (SHARDING, Placement(4, (0,))),
     ):
         with pytest.raises(ConfigError, match="sparse all-gather"):
-            gather(before, after, NODES)
+            gather_transfers(before, after, NODES)
     with pytest.raises(ConfigError, match="sparse all-gather"):
-        gather(SHARDING, MATERIALISED, Nodes(2, 2))
+        gather_transfers(SHARDING, MATERIALISED, Nodes(2, 2))

@@ -75,7 +75,7 @@ def recorded() -> Iterator[list[Issue]]:
 @contextmanager
 def random_delays(seed: int) -> Iterator[None]:
     """Delay each task of a plan by up to 4 ms, with different delays on each rank."""
-    clock, measured = random.Random(seed), execute._recorded_body
+    clock, measured = random.Random(seed), execute._make_body
 
     def delayed(*given: Any) -> Callable[[Task], None]:
         body = measured(*given)
@@ -87,7 +87,7 @@ def random_delays(seed: int) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "_recorded_body", delayed)
+        patch.setattr(execute, "_make_body", delayed)
         yield
 
 

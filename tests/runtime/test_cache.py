@@ -25,7 +25,7 @@ from fusedmoe.runtime.cache import (
     cache_dir,
     cached_plans,
     cached_profile,
-    describe,
+    describe_machine,
     fingerprint,
     machine_facts,
     plan_path,
@@ -34,7 +34,7 @@ from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import Contention, CostModel, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -243,7 +243,7 @@ def fingerprints_on_one_and_two_hosts(rank: int, world: int) -> tuple[str, str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank}")
         apart = machine_facts(topology, CPU, torch.float32)
-    return fingerprint(together), fingerprint(apart), describe(apart)
+    return fingerprint(together), fingerprint(apart), describe_machine(apart)
 
 
 def test_fingerprint_depends_on_number_of_hosts(cluster: Cluster) -> None:
@@ -273,7 +273,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Counted(PlanSearch):
         def plan(self, name: str) -> Plan:
-            if name in whole_policies() and not asked:
+            if name in micro_batch_policies() and not asked:
                 names.append(name)
             asked.append(name)
             try:

@@ -330,7 +330,7 @@ def test_stream_check_detects_missing_event_wait(monkeypatch: pytest.MonkeyPatch
 
 
 CUDA = torch.device("cuda", 0)
-ALL = Capabilities(2, 1, dtype=torch.bfloat16, device=CUDA, heap=lambda: True)
+ALL = Capabilities(2, 1, dtype=torch.bfloat16, device=CUDA, has_heap=lambda: True)
 
 
 @pytest.fixture(autouse=True)
@@ -375,12 +375,12 @@ def test_heap_is_checked_last() -> None:
         raise AssertionError("asked for the heap")
 
     with pytest.raises(AssertionError, match="asked for the heap"):
-        runnable_kinds(replace(ALL, heap=asked), "itself")
-    for change in ({"ep": 1}, {"grouped": False}, {"direct": False}, {"dtype": torch.float64}):
-        runnable_kinds(replace(ALL, heap=asked, **change), "itself")  # type: ignore[arg-type]
-    runnable_kinds(replace(ALL, heap=asked, device=torch.device("cpu")), "itself")
+        runnable_kinds(replace(ALL, has_heap=asked), "itself")
+    for change in ({"ep": 1}, {"has_grouped_experts": False}, {"is_kernel_only": False}, {"dtype": torch.float64}):
+        runnable_kinds(replace(ALL, has_heap=asked, **change), "itself")  # type: ignore[arg-type]
+    runnable_kinds(replace(ALL, has_heap=asked, device=torch.device("cpu")), "itself")
     for follows in ("step", "blocks"):
-        runnable_kinds(replace(ALL, heap=asked), follows)  # type: ignore[arg-type]
+        runnable_kinds(replace(ALL, has_heap=asked), follows)  # type: ignore[arg-type]
 
 
 def test_unsupported_task_error_lists_supported_kinds() -> None:

@@ -34,7 +34,7 @@ def test_training_lines_estimate_from_a_tenth_of_the_steps(
     display = make_display(0, 101, 0)
     for step in (1, 10, 11):
         now[0] = 16.0 * step
-        display.step(step, 1.0, 5.0)
+        display.show_step(step, 1.0, 5.0)
     lines = capsys.readouterr().out.splitlines()
     assert ["left" in line for line in lines] == [False, False, True] and "24:00 left" in lines[-1]
 

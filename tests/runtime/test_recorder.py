@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.recorder import Recorder, recorded, span
+from fusedmoe.runtime.recorder import Recorder, record_operation, span
 from fusedmoe.schedule.timeline import Span, align
 
 
@@ -70,7 +70,7 @@ def test_raising_body_leaves_no_span():
 def test_each_backward_pass_records_its_span():
     recorder = Recorder(clock=count().__next__)
     x = torch.ones(2, requires_grad=True)
-    y = recorded(recorder, torch.exp, x, kind="attention").sum()
+    y = record_operation(recorder, torch.exp, x, kind="attention").sum()
     y.backward(retain_graph=True)
     y.backward()
     _, first, second = recorder.timeline().spans
@@ -88,7 +88,7 @@ def test_no_backward_span_without_gradient(grad: bool):
 
     x = torch.ones(2, 2, requires_grad=not grad)
     with torch.set_grad_enabled(grad):
-        recorded(Noting(), torch.nn.Linear(2, 2), x, kind="attention")
+        record_operation(Noting(), torch.nn.Linear(2, 2), x, kind="attention")
     assert opened == ["forward"]
 
 

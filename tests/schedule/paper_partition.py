@@ -38,14 +38,14 @@ def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Par
     if all(len(found) == 1 for found in of):
         return first  # one option for every pass: a byte in a middle costs the same as at the end
     gradients = np.array(costs.gradient_bytes, dtype=np.float64)[layers]
-    taken = np.cumsum([first.middle[layer] + first.beside[layer] for layer in layers])
+    taken = np.cumsum([first.pipeline_bytes[layer] + first.dense_bytes[layer] for layer in layers])
     left = np.cumsum(gradients) - gradients - taken
     room = np.minimum.accumulate(left[::-1])[::-1]  # a byte taken here is missing in all later places
     places = [n for n in range(len(layers)) if room[n] > 0]
     if not places:
         return first
     busy_s, free_s = _padded([of[layers[n]] for n in places])
-    fixed = np.array([first.middle[layers[n]] for n in places])
+    fixed = np.array([first.pipeline_bytes[layers[n]] for n in places])
     total = gradients.sum() - taken[-1]
 
     def extra(shares: Any) -> Any:
@@ -74,10 +74,10 @@ def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Par
         polish=False,
         tol=1e-4,
     )
-    middle = list(first.middle)
+    middle = list(first.pipeline_bytes)
     for n, bytes_ in zip(places, extra(found.x), strict=True):
         middle[layers[n]] += float(bytes_)
-    return first._replace(middle=tuple(middle))
+    return first._replace(pipeline_bytes=tuple(middle))
 
 
 def _padded(of: Sequence[Sequence[PassOption]]) -> tuple[Any, Any]:

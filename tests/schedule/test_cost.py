@@ -106,9 +106,9 @@ def test_least_time_under_contention_equals_linear_program():
         ]
         # Each resource can do at least its work; doing more is allowed.
         solved = linprog(np.ones(len(sets)), speeds, [-one for one in work])
-        assert contention.least_s(*work) == pytest.approx(solved.fun, rel=1e-9, abs=1e-12)
-    assert NO_CONTENTION.least_s(1.0, 3.0, 2.0) == 3.0
-    assert Contention.between_links(0.4).least_s(0.0, 3.0, 2.0) == pytest.approx(5.0)  # sequential is shorter
+        assert contention.lower_bound_s(*work) == pytest.approx(solved.fun, rel=1e-9, abs=1e-12)
+    assert NO_CONTENTION.lower_bound_s(1.0, 3.0, 2.0) == 3.0
+    assert Contention.between_links(0.4).lower_bound_s(0.0, 3.0, 2.0) == pytest.approx(5.0)  # sequential is shorter
 
 
 def test_missing_line_error_names_line():

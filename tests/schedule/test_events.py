@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
-from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run, run_in_order
+from fusedmoe.schedule.events import IDLE_ONLY, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, resources_of
@@ -138,12 +138,12 @@ def test_issue_order_omits_cycles_and_their_dependents():
 
 def test_spare_tasks_start_only_on_idle_resources():
     # On one resource: 1 s, then a task that another resource delays until 3 s; two independent tasks of 1 s and 5 s.
-    before, on = [[], [0, 3], [], [], [2]], [2, 2, 2 + SPARE, 0, 2 + SPARE]
+    before, on = [[], [0, 3], [], [], [2]], [2, 2, 2 + IDLE_ONLY, 0, 2 + IDLE_ONLY]
     starts, ends = run(before, followers_of(before), on, [1.0, 1.0, 1.0, 3.0, 5.0])
     assert (starts, ends) == ([0, 7, 1, 0, 2], [1, 8, 2, 3, 7]), "what has started ends, whoever gets ready meanwhile"
     starts, _ = run(before, followers_of(before), on, [1.0, 1.0, 1.0, 1.0, 5.0])
     assert starts == [0, 1, 2, 0, 3], "what gets ready at the same time goes first"
-    starts, _ = run([[], []], [[], []], [2 + SPARE, 2], [1.0, 0.0])
+    starts, _ = run([[], []], [[], []], [2 + IDLE_ONLY, 2], [1.0, 0.0])
     assert starts == [0, 0], "also what takes no time"
 
 

@@ -14,9 +14,9 @@ from fusedmoe.schedule.policies.lancet_plans import (
     SplitRange,
     best_ranges,
     gaps_of,
+    hidden_communication_s,
     place_exactly,
     place_greedily,
-    placement_hides_s,
 )
 from fusedmoe.schedule.task import Task
 
@@ -68,7 +68,7 @@ def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[fl
 
 def brute_force_hidden_s(gaps: list[Gap], seconds: list[float]) -> float:
     choices = [[None, *(n for n, gap in enumerate(gaps) if one in gap.allowed)] for one in range(len(seconds))]
-    return max(placement_hides_s(gaps, seconds, placed) for placed in itertools.product(*choices))
+    return max(hidden_communication_s(gaps, seconds, placed) for placed in itertools.product(*choices))
 
 
 def assert_allowed_placement(gaps, seconds, placed) -> None:
@@ -85,7 +85,9 @@ def test_exact_placement_equals_brute_force():
         # The search rounds to fractions of the longest gap: each number is off by at most half a unit, in both
         # placements.
         off_s = (len(gaps) + len(seconds)) * max(gap.seconds for gap in gaps) / 2**12
-        assert placement_hides_s(gaps, seconds, placed) == pytest.approx(brute_force_hidden_s(gaps, seconds), abs=off_s)
+        assert hidden_communication_s(gaps, seconds, placed) == pytest.approx(
+            brute_force_hidden_s(gaps, seconds), abs=off_s
+        )
 
 
 def test_greedy_placement_is_near_exact():
@@ -95,8 +97,8 @@ def test_greedy_placement_is_near_exact():
         gaps, seconds = random_instance(rng, rng.randint(2, 4))
         greedy, best = place_greedily(gaps, seconds), place_exactly(gaps, seconds, limit=0.5)
         assert_allowed_placement(gaps, seconds, greedy)
-        assert placement_hides_s(gaps, seconds, greedy) <= placement_hides_s(gaps, seconds, best)
-        shares.append(placement_hides_s(gaps, seconds, greedy) / placement_hides_s(gaps, seconds, best))
+        assert hidden_communication_s(gaps, seconds, greedy) <= hidden_communication_s(gaps, seconds, best)
+        shares.append(hidden_communication_s(gaps, seconds, greedy) / hidden_communication_s(gaps, seconds, best))
     assert sum(shares) / len(shares) >= 0.97
 
 
@@ -106,7 +108,7 @@ def test_greedy_placement_of_worked_example():
     """
     gaps = [Gap(3.0, {0, 1, 2}), Gap(2.0, {0, 1, 2})]
     assert place_greedily(gaps, [0.6, 1.9, 2.5]) == (0, 1, 0)
-    assert placement_hides_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
+    assert hidden_communication_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
     assert place_greedily([Gap(1.0, set())], [1.0]) == (None,)
     assert place_greedily([], []) == ()
 

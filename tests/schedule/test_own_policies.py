@@ -22,10 +22,10 @@ from fusedmoe.schedule.policies import (
     POLICIES,
     PlanSearch,
     layer_policies,
+    micro_batch_policies,
     register_policy,
     sequential,
     user_policy,
-    whole_policies,
 )
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
@@ -175,7 +175,7 @@ def test_registered_traits_select_planning_scope() -> None:
     try:
         register_policy("split", split, whole=True, gradients="idle slots")
         register_policy("varied", by_rows, varies=True)
-        assert "split" not in layer_policies() and "split" in whole_policies()
+        assert "split" not in layer_policies() and "split" in micro_batch_policies()
         with pytest.raises(ConfigError, match="split plans whole models"):
             Schedule("split")
         # Its plans are excluded from the comparison where layers cannot be split.

@@ -19,7 +19,7 @@ def backward_s(costs: StepCosts, of, partition: Partition) -> float:
     """Compute the backward pass by its definition; fail where a place has taken more bytes than were ready."""
     line, seconds, ready = costs.all_reduce, 0.0, 0.0
     for layer in reversed(range(len(of))):
-        middle, beside = partition.middle[layer], partition.beside[layer]
+        middle, beside = partition.pipeline_bytes[layer], partition.dense_bytes[layer]
         ready -= middle + beside
         assert middle >= 0 and beside >= 0 and ready >= -1.0, "in back-propagation order: no more than what is ready"
         seconds += min(max(way.busy_s + bucket_s(line, middle), way.free_s) for way in of[layer])
@@ -76,7 +76,7 @@ def test_search_moves_remaining_bytes_to_other_degree():
     start = fill_free(costs, of)
     assert start == Partition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3
     for found in (search(costs, of), spread_rest(costs, of, start)):
-        assert found.middle == (pytest.approx(1000.0, rel=1e-3), 0.0)
+        assert found.pipeline_bytes == (pytest.approx(1000.0, rel=1e-3), 0.0)
         assert backward_s(costs, of, found) == pytest.approx(20.5 + 2, rel=1e-3)
 
 
@@ -117,7 +117,7 @@ def test_search_equals_brute_force_over_partitions():
 
 def quick_backward_s(costs: StepCosts, of, partition: Partition) -> float:
     line = costs.all_reduce
-    seconds = bucket_s(line, sum(costs.gradient_bytes) - sum(partition.middle) - sum(partition.beside))
+    seconds = bucket_s(line, sum(costs.gradient_bytes) - sum(partition.pipeline_bytes) - sum(partition.dense_bytes))
     for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
         gar = bucket_s(line, middle)
         seconds += min(max(way.busy_s + gar, way.free_s) for way in found)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.passes import three_queues
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.step import fused_pass, one_pass, pass_by_degree
 from fusedmoe.schedule.task import (
     FUSED,
@@ -35,7 +35,7 @@ inter: D0 D1 D2 AR0(4096) C0 C1 C2"""
 
 
 def task_names(tasks) -> list[str]:
-    return [name(task) for task in tasks]
+    return [task_name(task) for task in tasks]
 
 
 def test_plan_text_round_trip():
@@ -154,7 +154,7 @@ def test_dependencies_between_layers_and_passes():
         inter: f0.D0 f0.C0 f1.D0 f1.D1 f1.C0 f1.C1 b1.D0 b1.C0 b0.D0 b1.AR0 b0.C0 b0.AR0
         """
     )
-    needs = {name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
+    needs = {task_name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
     assert needs["f0.A"] == set() and needs["f0.G"] == {"f0.A"} and needs["f0.D0"] == {"f0.P"}
     assert needs["f1.A"] == {"f0.U"} and needs["f1.D1"] == {"f1.A"}
     assert needs[".L"] == {"f1.C0", "f1.C1"} and needs["b1.D0"] == {".L"}
@@ -172,7 +172,7 @@ def test_micro_batches_depend_on_same_chunk_of_previous_layer():
         inter: f0.D0 f0.D1 f0.C0 f0.C1 f1.D0 f1.D1 f1.C0 f1.C1 f2.D0 f2.D1 f2.C0 f2.C1
         """
     )
-    needs = {name(task): task_names(before) for task, before in plan.dependencies.items()}
+    needs = {task_name(task): task_names(before) for task, before in plan.dependencies.items()}
     assert needs["f0.D1"] == ["f0.A1"] and needs["f1.A0"] == ["f0.C0"] and needs["f1.A1"] == ["f0.C1", "f1.A0"]
     assert needs["f2.D0"] == ["f1.C0", "f1.C1"]  # no micro-batches: the layer's rows are concatenated first
 
@@ -184,7 +184,7 @@ def test_attention_chunks_depend_on_previous_chunk():
         inter: f0.D0 f0.C0 b0.D0 b0.C0 b0.AR0
         """
     )
-    needs = {name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
+    needs = {task_name(task): set(task_names(before)) for task, before in plan.dependencies.items()}
     assert [needs[f"f0.A{n}"] for n in range(3)] == [set(), {"f0.A0"}, {"f0.A1"}]
     assert [needs[f"b0.A{n}"] for n in range(3)] == [{"b0.C0"}, {"b0.C0", "b0.A0"}, {"b0.C0", "b0.A1"}]
     assert needs["b0.AWG1"] == {"b0.A1"}  # weight gradients follow their own chunk only
@@ -270,7 +270,7 @@ inter: DEC0 DEC1"""
 
 
 def dependency_names(plan: Plan) -> dict[str, set[str]]:
-    return {name(task): {name(one) for one in before} for task, before in plan.dependencies.items()}
+    return {task_name(task): {task_name(one) for one in before} for task, before in plan.dependencies.items()}
 
 
 def test_fused_kinds_combine_their_parts():

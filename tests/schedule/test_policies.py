@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES, layer_policies
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
@@ -165,7 +165,7 @@ def test_tutel_is_limited_to_its_degrees():
 def test_tutel_improved_overlaps_reduce_with_next_dense_part():
     plan = POLICIES["tutel_improved"].plan(costs_of_testbed_b())
     degree = plan.degrees["backward", 0]
-    order = [name(task) for task in plan.inter if task.kind in ("gradient-all-reduce", "combine")]
+    order = [task_name(task) for task in plan.inter if task.kind in ("gradient-all-reduce", "combine")]
     backward = [word for word in order if word[0] == "b"]
     combines = {layer: [f"b{layer}.C{chunk}" for chunk in range(degree)] for layer in range(3)}
     assert backward == [*combines[2], *combines[1], "b2.AR0", *combines[0], "b1.AR0", "b0.AR0"]
@@ -178,7 +178,7 @@ def test_lina_overlaps_reduce_with_experts():
     # 10 MB are less than a bucket; layer 2's are sent while layer 1 computes.
     assert [(task.layer, task.chunk, task.size) for task in reduces] == [(2, 0, 10**7), (1, 0, 10**7), (0, 0, 10**7)]
     degree = plan.degrees["backward", 0]
-    place = {name(task): index for index, task in enumerate(plan.inter)}
+    place = {task_name(task): index for index, task in enumerate(plan.inter)}
     assert place[f"b1.AG{degree - 1}"] < place["b2.AR0"] < place[f"b1.C{degree - 1}"]
     # All are hidden except the last layer's, which are ready after all other tasks have ended.
     bare = StepCosts(tuple(replace(layer, gradient_bytes=0) for layer in costs.layers), costs.all_reduce)
@@ -198,7 +198,7 @@ def test_fsmoe_has_degrees_per_pass_and_reduces_mid_layer():
     degrees = POLICIES["fsmoe"].plan(costs_of_testbed_b()).degrees
     assert degrees["forward", 0] != degrees["backward", 0]
     plan = POLICIES["fsmoe"].plan(expert_bound_costs())
-    order = [name(task) for task in plan.inter]
+    order = [task_name(task) for task in plan.inter]
     last = plan.degrees["backward", 1] - 1
     assert order[order.index(f"b1.D{last}") :][:3] == [f"b1.D{last}", "b2.AR0", "b1.C0"]
     assert all(task.kind in ("all-gather", "reduce-scatter") for task in plan.intra)

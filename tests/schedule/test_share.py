@@ -40,4 +40,4 @@ def test_share_scales_communication_only() -> None:
     assert tokens.volumes() == {
         kind: volume * (1 if kind == TaskKind.EXPERT else 0.25) for kind, volume in pairs.volumes().items()
     }
-    assert tokens.kept() == pairs.kept() - 0.75 * pairs.rows * pairs.model_dim
+    assert tokens.saved_elements() == pairs.saved_elements() - 0.75 * pairs.rows * pairs.model_dim

@@ -14,8 +14,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
-from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.policies import POLICIES, whole_policies
+from fusedmoe.schedule.plan import Plan, task_name
+from fusedmoe.schedule.policies import POLICIES, micro_batch_policies
 from fusedmoe.schedule.simulate import critical_path, layer_passes, makespan, simulate
 from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, Task, resources_of
@@ -232,9 +232,9 @@ def test_spans_keep_plan_order_per_resource():
     rng = random.Random()
     plan = random_plan(rng, random_costs(rng))
     timeline = simulate(plan, Durations({task: 0.1 + rng.random() for task in plan}, Contention.between_links(0.6)))
-    spans = {name(Task(s.kind, s.chunk, s.layer, s.phase)): s for s in timeline.spans}
+    spans = {task_name(Task(s.kind, s.chunk, s.layer, s.phase)): s for s in timeline.spans}
     for resource in RESOURCES:
-        own = [spans[name(task)] for task in plan.on(resource)]
+        own = [spans[task_name(task)] for task in plan.on(resource)]
         assert all(one.end_s <= following.start_s for one, following in zip(own, own[1:], strict=False))
 
 
@@ -265,7 +265,7 @@ def test_critical_path_is_contiguous_and_spans_step(policy: str, contention: Con
         assert stretch.degree == plan.degrees[stretch.phase, stretch.layer]
     for one, following in zip(found, found[1:], strict=False):
         assert one.end_s == pytest.approx(following.start_s)
-    if policy not in whole_policies():  # which weight gradients may end
+    if policy not in micro_batch_policies():  # which weight gradients may end
         tail_s = timeline.end_s - found[-1].end_s
         reduced_s = sum(span.duration_s for span in timeline.spans if span.kind == "gradient-all-reduce")
         assert sum(stretch.gradient_s for stretch in found) + tail_s == pytest.approx(reduced_s)

@@ -8,9 +8,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.machines import TESTBEDS
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies import POLICIES, layer_policies
-from fusedmoe.schedule.policies.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
+from fusedmoe.schedule.policies.sparse_collectives import hidden_s, idle_after_s, idle_before_s, with_sparse_collectives
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -30,15 +30,15 @@ def example_costs(gradient_bytes: int = 0) -> StepCosts:
 
 
 def added_step_s(plan: Plan, costs: StepCosts, seconds_L, again: bool) -> float:
-    return makespan(*with_sparse(plan, costs, seconds_L, again=again)) - makespan(plan, costs)
+    return makespan(*with_sparse_collectives(plan, costs, seconds_L, again=again)) - makespan(plan, costs)
 
 
 def test_idle_time_of_worked_example():
     costs = example_costs()
     timeline = simulate(POLICIES["sequential"].plan(costs), costs)
-    assert [idle_before(timeline, layer, "forward") for layer in range(3)] == [4, 4, 4], "attention"
-    assert [idle_before(timeline, layer, "backward") for layer in range(3)] == [8, 8, 0]
-    assert idle_after(timeline) == 8, "the first layer's attention, up to the optimizer"
+    assert [idle_before_s(timeline, layer, "forward") for layer in range(3)] == [4, 4, 4], "attention"
+    assert [idle_before_s(timeline, layer, "backward") for layer in range(3)] == [8, 8, 0]
+    assert idle_after_s(timeline) == 8, "the first layer's attention, up to the optimizer"
     assert hidden_s(timeline, 3, again=False) == hidden_s(timeline, 3, again=True) == (4, 4, 4)
 
 
@@ -46,8 +46,8 @@ def test_gradient_buckets_reduce_hidden_time():
     costs = example_costs(gradient_bytes=5000)
     plan = POLICIES["tutel_improved"].plan(costs)  # each layer's 5 s overlap the attention before it
     timeline = simulate(plan, costs)
-    assert [idle_before(timeline, layer, "backward") for layer in range(3)] == [3, 8, 0]
-    assert idle_after(timeline) == 3, "that of layer 1, and layer 0's own follows its attention"
+    assert [idle_before_s(timeline, layer, "backward") for layer in range(3)] == [3, 8, 0]
+    assert idle_after_s(timeline) == 3, "that of layer 1, and layer 0's own follows its attention"
     assert hidden_s(timeline, 3, again=True) == (1.5, 1.5, 4)
     assert hidden_s(timeline, 3, again=False) == (3, 3, 4)
 
@@ -70,8 +70,8 @@ def test_only_hidden_time_is_free():
 
 def test_sparse_tasks_are_inserted_around_dispatch():
     costs = example_costs(gradient_bytes=1000)
-    plan, _ = with_sparse(POLICIES["tutel_improved"].plan(costs, 1), costs, (1.0, 0.0, 2.0), again=True)
-    words = [name(task) for task in plan.inter]
+    plan, _ = with_sparse_collectives(POLICIES["tutel_improved"].plan(costs, 1), costs, (1.0, 0.0, 2.0), again=True)
+    words = [task_name(task) for task in plan.inter]
     assert words[:4] == ["f0.SAG", "f0.D0", "f0.C0", "f1.D0"] and words[4:7] == ["f1.C0", "f2.SAG", "f2.D0"]
     assert words[8:12] == ["b2.D0", "b2.C0", "b2.SRS", "b1.D0"], "the last layer keeps its experts, layer 1 has none"
     first = words.index("b0.D0")
@@ -96,8 +96,8 @@ def test_predicted_hidden_time_is_hidden_on_testbed(policy, testbed):
         assert min(hidden_L[:3]) > 1e-6 or (testbed == "A" and policy not in ("sequential", "tutel", "pipemoe"))
         assert added_step_s(plan, costs, hidden_L, again) < 1e-9 * step_s
     for one in range(4):
-        idle_s = idle_before(timeline, one, "forward")
-        back_s = idle_before(timeline, one - 1, "backward") if one else idle_after(timeline)
+        idle_s = idle_before_s(timeline, one, "forward")
+        back_s = idle_before_s(timeline, one - 1, "backward") if one else idle_after_s(timeline)
         more_s = 0.3 * max(idle_s, back_s)
         seconds = max(idle_s, back_s) + more_s
         found = added_step_s(plan, costs, [seconds * (layer == one) for layer in range(4)], False)
@@ -112,9 +112,9 @@ def test_sparse_reduce_scatter_depends_on_weight_gradients():
         """.replace(" f.", " f0.").replace(" b.", " b0.")
     )
     durations = dict.fromkeys(plan, 1.0)
-    with_them, costs = with_sparse(plan, Durations(durations), (1.0,), again=True)
+    with_them, costs = with_sparse_collectives(plan, Durations(durations), (1.0,), again=True)
     (reduce,) = [task for task in with_them.inter if task.kind == "sparse-reduce-scatter"]
-    assert [name(task) for task in with_them.dependencies[reduce]] == ["b0.WG0", "b0.WG1"]
+    assert [task_name(task) for task in with_them.dependencies[reduce]] == ["b0.WG0", "b0.WG1"]
     (optimizer,) = [task for task in with_them.compute if task.kind == "optimizer"]
     assert reduce in with_them.dependencies[optimizer] and costs.given[reduce] == 1.0
 
@@ -122,8 +122,8 @@ def test_sparse_reduce_scatter_depends_on_weight_gradients():
 def test_layers_without_dispatch_are_rejected():
     alone = Plan.parse("compute: E0 E1")
     with pytest.raises(ConfigError, match="layer 0 has no dispatch"):
-        with_sparse(alone, example_costs(), (1.0,), again=False)
+        with_sparse_collectives(alone, example_costs(), (1.0,), again=False)
     costs = example_costs()
     timeline = simulate(POLICIES["sequential"].plan(costs), costs)
     with pytest.raises(ConfigError, match="layer 3 has no dispatch"):
-        idle_before(timeline, 3, "forward")
+        idle_before_s(timeline, 3, "forward")

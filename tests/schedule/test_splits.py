@@ -15,7 +15,7 @@ from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, PlanSearch, whole_policies
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.policies.lancet_plans import forward_ranges, lancet_plan
 from fusedmoe.schedule.simulate import makespan, simulate
@@ -181,11 +181,11 @@ def test_joint_is_fastest_and_bound_holds(steps):
     rng = random.Random()
     for _ in range(steps):
         costs = random_stack(rng)
-        seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in whole_policies()}
+        seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in micro_batch_policies()}
         seconds |= {name: makespan(plan, costs) for name, plan in PlanSearch(costs, 4).ablation.items()}
         assert min(seconds.values()) >= bound_s(costs) * (1 - 1e-12)
         assert seconds["joint"] <= min(seconds.values()) * (1 + 1e-12)
-        assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in whole_policies())
+        assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in micro_batch_policies())
 
 
 def test_plan_search_equals_separate_policies():
@@ -218,7 +218,7 @@ def test_degrees_divide_number_of_samples(samples, allowed):
     # Starts are free, which makes the largest number the best.
     layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
     costs = StepCosts((layer,) * 2, free)
-    for name in whole_policies():
+    for name in micro_batch_policies():
         plan = POLICIES[name].plan(costs, 16, samples)
         found = Counter(task.phase for task in plan if task.kind == "attention" and task.layer == 0)
         assert set(found.values()) <= allowed, name
@@ -254,7 +254,7 @@ def test_waits_routes_all_chunks_before_first_dispatch():
         assert all(starts["dispatch", chunk, layer, "forward"] >= routed for chunk in range(4))
         assert plan.dependencies[Task("attention", 1, 1)] == (Task("combine", 1, 0), Task("attention", 0, 1))
     assert [task for task in plan if task.kind == "permute"] == [Task("permute", None, layer) for layer in (0, 1)]
-    for name in whole_policies():
+    for name in micro_batch_policies():
         assert makespan(POLICIES[name].plan(costs, 4), costs) >= makespan(POLICIES[name].plan(free, 4), free) * 0.97
         assert Plan.parse(str(POLICIES[name].plan(costs, 4))) == POLICIES[name].plan(costs, 4)
 

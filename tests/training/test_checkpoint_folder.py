@@ -278,7 +278,7 @@ def test_checkpoint_replaced_during_load_is_consistent_or_rejected(
     path, reads = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
     _, _, right = load(path, ONE, 0, Topology(), trained=True)
-    monkeypatch.setattr(checkpoint_reader, "_MOST_OPEN", most_open)
+    monkeypatch.setattr(checkpoint_reader, "_MAX_OPEN_FILES", most_open)
     read_tensors = checkpoint_reader.CheckpointReader.read_tensors
 
     def read(*args: Any) -> Any:

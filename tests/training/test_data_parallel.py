@@ -15,7 +15,7 @@ from fusedmoe import training
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training import broadcast_parameters, clip_grad_norm, copies, sync_gradients
+from fusedmoe.training import broadcast_parameters, clip_grad_norm, replicated_parameters, sync_gradients
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.host_reads import HostReads, fake_gpu
@@ -63,7 +63,7 @@ def _sync(rank: int, world: int, sizes: Sizes, bucket_bytes: int) -> dict[str, t
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
     _give_gradients(model, sizes, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(replicated_parameters, "BUCKET_BYTES", bucket_bytes)
         sync_gradients(model, topology)
     return {name: (p.grad, _expected(name, sizes, rank)) for name, p in model.named_parameters()}
 
@@ -340,7 +340,7 @@ def _check_differently_seeded_copies(rank: int, world: int, sizes: Sizes) -> Non
     sync_gradients(copy.deepcopy(model) if rank == 1 else model, topology)  # compared on one rank, so on all
     sync_gradients(model, topology)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "compare_replicas", None)
+        patch.setattr(replicated_parameters, "compare_replicas", None)
         sync_gradients(model, topology)
     for seed, wrong in ((5, False), (5 + (rank == world - 1), True)):
         model, holders = made(5), torch.Generator().manual_seed(seed)
@@ -413,6 +413,6 @@ def test_layer_gradients_equal_one_process(cluster: Cluster, world: int, ep: int
 
 def test_unknown_divisor_convention_is_rejected() -> None:
     model = nn.Linear(2, 2)
-    replica = training.copies.replicas(model, Topology())[0]
+    replica = training.replicated_parameters.list_replicas(model, Topology())[0]
     with pytest.raises(fusedmoe.ConfigError, match="choose summands or replicated"):
-        training.copies.divisor(replica, Topology(), "shared")  # type: ignore[arg-type]
+        training.replicated_parameters.gradient_divisor(replica, Topology(), "shared")  # type: ignore[arg-type]

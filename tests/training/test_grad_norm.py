@@ -15,7 +15,7 @@ import fusedmoe
 from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import clip_grad_norm
-from fusedmoe.training.copies import local_part
+from fusedmoe.training.replicated_parameters import local_part
 from tests.cluster import Cluster
 from tests.marks import slowly
 

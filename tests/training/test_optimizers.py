@@ -438,7 +438,7 @@ def test_whole_tensor_optimizers_are_rejected_before_first_step(cluster: Cluster
 
 
 def unchecked_before_and_after_step(rank: int, world: int) -> list[bool]:
-    optimizers._unchecked.clear()  # of models of earlier tests
+    optimizers._unchecked_parameters.clear()  # of models of earlier tests
     topology = Topology.from_sizes(ep=world, timeout_s=20.0)
     layer = MoELayer(4, TopK(4), FeedForward(4), topology=topology)
     optimizer, hooked = torch.optim.SGD(layer.parameters(), 0.1), []

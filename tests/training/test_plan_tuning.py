@@ -293,7 +293,8 @@ def measure_after_drift(
                 tuning.note(slower * predicted_s(tuning.plan, of_step) / least_s / (1 + rank))
             names.append(tuning.now.name)
             best.append(
-                predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9) and step.costs_of(tuning.now.whole) == of_step
+                predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9)
+                and step.costs_of(tuning.now.uses_micro_batches) == of_step
             )
         return names, asked, best
 
@@ -448,7 +449,7 @@ def test_candidates_are_distinct_and_include_no_plan(whole: bool, steps: int) ->
         best = makespan(POLICIES["joint"].plan(costs, 8), costs)
         assert found[0].predicted_s <= best * 1.05  # joint has the parts of its ablation, too
         assert [one.plan for one in found if one.family == OFF] == [Plan()]
-        assert any(one.whole for one in found) == whole
+        assert any(one.uses_micro_batches for one in found) == whole
         for one in found:
             beside = neighbour_candidates(one, costs, 8, 4)
             plans = [one.plan, *(other.plan for other in beside)]
@@ -471,13 +472,15 @@ def check_prediction_per_form(rank: int, world: int) -> None:
     costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + PER_LAYER_SUFFIX: fast})
     step = PlannedStep(Model(topology, whole=True), topology, costs, shape, limit=4, samples=4)
     found = step.candidates()
-    assert {one.whole for one in found} == {True, False}
+    assert {one.uses_micro_batches for one in found} == {True, False}
     for one in found:
         if one.family != OFF:
-            assert one.predicted_s == makespan(one.plan, step.costs_of(one.whole)), one.name
+            assert one.predicted_s == makespan(one.plan, step.costs_of(one.uses_micro_batches)), one.name
     assert step.costs_of(False).layers[0].micro is None and step.costs_of(True).layers[0].micro is not None
     of = {one.family: one for one in found}
-    assert of["flowmoe"].predicted_s > min(one.predicted_s for one in found if not one.whole and one.family != OFF)
+    assert of["flowmoe"].predicted_s > min(
+        one.predicted_s for one in found if not one.uses_micro_batches and one.family != OFF
+    )
 
 
 def test_each_plan_form_uses_its_own_observations(cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.task import GATHER, REDUCE
 from fusedmoe.schedule.timeline import Span
@@ -215,7 +215,7 @@ def errors_without_placement(rank: int, world: int) -> list[str]:
     told = []
     placed, fixed = (Model(topology, placement, degrees=(1, 1)) for placement in ("fssdp", "ep"))
     plans = blocks_of(placed).plans
-    assert plans is not None and [name(task) for task in plans.forward.inter[:2]] == ["f0.SAG", "f0.D0"]
+    assert plans is not None and [task_name(task) for task in plans.forward.inter[:2]] == ["f0.SAG", "f0.D0"]
     backward = str(plans.backward).replace("inter:", "inter: b0.SAG")
     for model, forward, back in ((fixed, plans.forward, plans.backward), (placed, plans.forward, Plan.parse(backward))):
         with pytest.raises(ConfigError) as caught:

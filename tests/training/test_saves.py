@@ -301,7 +301,7 @@ def test_checkpoint_replaced_before_load_is_read_whole(
     """Another job saves while a load opens and checks the folder: the load returns the old or the new one, whole."""
     path, moved = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
     save_checkpoint(path, model_of_number(1), None, ALONE, {"number": 1})
-    name = {"after the index": "read_index", "after a check": "require_intact"}.get(when, "saved_at")
+    name = {"after the index": "read_index", "after a check": "require_intact"}.get(when, "find_checkpoint")
     true_call, calls = getattr(checkpoint_reader, name), []
 
     def replaced(*args: Any) -> Any:
@@ -348,7 +348,7 @@ def _save_to_different_folders(rank: int, world: int, folder: Path, how: str) ->
         elif how in ("disk", "disk, seen late") and last:
             there = own / "here" / "checkpoint"
             there.parent.mkdir(parents=True, exist_ok=True)
-            patch.setattr(checkpoint_folder, "resolved", lambda _: there)
+            patch.setattr(checkpoint_folder, "resolve_links", lambda _: there)
         if how == "disk, seen late":
             patch.setattr(checkpoint_folder, "require_shared", lambda *_: None)
         with pytest.raises(RankError) as caught:

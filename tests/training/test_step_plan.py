@@ -203,8 +203,8 @@ def test_unsupported_plan_is_rejected_before_step() -> None:
     step = PlannedStep(layer, Topology(), COSTS, work)
     there, back = ([ChunkedPass(three_queues, degree)] for degree in (2, 3))
     candidate = PlanCandidate("a test", step_plan(step.costs, there, back), False, 0.0)
-    assert not step.runs(candidate)
+    assert not step.is_runnable(candidate)
     with pytest.raises(ConfigError, match="one degree for both passes"):
         step.follow(candidate)
     with pytest.raises(ConfigError, match="blocks only"):
-        step.follow(candidate._replace(whole=True))
+        step.follow(candidate._replace(uses_micro_batches=True))

@@ -39,18 +39,20 @@ def test_parts_are_stored_on_two_nodes() -> None:
         nodes = JobNodes.from_names([f"node {n}" for n, ranks in enumerate(shape) for _ in range(ranks)])
         ranks = range(sum(shape))
         assert nodes.count == len(shape) and [nodes.ranks(n) for n in range(nodes.count)] == [
-            [rank for rank in ranks if nodes.of_rank[rank] == n] for n in range(nodes.count)
+            [rank for rank in ranks if nodes.node_of_rank[rank] == n] for n in range(nodes.count)
         ]
         holders = rng.sample(ranks, rng.randint(1, len(ranks)))
         for key in ("a", "b", "experts.w1"):
             keepers = [rank for rank in holders if nodes.is_keeper(key, holders, rank)]
-            assert sorted(nodes.of_rank[rank] for rank in keepers) == sorted({nodes.of_rank[r] for r in holders})
-        assert nodes.is_on_one_node(holders) == (len({nodes.of_rank[rank] for rank in holders}) == 1)
+            assert sorted(nodes.node_of_rank[rank] for rank in keepers) == sorted(
+                {nodes.node_of_rank[r] for r in holders}
+            )
+        assert nodes.is_on_one_node(holders) == (len({nodes.node_of_rank[rank] for rank in holders}) == 1)
         for rank in ranks:
             buddy = nodes.buddy(rank)
             assert (buddy is None) == (len(shape) == 1)
             if buddy is not None:
-                assert nodes.of_rank[buddy] != nodes.of_rank[rank] and rank in nodes.sources(buddy)
+                assert nodes.node_of_rank[buddy] != nodes.node_of_rank[rank] and rank in nodes.sources(buddy)
         assert sum(nodes.is_node_leader(rank) for rank in ranks) == len(shape)
 
 

@@ -185,9 +185,9 @@ def measure_after_drift(rank: int, world: int, folder: str) -> tuple[list[float]
                 break
         source: Any = tuning.source
         plain = source.step
-        made = plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s
+        made = plain.costs.layers[0].chunks["forward"]["dispatch"].work_s
         plain.set_costs(faster)
-        return asked, made == plain.costs.layers[0].chunks["forward"]["dispatch"].moved_s, again
+        return asked, made == plain.costs.layers[0].chunks["forward"]["dispatch"].work_s, again
 
 
 def test_step_after_drift_measures_costs_again(cluster: Cluster, tmp_path: Path) -> None:

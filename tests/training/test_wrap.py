@@ -32,7 +32,7 @@ from fusedmoe.training import (
     save_checkpoint,
     sync_gradients,
 )
-from fusedmoe.training.copies import local_part
+from fusedmoe.training.replicated_parameters import local_part
 from tests.cluster import Cluster
 from tests.marks import slowly
 from tests.training.toy import ONE, Sizes
@@ -490,7 +490,7 @@ def _check_ddp_around_later_experts(rank: int, world: int) -> None:
         modules: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
         wrapper = nn.parallel.DistributedDataParallel(nn.Sequential(*modules))
         if not is_recorded:  # like a wrapper made before the import of fusedmoe
-            del wrappers._reduced[wrapper]
+            del wrappers._reduced_ids[wrapper]
             wrappers._find_earlier_ddp()
         late = custom(modules)
         with pytest.raises(ConfigError, match=refusal):

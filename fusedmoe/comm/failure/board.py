@@ -53,10 +53,10 @@ class Verdict(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Note of a waiting rank: its operation, a mark that changes while it keeps waiting, and its number of calls."""
+    """Note of a waiting rank: its operation, a heartbeat that changes while it waits, and its number of calls."""
 
     operation: str
-    mark: int
+    heartbeat: int
     num_calls: int = 0
 
 
@@ -68,22 +68,22 @@ def stopped_ranks(earlier: Mapping[int, Note], now: Mapping[int, Note]) -> list[
 def sort_by_suspicion(note_by_rank: Mapping[int, Note]) -> list[int]:
     """Return ranks that wait for different operations, in order of how likely each of them is at fault."""
     operations = {rank: note.operation.split(" over the ")[0] for rank, note in note_by_rank.items()}
-    many = Counter(operations.values())
+    count = Counter(operations.values())
     # First the operation with the fewest ranks; on a tie, a rank outside a backward pass, since its peers run one; then
     # the rank that has called its operation least often (saving, closing).
     return sorted(
         note_by_rank,
-        key=lambda rank: (many[operations[rank]], BACKWARD in operations[rank], note_by_rank[rank].num_calls, -rank),
+        key=lambda rank: (count[operations[rank]], BACKWARD in operations[rank], note_by_rank[rank].num_calls, -rank),
     )
 
 
 # Rank that hosts the store if no launcher does.
-_HOST = 0
-_EXIT_S = 10.0
+_STORE_HOST = 0
+_PROCESS_EXIT_S = 10.0
 # The store's host is blamed after this many seconds without an answer.
-_SILENT_S = 3.0
+_STORE_SILENCE_S = 3.0
 # A waiting rank must renew its note within this many seconds, a few polls.
-RENEWED_S = 1.0
+NOTE_RENEWAL_S = 1.0
 # Host and process id of each rank, by store, gathered early because the store may be gone when needed.
 _PROCESSES: WeakKeyDictionary[dist.Store, dict[int, tuple[str, int]]] = WeakKeyDictionary()
 
@@ -96,11 +96,11 @@ class Board:
         self._store = store
         self._prefix = ""
         self.rank = rank
-        self.standing: Verdict | None = None
+        self.standing_verdict: Verdict | None = None
         # True while this rank has refused and some ranks of the job have not raised the refusal.
         self._has_unread_refusal = False
         #: A rank may take this many seconds to end or post a verdict after its connections broke: it closes them first.
-        self.exit_s = _EXIT_S
+        self.exit_s = _PROCESS_EXIT_S
         self._processes = _PROCESSES.setdefault(store, {})
         self._renewer: WorkerThread | None = None
         self.calls: Counter[str] = Counter()
@@ -118,23 +118,23 @@ class Board:
 
         `operation`, `cure`: texts of the `RankError` for a rank that failed or is late.
         """
-        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
+        ranks_hash = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
         own = json.dumps([socket.gethostname(), os.getpid(), facts])
 
         def register_arrival(store: dist.Store) -> dict[int, str]:
             # Every set of ranks has its own counter.
-            number = store.add(f"meetings/{place}/{self.rank}", 1)
-            keys = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
+            number = store.add(f"meetings/{ranks_hash}/{self.rank}", 1)
+            keys = {rank: f"meeting/{ranks_hash}/{number}/{rank}" for rank in ranks}
             store.set(keys[self.rank], own)
             # A rank that starts another exchange has read the previous one.
-            store.delete_key(f"meeting/{place}/{number - 2}/{self.rank}")
+            store.delete_key(f"meeting/{ranks_hash}/{number - 2}/{self.rank}")
             return keys
 
         self.calls[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
-        keys = self._ask_store(register_arrival, timeout_s) or {}
+        keys = self._request(register_arrival, timeout_s) or {}
         read_entries, has_recorded_wait = partial(_values, keys=list(keys.values())), False
-        while (entries := self._ask_store(read_entries) if keys else None) is None:
+        while (entries := self._request(read_entries) if keys else None) is None:
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
             verdict: Verdict | str | None = self.read()
@@ -172,7 +172,7 @@ class Board:
         """Delete this rank's default-group address from torchrun's store, after all ranks have connected."""
         # PyTorch leaves it, and ranks of the next attempt would connect to an ended process.
         if _has_agent_store():
-            self._ask_store(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
+            self._request(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Write a verdict unless one stands; return the standing verdict."""
@@ -184,20 +184,20 @@ class Board:
         """Post that another rank is missing. Return the verdict, or a text that blames an unresponsive store's host."""
         verdict = self.post(rank, operation, message)
         # An overloaded host's store answers late, a stopped host's never.
-        deadline = time.monotonic() + _SILENT_S
-        while self.standing is None and not self._client.connection_error and time.monotonic() < deadline:
+        deadline = time.monotonic() + _STORE_SILENCE_S
+        while self.standing_verdict is None and not self._client.connection_error and time.monotonic() < deadline:
             time.sleep(0.02)
             verdict = self.post(rank, operation, message)
-        host = f"{'torchrun on the host of ' if _has_agent_store() else ''}rank {_HOST}"
-        trouble = self._client.failure_reason
-        return f"{host} failed in hosting the job's store: {trouble}. {_CURE}" if trouble else str(verdict)
+        host = f"{'torchrun on the host of ' if _has_agent_store() else ''}rank {_STORE_HOST}"
+        store_failure = self._client.failure_reason
+        return f"{host} failed in hosting the job's store: {store_failure}. {_CURE}" if store_failure else str(verdict)
 
-    def refuse(self, operation: str, message: str, heard_by: int) -> None:
-        """Record why this rank refuses an operation. `heard_by`: number of the operation's ranks, which all read it."""
+    def refuse(self, operation: str, message: str, num_readers: int) -> None:
+        """Record why this rank refuses an operation, whose `num_readers` ranks all read the reason."""
         own = json.dumps(Verdict(self.rank, operation, message)._asdict())
         key = f"refusal/{self.rank}"
         # Other ranks read the refusal when they time out (`final_verdict`), unless this rank continues first.
-        self._has_unread_refusal = heard_by < dist.get_world_size()
+        self._has_unread_refusal = num_readers < dist.get_world_size()
 
         def note(store: dist.Store) -> None:
             store.set(key, own)
@@ -206,13 +206,13 @@ class Board:
             # An answer shows that the unacknowledged `set` has arrived.
             store.get(key)
 
-        self._ask_store(note)
+        self._request(note)
 
     def clear_refusal(self) -> None:
         """Withdraw this rank's refusal."""
         if self._has_unread_refusal:
             self._has_unread_refusal = False
-            self._ask_store(lambda store: store.set("unheard", ""))
+            self._request(lambda store: store.set("unheard", ""))
 
     def refusal(self, rank: int) -> Verdict:
         stored = self._get(f"refusal/{rank}")
@@ -222,9 +222,11 @@ class Board:
         """Return the standing verdict or None; polls for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
-            standing = self.standing or self._read_verdict(lambda store: (_values(store, ["verdict"]) or [b""])[0])
+            standing = self.standing_verdict or self._read_verdict(
+                lambda store: (_values(store, ["verdict"]) or [b""])[0]
+            )
             if standing or self._client.failure_reason or time.monotonic() >= deadline:
-                return self.standing
+                return self.standing_verdict
             time.sleep(0.02)
 
     def _read_verdict(self, verdict: Callable[[dist.Store], bytes]) -> Verdict | None:
@@ -233,17 +235,17 @@ class Board:
                 store.set(f"heard/{self.rank}", "")
             return words
 
-        if words := self._ask_store(read_and_acknowledge):
-            self.standing = Verdict(**json.loads(words))
-        return self.standing
+        if words := self._request(read_and_acknowledge):
+            self.standing_verdict = Verdict(**json.loads(words))
+        return self.standing_verdict
 
     def wait_until_verdict_is_read(self, deadline: float) -> None:
         """Wait until all ranks have read the verdict or ended, or until `deadline`. Only the store's host waits."""
         # A rank without store and verdict would blame the store's host.
-        if self.rank != _HOST or _has_agent_store():
+        if self.rank != _STORE_HOST or _has_agent_store():
             return
         pending = tuple(range(dist.get_world_size()) if dist.is_initialized() else self._processes)
-        while self.standing and not self._client.failure_reason and time.monotonic() < deadline:
+        while self.standing_verdict and not self._client.failure_reason and time.monotonic() < deadline:
             unread = [rank for rank in pending if self._get(f"heard/{rank}") is None]
             pending = tuple(set(unread) - set(self.ended_ranks(tuple(unread))))
             if not pending:
@@ -253,7 +255,7 @@ class Board:
     def final_verdict(self) -> Verdict | None:
         """Return the standing verdict, for a rank that must stop. Without one, posts and returns an unread refusal."""
         stored = None if self.read() else self._get("unheard")
-        return self.post(**json.loads(stored)) if stored else self.standing
+        return self.post(**json.loads(stored)) if stored else self.standing_verdict
 
     @property
     def is_disconnected(self) -> bool:
@@ -268,7 +270,9 @@ class Board:
 
     def culprit_pid(self) -> int | None:
         """Return the process id of the rank that the verdict names, if it runs on this host."""
-        host, pid = self._processes.get(self.standing.rank, ("", 0)) if self.standing is not None else ("", 0)
+        if self.standing_verdict is None:
+            return None
+        host, pid = self._processes.get(self.standing_verdict.rank, ("", 0))
         return pid if host == socket.gethostname() and _is_running(pid) else None
 
     def record_wait(self, call: str, ranks: Sequence[int] = ()) -> None:
@@ -276,14 +280,14 @@ class Board:
         num_calls = self.calls[call.split(" over the ")[0]]
         # The time stamp makes every note different, which shows that the rank is alive.
         note = json.dumps([call, list(ranks), time.monotonic_ns(), num_calls])
-        self._ask_store(lambda store: store.set(f"waits/{self.rank}", note))
+        self._request(lambda store: store.set(f"waits/{self.rank}", note))
 
     @contextmanager
     def recorded_wait(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
         """Context in which a thread renews the note of this rank's wait, while a PyTorch call blocks the caller."""
         wait_ended = threading.Event()
         self._renewer = self._renewer or WorkerThread("fusedmoe-board")
-        renewal = self._renewer.begin(partial(self._renew_note, call, ranks, wait_ended))
+        renewal = self._renewer.submit(partial(self._renew_note, call, ranks, wait_ended))
         try:
             yield
         finally:
@@ -310,8 +314,8 @@ class Board:
             rank = queue.pop(0)
             if rank not in notes and rank != self.rank:
                 stored = self._get(f"waits/{rank}")
-                call, peers, mark, num_calls = json.loads(stored) if stored else ("", [], 0, 0)
-                notes[rank] = Note(call, mark, num_calls)
+                call, peers, heartbeat, num_calls = json.loads(stored) if stored else ("", [], 0, 0)
+                notes[rank] = Note(call, heartbeat, num_calls)
                 queue += peers
         return notes
 
@@ -320,18 +324,18 @@ class Board:
         return [rank for rank, note in self.wait_notes(ranks).items() if not note.operation]
 
     def _get(self, key: str) -> bytes | None:
-        values = self._ask_store(partial(_values, keys=[key]))
+        values = self._request(partial(_values, keys=[key]))
         return None if values is None else values[0]
 
-    def _ask_store(self, question: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
-        """Return the result of `question(store)`; None on timeout or if the connection broke."""
+    def _request(self, request: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
+        """Return the result of `request(store)`; None on timeout or if the connection broke."""
 
         def with_prefix(client: dist.Store) -> T:
             # Other jobs may use the store; all ranks use the prefix that the first rank set.
             if not self._prefix:
                 name = self._store.compare_set(f"fusedmoe/{restart_count()}", "", uuid4().hex)
                 self._prefix = name.decode()
-            return question(dist.PrefixStore(self._prefix, client))
+            return request(dist.PrefixStore(self._prefix, client))
 
         return self._client.request(with_prefix, timeout_s)
 
@@ -369,7 +373,7 @@ def _is_running(pid: int) -> bool:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 # Maximum characters of an exception text; seconds for destructors of a failed process.
-_LONGEST, _END_S = 500, 5.0
+_MAX_TEXT_LENGTH, _DESTRUCTORS_S = 500, 5.0
 _READ_TIMEOUT_S = 2.0
 
 
@@ -390,20 +394,20 @@ class _UncaughtHook:
         deadline = time.monotonic() + _READ_TIMEOUT_S
         for board in list(self.boards):
             with suppress(Exception):
-                words = f"{type(error).__name__}: {error}"[:_LONGEST]
+                words = f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
                 board.final_verdict() or board.post(board.rank, "the program", words)
                 board.wait_until_verdict_is_read(deadline)
 
     def end(self) -> None:
-        """End the process in native code if its destructors take more than `_END_S` seconds."""
+        """End the process in native code if its destructors take more than `_DESTRUCTORS_S` seconds."""
         # Gloo's destructors wait up to half an hour for a missing rank, while the launcher waits for this process.
         if not self._failed:
             return
         try:
-            faulthandler.dump_traceback_later(_END_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+            faulthandler.dump_traceback_later(_DESTRUCTORS_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         except RuntimeError:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(_END_S))
+            signal.alarm(int(_DESTRUCTORS_S))
 
 
 def post_uncaught_exceptions(board: Board) -> None:

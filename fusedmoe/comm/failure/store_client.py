@@ -31,21 +31,21 @@ class StoreClient:
     """A store connection and a thread that sends one request at a time. Both end with the last reference."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._connection, self._helper = _Connection(store), WorkerThread("fusedmoe-store")
+        self._connection, self._worker = _Connection(store), WorkerThread("fusedmoe-store")
         self._lock = Lock()
         self._last: Future[object] | None = None
-        self._since = 0.0
+        self._last_start = 0.0
         #: Error text after the connection broke, when no more requests are sent: the client logs each failure.
         self.connection_error = ""
 
     @property
     def failure_reason(self) -> str:
         """The reason why the store does not answer, else ""."""
-        silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._since
+        silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._last_start
         silent = f"no answer for {silent_s:.0f} s" if silent_s >= REQUEST_TIMEOUT_S else ""
         return self.connection_error or silent
 
-    def request(self, question: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
+    def request(self, request: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
         """Return the answer; None on timeout, counted from the oldest open request, or if the connection broke."""
         start = time.monotonic()
         if self.connection_error or not self._lock.acquire(timeout=timeout_s):
@@ -53,13 +53,13 @@ class StoreClient:
         try:
             # Counted from the start of the wait: `failure_reason` would otherwise miss an unanswered request for as
             # long as it took to send it.
-            since = start
+            last_start = start
             if self._last is not None and not self._last.done():
-                start = self._since
+                start = self._last_start
                 self._last.result(max(0.0, start + timeout_s - time.monotonic()))
-                since = time.monotonic()
-            last = self._helper.begin(partial(self._connection.answer, question, timeout_s))
-            self._last, self._since = last, since  # type: ignore[assignment]
+                last_start = time.monotonic()
+            last = self._worker.submit(partial(self._connection.answer, request, timeout_s))
+            self._last, self._last_start = last, last_start  # type: ignore[assignment]
             answer = last.result(max(0.0, start + timeout_s - time.monotonic()))
         except NotDone:
             return None
@@ -84,26 +84,26 @@ class _Connection:
         # The client lives as long as the Python object `store`, so `store` must not be held. A prefix store holds only
         # the underlying store, and only until the first request.
         self._original_store: dist.PrefixStore | None = dist.PrefixStore("", store)
-        self._own: dist.Store
+        self._connected_store: dist.Store
         self._connection_error = ""
 
-    def answer(self, question: Callable[[dist.Store], T], timeout_s: float) -> T | _ConnectionLost:
+    def answer(self, request: Callable[[dist.Store], T], timeout_s: float) -> T | _ConnectionLost:
         if self._connection_error:
             return _ConnectionLost(self._connection_error)
         try:
-            return question(self._connect(timeout_s))
+            return request(self._connect(timeout_s))
         except RuntimeError as error:
             self._connection_error = f"the connection to it broke: {error}"
             return _ConnectionLost(self._connection_error)
 
     def _connect(self, timeout_s: float) -> dist.Store:
         if self._original_store is not None:
-            given, self._original_store = self._original_store, None
+            original, self._original_store = self._original_store, None
             try:
-                self._own = dist.PrefixStore("fusedmoe", _reconnect(given.underlying_store, timeout_s))
+                self._connected_store = dist.PrefixStore("fusedmoe", _reconnect(original.underlying_store, timeout_s))
             except (OSError, ValueError, MemoryError) as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from None
-        return self._own
+        return self._connected_store
 
 
 def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:

@@ -164,7 +164,7 @@ class Heap:
 
 
 # Reasons to stop waiting, in addition to `TIMED_OUT` and `FAULT`.
-_VERDICT, _GONE = 2, 3
+_VERDICT_POSTED, _PEER_ENDED = 2, 3
 #: Maps a signal's index to the peer's index in the group and a description of the awaited rows.
 SignalName = Callable[[int], tuple[int, str]]
 
@@ -217,61 +217,61 @@ class Watch:
             self.check()
             return
         # An interpreted kernel runs on this thread, so another thread polls the board.
-        done = threading.Event()
+        has_ended = threading.Event()
         self._poller = self._poller or WorkerThread("fusedmoe-watch")
-        polling = self._poller.begin(partial(self._poll_board, done))
+        polling = self._poller.submit(partial(self._poll_board, has_ended))
         try:
             yield
         finally:
-            done.set()
+            has_ended.set()
             self._poller.result(polling)
         self.check()
 
     def check(self, wait: bool = False) -> None:
         """Raise `RankError` if a kernel's wait has failed. `wait`: synchronize the current stream first."""
-        later = self._device.type == "cuda"
-        if later and wait:
+        is_async = self._device.type == "cuda"
+        if is_async and wait:
             _synchronize(self._device)
         if not self._record[0]:
             return
         # The kernel writes the reason before the other fields. All waits end after a reason, so the stream can be
         # synchronized.
-        if later and not _synchronize(self._device):
+        if is_async and not _synchronize(self._device):
             return
         reason, index, expected, seen, address = self.record.tolist()
         if reason == FAULT:
-            raise self._fault(self._group.ranks[index], *divmod(expected, 2**32))
+            raise self._fault_error(self._group.ranks[index], *divmod(expected, 2**32))
         operation, name = self._names[address]
-        place, part = name(index)
-        peer = self._group.ranks[place]
-        raise self._error(operation, peer, f"{part} of rank {peer}, expected signal {expected}, seen {seen}")
+        peer_index, rows = name(index)
+        peer = self._group.ranks[peer_index]
+        raise self._wait_error(operation, peer, f"{rows} of rank {peer}, expected signal {expected}, seen {seen}")
 
-    def _poll_board(self, done: threading.Event) -> None:
+    def _poll_board(self, has_ended: threading.Event) -> None:
         # If this thread fails, nothing else polls.
-        reason = _GONE
+        reason = _PEER_ENDED
         try:
-            reason = self._reason_to_stop(done)
+            reason = self._reason_to_stop(has_ended)
         finally:
             if reason:
                 self.stop.fill_(reason)
 
-    def _reason_to_stop(self, done: threading.Event) -> int:
-        """Wait until `done` is set, and return 0; or until the kernels must stop, and return the reason's number."""
+    def _reason_to_stop(self, has_ended: threading.Event) -> int:
+        """Return 0 once `has_ended` is set, or the reason's number once the kernels must stop."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         peers = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02
-        while not done.wait(pause):
+        while not has_ended.wait(pause):
             pause = POLL_S
             board = group.job.board
             if board is not None and board.read() is not None:
-                return _VERDICT
+                return _VERDICT_POSTED
             if board is not None and board.ended_ranks(peers):
-                return _GONE
+                return _PEER_ENDED
             if time.monotonic() > deadline:
                 return TIMED_OUT
         return 0
 
-    def _fault(self, rank: int, number: int, count: int) -> RankError:
+    def _fault_error(self, rank: int, number: int, count: int) -> RankError:
         # Posted so that ranks which do not receive the fault do not wait.
         group, me, text = self._group, self._group.job.rank, f"{count} {[*self._faults][number - 1]}"
         operation = f"kernels over the {group}"
@@ -280,7 +280,7 @@ class Watch:
         at_fault = "" if rank == me else f"ended because rank {rank} failed in {operation}: "
         return RankError(f"rank {me}: {at_fault}{text}")
 
-    def _error(self, operation: str, peer: int, awaited: str) -> RankError:
+    def _wait_error(self, operation: str, peer: int, awaited: str) -> RankError:
         group, me = self._group, self._group.job.rank
         where = f"{operation} over the {group}: waiting for {awaited}"
         board = group.job.board

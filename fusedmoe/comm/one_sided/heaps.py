@@ -45,13 +45,13 @@ def find_backend(group: Group, device: torch.device, backend: str | None = None)
     """
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    choice = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
-    own = (_host(), [BACKENDS[name].unavailable_reason(device) for name in choice])
-    answers = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
-    hosts = {rank: host for rank, (host, _) in answers.items()}
+    candidates = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
+    own = (_host(), [BACKENDS[name].unavailable_reason(device) for name in candidates])
+    availability = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
+    hosts = {rank: host for rank, (host, _) in availability.items()}
     reasons = []
-    for place, name in enumerate(choice):
-        why = [f"rank {rank}: {refusals[place]}" for rank, (_, refusals) in answers.items() if refusals[place]]
+    for index, name in enumerate(candidates):
+        why = [f"rank {rank}: {refusals[index]}" for rank, (_, refusals) in availability.items() if refusals[index]]
         if BACKENDS[name].is_single_host and len({*hosts.values()}) > 1:
             first, host = next(iter(hosts.items()))
             second = next(rank for rank in hosts if hosts[rank] != host)

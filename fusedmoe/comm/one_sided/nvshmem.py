@@ -90,19 +90,19 @@ class Library:
         return _State(owner.value, pe.value, pes.value, job.raw)
 
     def unique_id(self) -> bytes:
-        made = ctypes.create_string_buffer(_ID_BYTES)
-        self.call("unique_id", made, _ID_BYTES)
-        return made.raw
+        unique_id = ctypes.create_string_buffer(_ID_BYTES)
+        self.call("unique_id", unique_id, _ID_BYTES)
+        return unique_id.raw
 
     def allocate(self, size: int) -> int:
-        place = c_void_p()
-        self.call("allocate", size, place)
-        return place.value or 0
+        pointer = c_void_p()
+        self.call("allocate", size, pointer)
+        return pointer.value or 0
 
     def peer(self, address: int, pe: int) -> int:
-        place = c_void_p()
-        self.call("peer_pointer", address, pe, place)
-        return place.value or 0
+        pointer = c_void_p()
+        self.call("peer_pointer", address, pe, pointer)
+        return pointer.value or 0
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,12 @@ class NvshmemHeap(Heap):
                 raise
             return list(range(group.size))
         pes = [state.pe for state in states]
-        alike = {(state.owner, state.pes, state.job) for state in states}
-        if alike != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
-            places = ["is in none" if s.owner == _CLOSED else f"is PE {s.pe} of {s.pes}" for s in states]
+        jobs = {(state.owner, state.pes, state.job) for state in states}
+        if jobs != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
+            texts = ["is in none" if s.owner == _CLOSED else f"is PE {s.pe} of {s.pes}" for s in states]
             raise ConfigError(
                 f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, but these ranks are in different "
-                f"ones: {_describe_ranks(group, places)}. Open it for the same ranks everywhere, or close the other."
+                f"ones: {_describe_ranks(group, texts)}. Open it for the same ranks everywhere, or close the other."
             )
         self._on_all_ranks(lambda: self._library.call("adopt"), operation)
         return pes
@@ -290,7 +290,7 @@ class NvshmemHeap(Heap):
             make_current(self.device)
             return call()
 
-        done = WorkerThread(f"fusedmoe: {operation}").begin(work)
+        done = WorkerThread(f"fusedmoe: {operation}").submit(work)
         deadline = time.monotonic() + self.group.job.timeout_s
         while True:
             with suppress(NotDone):
@@ -308,17 +308,17 @@ class NvshmemHeap(Heap):
         if verdict is not None:
             raise group.verdict_error(operation, verdict)
         if time.monotonic() > deadline:
-            patience = f"{group.job.timeout_s:.0f} s"
+            timeout = f"{group.job.timeout_s:.0f} s"
             cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
-            raise self._error(operation, f"it did not complete within {patience}; {cure}", late=True)
+            raise self._error(operation, f"it did not complete within {timeout}; {cure}", is_timeout=True)
 
-    def _error(self, operation: str, message: str, rank: int | None = None, late: bool = False) -> RankError:
-        """Post an error of this rank (or of `rank`) and return it. `late`: the error is a timeout."""
+    def _error(self, operation: str, message: str, rank: int | None = None, is_timeout: bool = False) -> RankError:
+        """Post an error of this rank (or of `rank`) and return it. `is_timeout`: the error is a timeout."""
         group = self.group
         if group.handle is None:
             return RankError(f"rank {group.job.rank}: {operation}: {message}")
-        tell = group.board.blame if late else group.board.post
-        verdict = tell(group.job.rank if rank is None else rank, operation, message)
+        post = group.board.blame if is_timeout else group.board.post
+        verdict = post(group.job.rank if rank is None else rank, operation, message)
         return group.verdict_error(operation, verdict)
 
 

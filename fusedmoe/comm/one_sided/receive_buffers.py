@@ -63,7 +63,7 @@ class ReceiveBuffers:
         network: access to remote peers; None if no peer is remote.
         faults: faults that ranks detect in a pass and send to each other.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot, for kernels.
-        done: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
+        num_finished: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
         credit_W: per slot of results, int32 indices of the peers' credits.
     """
 
@@ -89,30 +89,30 @@ class ReceiveBuffers:
         slots = SLOTS if self.network is None else 1
         self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree, slots)
         values = heap.allocate((slots, results, 1), torch.float32)
-        staged_rows = staged_values = None
+        row_staging = value_staging = None
         if self.network is not None:
             # Upper bound over chunks, as in `Route`; `read_metadata` rounds chunk sizes up.
-            most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts)) + 3 * sizes.degree
-            staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
-            staged_values = heap.allocate((most, 1), torch.float32).own
-        self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, staged_rows, self.network)
-        self.returned_values = ReturnBuffers(values.own, values.table, staged_values, self.network)
-        self.done = torch.tensor([0], dtype=torch.int32, device=heap.device)
+            staging_rows = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts)) + 3 * sizes.degree
+            row_staging = heap.allocate((staging_rows, sizes.width), sizes.dtype).own
+            value_staging = heap.allocate((staging_rows, 1), torch.float32).own
+        self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, row_staging, self.network)
+        self.returned_values = ReturnBuffers(values.own, values.table, value_staging, self.network)
+        self.num_finished = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_views()
         self.watch = Watch(heap)
         received, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
         self.faults = Faults(own, received.own, received.table, self.watch.bounds)
-        for place, putting, waiting, part in (
+        for buffer, putting, waiting, part in (
             (self.metadata, "dispatch", "dispatch", "part {} of the routing metadata"),
             (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
             (self.results, "combine", "combine", "chunk {} of the results"),
         ):
-            self.watch.name_signals(place.credits, putting, lambda index: (index % size, "the credit"))
-            count, parts = place.signals[0].numel(), place.signals.shape[2]
-            for signals in place.signals:  # kernels receive the signals of one slot or of all
-                self.watch.name_signals(signals, waiting, partial(_name, count, parts, part))
+            self.watch.name_signals(buffer.credits, putting, lambda index: (index % size, "the credit"))
+            count, parts = buffer.signals[0].numel(), buffer.signals.shape[2]
+            for signals in buffer.signals:  # kernels receive the signals of one slot or of all
+                self.watch.name_signals(signals, waiting, partial(_describe_signal, count, parts, part))
         self._slot_cycles = {
-            id(place): cycle(range(place.slots)) for place in (self.tokens, self.metadata, self.results)
+            id(buffer): cycle(range(buffer.slots)) for buffer in (self.tokens, self.metadata, self.results)
         }
 
     def _make_views(self) -> None:
@@ -120,30 +120,30 @@ class ReceiveBuffers:
 
         Tensors created later, during CUDA graph capture, would not exist before the first replay.
         """
-        device, degree, place = self.heap.device, self.sizes.degree, self.results
+        device, degree, buffer = self.heap.device, self.sizes.degree, self.results
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
         self.token_signals = self.tokens.signals.unbind()
         self.metadata_lines = self.metadata.rows.unbind()
         self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
         size = self.heap.group.size
-        starts = range(0, place.slots * size, size)
+        starts = range(0, buffer.slots * size, size)
         self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
         # Keyed by signal index, and by (slot, number of chunks).
-        self._signals: dict[int, Tensor] = {}
-        self._awaited: dict[tuple[int, int], Tensor] = {}
+        self._result_signals: dict[int, Tensor] = {}
+        self._awaited_signals: dict[tuple[int, int], Tensor] = {}
         for slot, credit_W in enumerate(self.credit_W):
             for chunk in range(degree):
-                mark = self.result_mark(chunk, slot).signal_index
-                signal_W = place.signal_table + mark * 8
+                signal = self.result_signal(chunk, slot).signal_index
+                signal_W = buffer.signal_table + signal * 8
                 if self.network is not None:
-                    signal_W = torch.where(place.signal_table == 0, self.network.dummy_signal.data_ptr(), signal_W)
-                self._signals[mark] = signal_W
+                    signal_W = torch.where(buffer.signal_table == 0, self.network.dummy_signal.data_ptr(), signal_W)
+                self._result_signals[signal] = signal_W
                 chunk_D = torch.arange(chunk + 1, dtype=torch.int32, device=device)
-                self._awaited[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
+                self._awaited_signals[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
 
-    def next_slot(self, place: ReceiveBuffer) -> int:
+    def next_slot(self, buffer: ReceiveBuffer) -> int:
         """Return the slot of a new exchange in one of the buffers."""
-        return next(self._slot_cycles[id(place)])
+        return next(self._slot_cycles[id(buffer)])
 
     @property
     def bounds(self) -> Bounds:
@@ -163,25 +163,25 @@ class ReceiveBuffers:
         """Raise `ConfigError` if a batch exceeds the buffers' capacity, before anything is sent."""
         sizes = self.sizes
         for name, has in (("tokens", tokens), ("k", k), ("degree", degree)):
-            if has > (most := getattr(sizes, name)):
-                room = f"more than the receive buffers have room for ({name}={most})"
+            if has > (capacity := getattr(sizes, name)):
+                room = f"more than the receive buffers have room for ({name}={capacity})"
                 raise ConfigError(f"{name}={has} is {room}; make them larger")
         if (dtype, width) != (sizes.dtype, sizes.width):
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
-    def result_mark(self, chunk: int, slot: int) -> PeerSignal:
+    def result_signal(self, chunk: int, slot: int) -> PeerSignal:
         """Return the signal, at each peer, by which this rank reports that it has put a chunk's results."""
-        place = self.results
-        index = (slot * self.heap.group.size + place.me) * self.sizes.degree + chunk
-        return PeerSignal(place.signals, index, place.signal_table)
+        buffer = self.results
+        index = (slot * self.heap.group.size + buffer.me) * self.sizes.degree + chunk
+        return PeerSignal(buffer.signals, index, buffer.signal_table)
 
-    def result_signal_addresses(self, mark: PeerSignal) -> Tensor:
+    def result_signal_addresses(self, signal: PeerSignal) -> Tensor:
         """Return the signal's address in each peer's memory, [W]; for remote peers, of an unused local signal."""
-        return self._signals[mark.signal_index]
+        return self._result_signals[signal.signal_index]
 
     def result_signal_indices(self, degree: int, slot: int) -> Tensor:
         """Return the int32 indices of the signals of all results of an exchange."""
-        return self._awaited[slot, degree]
+        return self._awaited_signals[slot, degree]
 
 
 def make_receive_buffer(
@@ -198,15 +198,15 @@ def make_receive_buffer(
     return ReceiveBuffer(rows.own, rows.table, *own_signal, tile, *own_credit, epochs, me, network, staging)
 
 
-def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
+def _describe_signal(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
     """Return the peer of a signal (`count` per slot, `parts` per peer) and the description of its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)
 
 
 # Migrating experts: int32 elements per row, and rows per peer and round (256 KiB).
-_WIDTH, _ROWS = 1024, 64
-_ROW_BYTES = 4 * _WIDTH
+_ROW_WORDS, _ROWS_PER_ROUND = 1024, 64
+_ROW_BYTES = 4 * _ROW_WORDS
 
 
 class OneSidedAllToAll:
@@ -216,25 +216,25 @@ class OneSidedAllToAll:
         rows: rows of 4 KiB that each peer may have in the buffer at once.
     """
 
-    def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
-        self.heap, self._rows = heap, rows
-        self._place = make_receive_buffer(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
+    def __init__(self, heap: Heap, rows: int = _ROWS_PER_ROUND) -> None:
+        self.heap, self._rows_per_round = heap, rows
+        self._buffer = make_receive_buffer(heap, (heap.group.size, rows, _ROW_WORDS), torch.int32, rows, 1)
         self._watch = Watch(heap)
-        self._slot_cycle = cycle(range(self._place.slots))
+        self._slot_cycle = cycle(range(self._buffer.slots))
 
-    def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], most: int, operation: str) -> Tensor:
+    def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], limit: int, operation: str) -> Tensor:
         """Send `send[i]` bytes to the i-th rank and return the received bytes, in rank order. Collective.
 
         Args:
             bytes_: [sum(send)] uint8, ordered by destination.
-            most: largest number of bytes from any rank to another; the same on all ranks.
+            limit: largest number of bytes from any rank to another; the same on all ranks.
         Raises:
             RankError: a rank failed or did not join.
         """
-        place, size = self._place, self.heap.group.size
-        self._watch.name_signals(place.credits, operation, lambda index: (index % size, "the credit"))
-        self._watch.name_signals(place.signals, operation, lambda index: (index % size, "the experts"))
-        rows_W = [_rows_of(count) for count in send]
+        buffer, size = self._buffer, self.heap.group.size
+        self._watch.name_signals(buffer.credits, operation, lambda index: (index % size, "the credit"))
+        self._watch.name_signals(buffer.signals, operation, lambda index: (index % size, "the experts"))
+        rows_W = [_num_rows(count) for count in send]
         x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
         starts = [sum(rows_W[:peer]) for peer in range(len(rows_W))]
         for start, part in zip(starts, bytes_.split(list(send)), strict=True):
@@ -242,30 +242,31 @@ class OneSidedAllToAll:
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
         # All ranks run the rounds of the longest message, because signals and credits count exchanges.
-        for done in range(0, _rows_of(most), self._rows):
+        for first in range(0, _num_rows(limit), self._rows_per_round):
             slot = next(self._slot_cycle)
-            self._exchange_part(words, starts, [rows - done for rows in rows_W], done, slot)
-            rows = place.rows[slot]
+            self._exchange_part(words, starts, [rows - first for rows in rows_W], first, slot)
+            rows = buffer.rows[slot]
             for peer, count in enumerate(recv):
-                arrived = min(max(0, _rows_of(count) - done), self._rows)
+                arrived = min(max(0, _num_rows(count) - first), self._rows_per_round)
                 received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
-            give_credit(place, slot)
+            give_credit(buffer, slot)
         parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, slot: int) -> None:
-        place, device = self._place, self.heap.device
+    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], first: int, slot: int) -> None:
+        buffer, device = self._buffer, self.heap.device
         bounds = self._watch.bounds
-        used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
-        first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
-        source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
+        counts = [min(max(0, rows), self._rows_per_round) for rows in left]
+        used_W = torch.tensor(counts, dtype=torch.int32, device=device)
+        first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + first
+        source_WC = first_W1 + torch.arange(self._rows_per_round, dtype=torch.int32, device=device)
         with self._watch.guard_launches():
-            put_rows(bounds, SentRows(words, source_WC, used_W, place, slot))
+            put_rows(bounds, SentRows(words, source_WC, used_W, buffer, slot))
         size = self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
         with self._watch.guard_launches():
-            wait_signals(place.signals, index_W, place.epochs[slot], bounds, place.network)
+            wait_signals(buffer.signals, index_W, buffer.epochs[slot], bounds, buffer.network)
 
 
-def _rows_of(count: int) -> int:
+def _num_rows(count: int) -> int:
     return -(-count // _ROW_BYTES)

@@ -115,7 +115,7 @@ def experts_backward_weights(
     dy_SM, dh, a = aligned(dy_SM), intermediates.dh_NH, intermediates.a_NH
     call = make_call(layout, dy_SM, shared=shared)
     dw1 = dw2 = db1 = db2 = None
-    w1_EPQ, w2_EPQ, b1_EPQ, b2_EO = _totals(into)
+    w1_EPQ, w2_EPQ, b1_EPQ, b2_EO = _total_matrices(into)
     if needs_grad.w1 and x_SM is not None and dh is not None:
         dw1 = dweight(call, "dw1", dh, aligned(x_SM), "right", w1_EPQ).view_as(weights.w1)
     if needs_grad.w2 and a is not None:
@@ -132,7 +132,7 @@ def experts_backward_weights(
     return Gradients(None, None, dw1, dw2, db1, db2)
 
 
-def _totals(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _total_matrices(into: Gradients | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if into is None:
         return None, None, None, None
     w1_EPQ = None if into.w1 is None else into.w1.flatten(1, -2)

@@ -25,18 +25,18 @@ from typing import Any, Literal, TypeVar
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
-from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
     BUCKETS,
     ROUNDS,
     SplitSearch,
-    exposed_by_part,
+    ablation_plans,
     joint_split,
-    tuned_split,
+    search_flowmoe_split,
 )
 from fusedmoe.schedule.policies.fsmoe_plans import fsmoe_plan
-from fusedmoe.schedule.policies.lancet_plans import PARTS, lancet_plan
-from fusedmoe.schedule.simulate import best_of
+from fusedmoe.schedule.policies.lancet_plans import NUM_MICRO_BATCHES, lancet_plan
+from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StepCosts, chunk_times, gradient_ranges
 from fusedmoe.schedule.task import PHASES, TaskKind
@@ -67,19 +67,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class Policy:
     """A scheduling policy: a function from the costs of a training step to its plan, and properties of its plans.
 
-    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with `whole` has a third
-    argument, `samples` (see `PlanSearch`).
+    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with
+    `uses_micro_batches` has a third argument, `samples` (see `PlanSearch`).
     """
 
     name: str
     # Excluded from the repr, which ranks compare: addresses of functions differ between ranks.
     plan: Callable[..., Plan] = field(repr=False)
     description: str
-    by_layer: bool = True  # plans chunk only the layers' pipelines
-    whole: bool = False  # micro-batches may pass through whole layers, if `StepCosts.can_split`
+    chunks_only_pipelines: bool = True  # not attention or other dense parts
+    uses_micro_batches: bool = False  # they may pass through whole layers, if `StepCosts.can_split`
     order: Order = field(default=one_queue, repr=False)  # order for a given number of chunks (`step.pass_by_degree`)
     gradients: Gradients = "partitioned"
-    varies: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
+    has_variations: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
     is_user_defined: bool = False
 
 
@@ -87,7 +87,7 @@ class Policy:
 POLICIES: dict[str, Policy] = {}
 
 
-def _described(function: Callable[..., Plan], **traits: Any) -> Policy:
+def _make_policy(function: Callable[..., Plan], **traits: Any) -> Policy:
     return Policy(function.__name__, function, (function.__doc__ or "").rstrip("."), **traits)
 
 
@@ -95,13 +95,13 @@ def _policy(**traits: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function in `POLICIES`, with its docstring as description."""
 
     def put(function: _Function) -> _Function:
-        POLICIES[function.__name__] = _described(function, **traits)
+        POLICIES[function.__name__] = _make_policy(function, **traits)
         return function
 
     return put
 
 
-@_policy(gradients="exposed", varies=False)
+@_policy(gradients="exposed", has_variations=False)
 def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One chunk, no overlap; all gradients at the end (DeepSpeed-MoE)."""
     one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
@@ -149,19 +149,19 @@ def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     return fsmoe_plan(costs, [three_queues], limit)
 
 
-@_policy(by_layer=False, whole=True, gradients="idle slots")
+@_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots")
 def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree; gradient buckets below all-to-all in priority (FlowMoE)."""
     return PlanSearch(costs, limit, samples).plan("flowmoe")
 
 
-@_policy(by_layer=False, whole=True, gradients="idle slots", varies=False)
+@_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots", has_variations=False)
 def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches over ranges of layers forward; weight gradients overlap communication backward (Lancet)."""
     return PlanSearch(costs, limit, samples).plan("lancet")
 
 
-@_policy(whole=True, order=three_queues)
+@_policy(uses_micro_batches=True, order=three_queues)
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """The least simulated step time over the plans of all policies, orders, degrees, buckets and W tasks."""
     return PlanSearch(costs, limit, samples).plan("joint")
@@ -173,7 +173,7 @@ def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
 
 
 #: Not selectable by users; a candidate of `joint`.
-ANY_ORDER = _described(any_order, order=three_queues)
+ANY_ORDER = _make_policy(any_order, order=three_queues)
 
 
 def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
@@ -193,12 +193,12 @@ def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: fl
 
 def layer_policies() -> tuple[str, ...]:
     """Return the names of all policies that chunk only pipelines, registered policies last."""
-    return tuple(policy.name for policy in POLICIES.values() if policy.by_layer)
+    return tuple(policy.name for policy in POLICIES.values() if policy.chunks_only_pipelines)
 
 
-def whole_policies() -> tuple[str, ...]:
+def micro_batch_policies() -> tuple[str, ...]:
     """Return the names of all policies with micro-batches through whole layers, registered policies last."""
-    return tuple(policy.name for policy in POLICIES.values() if policy.whole)
+    return tuple(policy.name for policy in POLICIES.values() if policy.uses_micro_batches)
 
 
 class PlanSearch:
@@ -223,32 +223,34 @@ class PlanSearch:
         self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
         if samples is not None:
             self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
-        self._made: dict[str, Plan] = {}
+        self._plans: dict[str, Plan] = {}
         # Splits tried by FlowMoE, in two rounds of `joint`, and by the ablation; then policies.
         degrees, buckets = len(self._degrees), len(BUCKETS)
-        self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
-        self._total += len(layer_policies()) + 2 + ROUNDS
-        self._done = 0
-        self._shared = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
+        self._num_parts = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
+        self._num_parts += len(layer_policies()) + 2 + ROUNDS
+        self._num_done = 0
+        self._searches = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
 
     def plan(self, name: str) -> Plan:
         """Return the plan of a policy of `POLICIES`."""
-        if name not in self._made and name in self._shared:
-            self._made[name] = self._shared[name]()
-        elif name not in self._made:
-            limits = (self._limit, self._samples) if POLICIES[name].whole else (self._limit,)
-            self._made[name] = POLICIES[name].plan(self._costs, *limits)
-            self._step()
-        return self._made[name]
+        if name not in self._plans and name in self._searches:
+            self._plans[name] = self._searches[name]()
+        elif name not in self._plans:
+            limits = (self._limit, self._samples) if POLICIES[name].uses_micro_batches else (self._limit,)
+            self._plans[name] = POLICIES[name].plan(self._costs, *limits)
+            self._report_progress()
+        return self._plans[name]
 
     @cached_property
     def families(self) -> dict[str, Plan]:
         """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
-        plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.whole}
+        plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
-            plans |= {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.by_layer}
-            split = joint_split(self._tuned, self._costs, self._degrees, self._step)
+            plans |= {
+                policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.chunks_only_pipelines
+            }
+            split = joint_split(self._tuned, self._costs, self._degrees, self._report_progress)
             plans["joint"] = improved_order(split, self._costs)
         return plans
 
@@ -259,34 +261,34 @@ class PlanSearch:
         The parts are pipelined experts, attention in micro-batches, all-reduces in buckets of 1 MiB, the best bucket
         size.
         """
-        attention, all_reduce = exposed_by_part(self._costs, self._degrees, self._step)
-        self._step()
+        attention, all_reduce = ablation_plans(self._costs, self._degrees, self._report_progress)
+        self._report_progress()
         experts, tuned = self.plan("pipemoe"), self.plan("flowmoe")
         return {"pipelined experts": experts, "attention": attention, "all-reduce": all_reduce, "tuned": tuned}
 
     @cached_property
     def _tuned(self) -> SplitSearch:
-        return tuned_split(self._costs, self._degrees, self._step)
+        return search_flowmoe_split(self._costs, self._degrees, self._report_progress)
 
     def _lancet(self) -> Plan:
-        plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
-        self._step()
+        plan = lancet_plan(self._costs, [k for k in NUM_MICRO_BATCHES if k in self._degrees])
+        self._report_progress()
         return plan
 
     def _joint(self) -> Plan:
         plans = list(self.families.values())
         if self._costs.can_split:
             plans += self.ablation.values()
-        best = best_of(plans, self._costs)
+        best = fastest_plan(plans, self._costs)
         if self._costs.can_split and best != self.families["joint"]:
             best = improved_order(best, self._costs)
-        self._done = self._total
-        self._step()
+        self._num_done = self._num_parts
+        self._report_progress()
         return best
 
-    def _step(self) -> None:
-        self._done += 1
-        self._progress(min(self._done, self._total), self._total)
+    def _report_progress(self) -> None:
+        self._num_done += 1
+        self._progress(min(self._num_done, self._num_parts), self._num_parts)
 
 
 def register_policy(
@@ -319,7 +321,14 @@ def register_policy(
         raise ConfigError(
             f"register_policy: {name!r} is a {type(function).__name__}; expected a function (workload, costs)"
         )
-    POLICIES[name] = user_policy(function, name, by_layer=not whole, whole=whole, gradients=gradients, varies=varies)
+    POLICIES[name] = user_policy(
+        function,
+        name,
+        chunks_only_pipelines=not whole,
+        uses_micro_batches=whole,
+        gradients=gradients,
+        has_variations=varies,
+    )
 
 
 def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
@@ -333,7 +342,11 @@ def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Po
         pass  # a callable without a signature
     words = ((getattr(function, "__doc__", None) or "").strip().splitlines() or ["your own"])[0].rstrip(".")
     return Policy(
-        called, partial(_user_plan, function, called), words, **{"varies": False, **traits}, is_user_defined=True
+        called,
+        partial(_user_plan, function, called),
+        words,
+        **{"has_variations": False, **traits},
+        is_user_defined=True,
     )
 
 
@@ -342,7 +355,7 @@ def user_plan_fingerprints(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[st
     return {
         name: policy.plan(costs, limit).fingerprint
         for name, policy in POLICIES.items()
-        if policy.is_user_defined and (costs.can_split or not policy.whole)
+        if policy.is_user_defined and (costs.can_split or not policy.uses_micro_batches)
     }
 
 
@@ -372,7 +385,7 @@ def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
     has = {task._replace(chunk=None, size=None) for task in plan}
     for task in sequential(costs):
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE and task._replace(chunk=None) not in has:
-            raise ConfigError(f"the plan lacks {name(task)} ({task.kind}); add it")
+            raise ConfigError(f"the plan lacks {task_name(task)} ({task.kind}); add it")
     for (phase, layer), degree in plan.degrees.items():
         if degree > limit:
             raise ConfigError(f"the {phase} pass of layer {layer} has {degree} chunks, more than limit = {limit}")

@@ -1,8 +1,8 @@
 """FlowMoE's plan of a step, and the joint search that starts from it. Both split steps into micro-batches.
 
-FlowMoE has one degree for both passes and one bucket size; `tuned_split` tries several of each. `joint_split` changes
-one part of its best split at a time: degrees per pass, buckets, W tasks, and finally degrees per layer. List scheduling
-determines the order, so a split (`StepSplit`) determines its plan.
+FlowMoE has one degree for both passes and one bucket size; `search_flowmoe_split` tries several of each. `joint_split`
+changes one part of its best split at a time: degrees per pass, buckets, W tasks, and finally degrees per layer. List
+scheduling determines the order, so a split (`StepSplit`) determines its plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 4
 # FlowMoE's bucket size without tuning.
 _UNTUNED_BYTES = 2**20
 # Number of layers at each end of a stack with individual degrees; minimum relative gain for another round.
-_ENDS, _MIN_GAIN = 3, 5e-4
+_END_LAYERS, _MIN_GAIN = 3, 5e-4
 # A list schedule slower than the best by this factor is not improved.
 _CUTOFF = 1.05
 
@@ -119,7 +119,7 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
 Evaluation = tuple[float, Callable[[], Plan]]
 
 
-def _evaluate_listed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+def _evaluate_list_schedule(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
     """Evaluate a split by list scheduling. Seconds above `best_s` may be inaccurate."""
     schedule = micro_schedule(costs, split, best_s * _CUTOFF)
     seconds = schedule.makespan_s()
@@ -138,10 +138,10 @@ class SplitSearch:
     def __init__(
         self,
         costs: StepCosts,
-        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_listed,
-        step: Callable[[], None] = lambda: None,
+        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_list_schedule,
+        on_split: Callable[[], None] = lambda: None,
     ) -> None:
-        self._costs, self._evaluate, self._step = costs, evaluate, step
+        self._costs, self._evaluate, self._on_split = costs, evaluate, on_split
         self._tried: frozenset[StepSplit] = frozenset()
         self.best_s = math.inf
         self.best: StepSplit
@@ -161,31 +161,31 @@ class SplitSearch:
                 seconds, plan = self._evaluate(self._costs, split, self.best_s)
                 if seconds * (1 + ROUNDING) < self.best_s:
                     self.best_s, self.best, self.plan = seconds, split, plan
-            self._step()
+            self._on_split()
         for _ in range(len(splits) - len(least)):
-            self._step()
+            self._on_split()
         self._tried |= least.keys()
 
 
-def tuned_split(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> SplitSearch:
+def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> SplitSearch:
     """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size.
 
-    `step`: called after each split.
+    `on_split`: called after each split.
     """
-    search = SplitSearch(costs, step=step)
+    search = SplitSearch(costs, on_split=on_split)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
     search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in BUCKETS)
     return search
 
 
-def exposed_by_part(costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> tuple[Plan, Plan]:
+def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
     """Return FlowMoE's plans with attention in micro-batches: with exposed gradients, and with untuned buckets."""
-    search = SplitSearch(costs, _evaluate_exposed, step)
+    search = SplitSearch(costs, _evaluate_exposed, on_split)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
 
 
-def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> Plan:
+def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> Plan:
     """Return the plan of FlowMoE's split, improved one part at a time until no change helps."""
     search = copy(tuned)  # keep FlowMoE's result
     search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in degrees)
@@ -198,14 +198,16 @@ def joint_split(tuned: SplitSearch, costs: StepCosts, degrees: Sequence[int], st
             for backward, size, weights in product(degrees, sizes, (True, False))
         )
         search.try_all(search.best._replace(forward=degree) for degree in degrees)
-    search.try_all([_split_by_layer(search.best, costs, degrees, step)])
+    search.try_all([_split_by_layer(search.best, costs, degrees, on_split)])
     return search.plan()
 
 
-def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], step: Callable[[], None]) -> StepSplit:
+def _split_by_layer(
+    best: StepSplit, costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]
+) -> StepSplit:
     count = len(costs.layers)
     # In deep stacks, search only the layers at both ends. Inner layers get the degrees of the first end's last layer.
-    ends = [*range(count)] if count <= 2 * _ENDS else [*range(_ENDS), *range(count - _ENDS, count)]
+    ends = [*range(count)] if count <= 2 * _END_LAYERS else [*range(_END_LAYERS), *range(count - _END_LAYERS, count)]
     search = SplitSearch(replace(costs, layers=tuple(costs.layers[layer] for layer in ends)))
     search.try_all([best.with_degrees(best.degrees(len(ends)))])
     for _ in range(ROUNDS):
@@ -213,16 +215,18 @@ def _split_by_layer(best: StepSplit, costs: StepCosts, degrees: Sequence[int], s
         search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(count)) for count in BUCKETS)
         for phase in reversed(PHASES):
             for layers in [range(len(ends)), *([layer] for layer in range(len(ends)))]:
-                search.try_all(_changed(search.best, phase, layers, degrees))
-        step()
+                search.try_all(_layer_variations(search.best, phase, layers, degrees))
+        on_split()
         if search.best_s > begun_s * (1 - _MIN_GAIN):
             break
-    places = [min(layer, _ENDS - 1) if layer < count - _ENDS else layer - count for layer in range(count)]
+    places = [min(layer, _END_LAYERS - 1) if layer < count - _END_LAYERS else layer - count for layer in range(count)]
     by_phase = search.best.degrees(len(ends))
     return search.best.with_degrees({phase: tuple(of[place] for place in places) for phase, of in by_phase.items()})
 
 
-def _changed(split: StepSplit, phase: str, layers: Sequence[int], degrees: Sequence[int]) -> Iterator[StepSplit]:
+def _layer_variations(
+    split: StepSplit, phase: str, layers: Sequence[int], degrees: Sequence[int]
+) -> Iterator[StepSplit]:
     """Yield splits with other degrees of some layers, of dense part and pipeline together or separately."""
     now, last = split.degrees(0), len(degrees) - 1
 

@@ -16,7 +16,7 @@ import numpy as np
 from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.passes import Order, Partition, choose_degree, pass_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import best_of
+from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.task import PHASES
@@ -40,7 +40,7 @@ def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
         best = min(range(1, limit + 1), key=both_s)
         return best, best
 
-    return best_of([own, _plan_with(costs, orders, one_degree)], costs)
+    return fastest_plan([own, _plan_with(costs, orders, one_degree)], costs)
 
 
 def _plan_with(
@@ -77,7 +77,7 @@ def _plan_with(
     forward = [best_pass(layer, "forward", 0.0) for layer in costs.layers]
     partition = search(costs, [options[id(layer)] for layer in costs.layers])
     # A bucket in the middle of a pass may change its best degree.
-    gars_s = [bucket_s(costs.all_reduce, middle) for middle in partition.middle]
+    gars_s = [bucket_s(costs.all_reduce, middle) for middle in partition.pipeline_bytes]
     backward = [best_pass(layer, "backward", gar_s) for layer, gar_s in zip(costs.layers, gars_s, strict=True)]
     return step_plan(costs, forward, backward, partition)
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 #: Gap index of each weight gradient; None: no gap.
-Placement = tuple[int | None, ...]
+GapAssignment = tuple[int | None, ...]
 
 # Integer resolution of the exact program relative to the longest gap. Finer resolutions cost much solver time.
-_TICKS = 2**12
+_TICKS_PER_GAP = 2**12
 
 
 class Gap(NamedTuple):
@@ -37,7 +37,7 @@ class Gap(NamedTuple):
     allowed: Collection[int]
 
 
-def place_greedily(gaps: Sequence[Gap], weight_gradients_s: Sequence[float]) -> Placement:
+def place_greedily(gaps: Sequence[Gap], weight_gradients_s: Sequence[float]) -> GapAssignment:
     """Return the index of a gap for each weight gradient, None if no gap took it (Algorithm 1).
 
     Each gap, in order, repeatedly takes the unplaced gradient among its allowed ones whose duration is closest to the
@@ -55,17 +55,17 @@ def place_greedily(gaps: Sequence[Gap], weight_gradients_s: Sequence[float]) -> 
     return tuple(placed)
 
 
-def place_exactly(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], *, limit: float = 10.0) -> Placement:
+def place_exactly(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], *, limit: float = 10.0) -> GapAssignment:
     """Return the assignment that hides most, by integer programming; never worse than the greedy one.
 
-    `limit`: see `solved`. Raises `ConfigError` without OR-Tools.
+    `limit`: see `solve_integer_program`. Raises `ConfigError` without OR-Tools.
     """
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ConfigError("exact placement needs OR-Tools: pip install 'fusedmoe[plan]'") from None
     model = cp_model.CpModel()
-    tick_s = max((gap.seconds for gap in gaps), default=0.0) / _TICKS or 1.0
+    tick_s = max((gap.seconds for gap in gaps), default=0.0) / _TICKS_PER_GAP or 1.0
     ticks = [round(seconds / tick_s) for seconds in weight_gradients_s]
     chosen = {(weight, number): model.new_bool_var("") for number, gap in enumerate(gaps) for weight in gap.allowed}
     for weight in range(len(weight_gradients_s)):
@@ -79,16 +79,16 @@ def place_exactly(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], *, l
     greedy = place_greedily(gaps, weight_gradients_s)
     for (weight, number), variable in chosen.items():
         model.add_hint(variable, greedy[weight] == number)
-    solver = solved(model, limit)
+    solver = solve_integer_program(model, limit)
     if solver is None:
         return greedy
     gap_of = {weight: number for (weight, number), variable in chosen.items() if solver.value(variable)}
     exact = tuple(gap_of.get(weight) for weight in range(len(weight_gradients_s)))
     # Ticks are rounded: the greedy assignment may hide more.
-    return max((exact, greedy), key=lambda placed: placement_hides_s(gaps, weight_gradients_s, placed))
+    return max((exact, greedy), key=lambda placed: hidden_communication_s(gaps, weight_gradients_s, placed))
 
 
-def placement_hides_s(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], placed: Placement) -> float:
+def hidden_communication_s(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], placed: GapAssignment) -> float:
     """Return the seconds of communication hidden by the assignment `placed`."""
     filled_s = [
         sum(s for s, at in zip(weight_gradients_s, placed, strict=True) if at == number) for number in range(len(gaps))
@@ -96,7 +96,7 @@ def placement_hides_s(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], 
     return sum(min(gap.seconds, filled) for gap, filled in zip(gaps, filled_s, strict=True))
 
 
-def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
+def place_leftovers(placed: GapAssignment, gaps: Sequence[Gap]) -> GapAssignment:
     """Assign each unassigned weight gradient to the last gap that allows it, if any."""
     return tuple(
         max((place for place, gap in enumerate(gaps) if one in gap.allowed), default=None) if number is None else number
@@ -104,7 +104,7 @@ def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
     )
 
 
-def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
+def solve_integer_program(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
     """Solve an integer program with OR-Tools CP-SAT, equally on every rank. None without a solution.
 
     `limit`: deterministic work limit in units of about a second.
@@ -120,15 +120,15 @@ def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
 
 
 #: Numbers of micro-batches to try; maximum number of layers in a range.
-PARTS, LONGEST = (1, 2, 4, 8), 4
+NUM_MICRO_BATCHES, MAX_RANGE_LAYERS = (1, 2, 4, 8), 4
 
 #: Bucket size of PyTorch's DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
-_WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
+_W_TASK_KINDS = frozenset(WEIGHT_GRADIENTS.values())
 
 
-def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
+def lancet_plan(costs: StepCosts, parts: Sequence[int] = NUM_MICRO_BATCHES, *, weights: bool = True) -> Plan:
     """Return Lancet's plan of a step.
 
     Forward, ranges of layers run in micro-batches. Backward, layers are unchunked and Algorithm 1 places weight
@@ -155,7 +155,7 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
     return fill_idle_slots(orders, seconds, gradient_buckets(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
 
 
-def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[SplitRange, ...]:
+def forward_ranges(costs: StepCosts, parts: Sequence[int] = NUM_MICRO_BATCHES) -> tuple[SplitRange, ...]:
     """Return the ranges of layers that share micro-batches in the forward pass."""
     known: dict[tuple[object, ...], float] = {}
 
@@ -168,7 +168,7 @@ def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Spli
             known[key] = makespan(_forward_plan(here, range(len(layers)), k), here)
         return known[key]
 
-    return best_ranges(len(costs.layers), seconds, parts, LONGEST)[0]
+    return best_ranges(len(costs.layers), seconds, parts, MAX_RANGE_LAYERS)[0]
 
 
 def _forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
@@ -216,7 +216,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
     for task in tasks:
         ancestors[task] = set().union(*({one} | ancestors[one] for one in before[task])) if before[task] else set()
     links = [task for task in tasks if task.kind in LINKS]
-    weights = [task for task in tasks if task.kind in _WEIGHTS]
+    weights = [task for task in tasks if task.kind in _W_TASK_KINDS]
     # No collective of the pass depends on a weight gradient.
     gaps = [
         Gap(seconds[link], frozenset(n for n, weight in enumerate(weights) if link not in ancestors[weight]))
@@ -227,7 +227,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
 
 def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> dict[str, list[Task]]:
     links, weights, gaps = gaps_of(tasks, seconds)
-    placed = with_leftovers(place_greedily(gaps, [seconds[weight] for weight in weights]), gaps)
+    placed = place_leftovers(place_greedily(gaps, [seconds[weight] for weight in weights]), gaps)
     beside: dict[Task | None, list[Task]] = {}
     for weight, number in zip(weights, placed, strict=True):
         beside.setdefault(None if number is None else links[number], []).append(weight)
@@ -236,7 +236,7 @@ def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> di
         if task.kind in LINKS:
             orders[LINKS[task.kind]].append(task)
             orders["compute"] += beside.get(task, [])
-        elif task.kind not in _WEIGHTS:
+        elif task.kind not in _W_TASK_KINDS:
             orders["compute"].append(task)
     orders["compute"] += beside.get(None, [])
     return orders

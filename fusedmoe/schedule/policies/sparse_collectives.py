@@ -21,7 +21,7 @@ from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, T
 from fusedmoe.schedule.timeline import Timeline, idle_s
 
 
-def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
+def idle_before_s(timeline: Timeline, layer: int, phase: str) -> float:
     """Return the inter-node link's idle seconds between the preceding pipeline and a layer's first dispatch.
 
     Raises `ConfigError` for a layer without inter-node traffic in this pass.
@@ -36,7 +36,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
     return idle_s(timeline.on("inter"), since_s, first_s)
 
 
-def idle_after(timeline: Timeline) -> float:
+def idle_after_s(timeline: Timeline) -> float:
     """Return the inter-node link's idle seconds between the last combine and the optimizer or end."""
     since_s = max((span.end_s for span in timeline.on("inter") if span.kind in PIPELINE), default=timeline.start_s)
     ends_s = min((span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER), default=timeline.end_s)
@@ -49,17 +49,17 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
     `again`: replicas are released and gathered again.
     """
     # The backward gather and the reduction before it get half of the time each.
-    backward = [idle_before(timeline, layer, "backward") / (1 + again) for layer in range(layers - 1)]
+    backward = [idle_before_s(timeline, layer, "backward") / (1 + again) for layer in range(layers - 1)]
     hidden = []
     for layer in range(layers):
         # A reduction can use the time before the next backward dispatch, or after the last combine.
-        reduce_s = backward[layer - 1] if layer else idle_after(timeline)
+        reduce_s = backward[layer - 1] if layer else idle_after_s(timeline)
         gather_s = backward[layer] if again and layer < layers - 1 else reduce_s
-        hidden.append(min(idle_before(timeline, layer, "forward"), reduce_s, gather_s))
+        hidden.append(min(idle_before_s(timeline, layer, "forward"), reduce_s, gather_s))
     return tuple(hidden)
 
 
-def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
+def add_sparse_collectives(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
     """Return the plan with sparse collectives of some layers, in all its passes.
 
     `again`: layers that release their replicas after the forward pass and gather them again. Raises `ConfigError` for a
@@ -87,7 +87,9 @@ def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()
     return Plan(plan.compute, plan.intra, tuple(inter), plan.after)
 
 
-def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool) -> tuple[Plan, Durations]:
+def with_sparse_collectives(
+    plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool
+) -> tuple[Plan, Durations]:
     """Return the plan of a step with sparse collectives, and its costs.
 
     Args:
@@ -95,7 +97,7 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
         again: replicas are released after the forward pass and gathered again backward, except in the last layer.
     """
     layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
-    found = add_sparse(plan, layers, again=range(len(seconds_L) - 1) if again else ())
+    found = add_sparse_collectives(plan, layers, again=range(len(seconds_L) - 1) if again else ())
     sparse = {task: seconds_L[task.layer or 0] for task in found.inter if task.kind in (GATHER, REDUCE)}
     return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
 

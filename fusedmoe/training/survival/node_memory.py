@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError, RankError, warn
-from fusedmoe.files import MAX_TEXT_BYTES, sealed, unsealed
+from fusedmoe.files import MAX_TEXT_BYTES, dump_with_digest, load_with_digest
 from fusedmoe.training.survival import keeper
 
 _FAMILY = "fusedmoe-survive-"
@@ -90,7 +90,7 @@ class NodeMemory:
             try:
                 text = _read(path)
                 if text is not None and _SLOT.fullmatch(name):
-                    headers[name] = unsealed(text, f"survival: {path}")
+                    headers[name] = load_with_digest(text, f"survival: {path}")
             except ConfigError as error:
                 warn(f"{error}; using another copy or an older state", stacklevel=2)
                 headers[name] = None
@@ -112,14 +112,14 @@ class NodeMemory:
             (self._folder / f"{self._prefix}{name}{suffix}").unlink(missing_ok=True)
 
     def write_note(self, note: dict[str, Any]) -> None:
-        _write(self._folder / f"{self._prefix}note", sealed(note))
+        _write(self._folder / f"{self._prefix}note", dump_with_digest(note))
 
     def note(self) -> dict[str, Any] | None:
         """Return the last note written by any rank of the node, or None. Raise `ConfigError` if damaged."""
         path = self._folder / f"{self._prefix}note"
         try:
             text = _read(path)
-            return None if text is None else unsealed(text, f"survival: {path}")
+            return None if text is None else load_with_digest(text, f"survival: {path}")
         except ConfigError as error:
             raise ConfigError(f"{error}. Remove it, and restart from a checkpoint") from error
 
@@ -163,7 +163,7 @@ class Slot:
         return self._bytes
 
     def complete(self, header: dict[str, Any]) -> None:
-        _write(self._header, sealed(header))
+        _write(self._header, dump_with_digest(header))
 
     def read(self, size: int) -> Tensor:
         """Return the bytes of a complete snapshot, [size] uint8, as a copy-on-write mapping."""

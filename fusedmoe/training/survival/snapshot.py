@@ -42,9 +42,9 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class JobNodes:
-    """Node of each rank of a job: `of_rank[r]` is the node number of rank r, from 0."""
+    """Node of each rank of a job: `node_of_rank[r]` is the node number of rank r, from 0."""
 
-    of_rank: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
 
     @classmethod
     def from_names(cls, names: Sequence[str]) -> JobNodes:
@@ -53,33 +53,33 @@ class JobNodes:
 
     @property
     def count(self) -> int:
-        return max(self.of_rank) + 1
+        return max(self.node_of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
-        return [rank for rank, its_node in enumerate(self.of_rank) if its_node == node]
+        return [rank for rank, its_node in enumerate(self.node_of_rank) if its_node == node]
 
     def is_node_leader(self, rank: int) -> bool:
         """True for the first rank of each node, which performs per-node actions."""
-        return self.of_rank.index(self.of_rank[rank]) == rank
+        return self.node_of_rank.index(self.node_of_rank[rank]) == rank
 
     def is_keeper(self, key: str, holders: Sequence[int], rank: int) -> bool:
         """Return whether `rank` stores `key` for its node: a hash of the key selects one of the node's `holders`."""
         # The hash distributes the work over the node's ranks.
-        on_node = [other for other in sorted(holders) if self.of_rank[other] == self.of_rank[rank]]
+        on_node = [other for other in sorted(holders) if self.node_of_rank[other] == self.node_of_rank[rank]]
         return on_node[zlib.crc32(key.encode()) % len(on_node)] == rank
 
     def is_on_one_node(self, holders: Sequence[int]) -> bool:
-        return len({self.of_rank[rank] for rank in holders}) == 1
+        return len({self.node_of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
         """Return the rank on the next node that stores parts only this node holds; None with one node."""
         if self.count == 1:
             return None
-        own, next_ones = self.ranks(self.of_rank[rank]), self.ranks((self.of_rank[rank] + 1) % self.count)
+        own, next_ones = self.ranks(self.node_of_rank[rank]), self.ranks((self.node_of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
     def sources(self, rank: int) -> list[int]:
-        return [other for other in range(len(self.of_rank)) if self.buddy(other) == rank]
+        return [other for other in range(len(self.node_of_rank)) if self.buddy(other) == rank]
 
 
 class StatePart(NamedTuple):
@@ -87,22 +87,22 @@ class StatePart(NamedTuple):
 
     Attributes:
         key: checkpoint key.   start, size: offsets and shape of the part; None for an object.
-        whole: shape of the full tensor.   dtype: its name; "" for an object.
-        at, bytes: offset and length in the slot.
+        full_shape: shape of the full tensor.   dtype: its name; "" for an object.
+        offset, bytes: offset and length in the slot.
         is_sent: only one node holds it; the buddy stores a copy.
     """
 
     key: str
     start: tuple[int, ...] | None
     size: tuple[int, ...] | None
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     dtype: str
-    at: int
+    offset: int
     bytes: int
     is_sent: bool
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...] | None]:
+    def part_key(self) -> tuple[str, tuple[int, ...] | None]:
         """Key and offsets, equal for all copies of the part."""
         return self.key, self.start
 
@@ -132,9 +132,9 @@ class Snapshots:
         self._slots: list[Slot] = [memory.slot(f"{generation}-{rank}-{number}") for number in (0, 1)]
         self._written = 0
         # All ranks of the node compute digests at once.
-        self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.of_rank[rank])))
+        self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.node_of_rank[rank])))
         self._digests: list[str] = []
-        self._table: list[list[StatePart]] = []
+        self._parts_by_rank: list[list[StatePart]] = []
         self.price = Price(0, 0)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Snapshots:
         total = slot_bytes(parts)
         for source in nodes.sources(me):
             bases[source] = total
-            total += _sent_bytes(self._table[source])
+            total += _sent_bytes(self._parts_by_rank[source])
         # The newer slot remains valid until this one is complete on all nodes.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -176,15 +176,16 @@ class Snapshots:
 
         on_all_ranks(world, operation, begin)
         for part, value in zip(parts, values, strict=True):
-            memory[part.at : part.at + part.bytes].copy_(value)
-        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._table], nodes.buddy(me)
+            memory[part.offset : part.offset + part.bytes].copy_(value)
+        sent, buddy = [_sent_bytes(of_rank) for of_rank in self._parts_by_rank], nodes.buddy(me)
         if buddy is not None:
             incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
         for source, base in bases.items():
-            held += [part._replace(at=base + part.at) for part in self._table[source] if part.is_sent]
-        keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+            held += [part._replace(offset=base + part.offset) for part in self._parts_by_rank[source] if part.is_sent]
+        all_parts = (part for of_rank in self._parts_by_rank for part in of_rank)
+        keys = {part.key: None if part.start is None else part.full_shape for part in all_parts}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
         # After the last byte, because the header marks the bytes complete.
         slot.complete(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
@@ -204,7 +205,7 @@ class Snapshots:
         digests = [of_parts for of_parts, _ in digests_by_rank]
         # Parts change rarely: when experts migrate, and after the optimizer's first step.
         if digests != self._digests:
-            self._table = all_gather_object(world, parts, operation)
+            self._parts_by_rank = all_gather_object(world, parts, operation)
             self._digests = digests
 
 
@@ -232,14 +233,14 @@ def parse_generation(slot: str) -> int:
 
 
 def slot_bytes(parts: Iterable[StatePart]) -> int:
-    return max((_aligned(part.at + part.bytes) for part in parts), default=0)
+    return max((_aligned(part.offset + part.bytes) for part in parts), default=0)
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
     """Compute each part's digest, including the padding after it."""
 
     def digest(part: StatePart) -> str:
-        return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
+        return _digest(memory[part.offset : _aligned(part.offset + part.bytes)].numpy())
 
     # hashlib releases the GIL.
     with ThreadPoolExecutor(threads) as pool:
@@ -254,8 +255,8 @@ def _sent_bytes(parts: Iterable[StatePart]) -> int:
     return slot_bytes(part for part in parts if part.is_sent)
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGN) * _ALIGN
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
 
 
 def _own_parts(
@@ -273,9 +274,9 @@ def _own_parts(
         return nodes.is_keeper(key, holders, me)
 
     entries = state.entries(includes)
-    for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
+    for key, entry in ((EXTRA, extra), (ABOUT, state.about())):
         if includes(key, topology.world):
-            entries[key] = thing
+            entries[key] = entry
     packed = {
         key: encode_value(entry, f"{operation}: {key}").pack()
         for key, entry in entries.items()
@@ -284,17 +285,17 @@ def _own_parts(
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(entries | packed, None, True)
     items = planner.create_local_plan().items
-    at = 0
+    offset = 0
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         assert isinstance(data, Tensor) and item.tensor_data is not None
         value = tensor_bytes(data)
         if key in packed:
-            part = StatePart(key, None, None, (), "", at, value.numel(), key in alone)
+            part = StatePart(key, None, None, (), "", offset, value.numel(), key in alone)
         else:
             require_writable(data, f"{operation}: {key}")
             chunk, dtype = item.tensor_data.chunk, str(data.dtype).removeprefix("torch.")
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
-            part = StatePart(key, *place, dtype, at, value.numel(), key in alone)
+            part = StatePart(key, *place, dtype, offset, value.numel(), key in alone)
         yield part, value
-        at = _aligned(at + part.bytes)
+        offset = _aligned(offset + part.bytes)

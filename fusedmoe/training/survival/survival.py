@@ -119,24 +119,24 @@ class Survival:
             return None
         operation = "restoring from memory"
         state = ModelState(model, optimizer, self._topology, operation)
-        reader = Reader(self._stored_state, self._memory, self._topology, self._nodes)
+        reader = StateReader(self._stored_state, self._memory, self._topology, self._nodes)
         metadata = reader.metadata
         keys = [key for key in (EXTRA, ABOUT, GROUPS) if key in metadata.state_dict_metadata]
-        small: dict[str, Any] = dict.fromkeys(keys)
+        metadata_values: dict[str, Any] = dict.fromkeys(keys)
         # Metadata first: it shows whether the snapshot matches model and optimizer.
-        reader.read(small, {})
+        reader.read(metadata_values, {})
         targets: dict[str, Any] = {}
 
         def compare() -> None:
-            difference = state.difference(metadata) or state.optimizer_difference(small)
+            difference = state.model_difference(metadata) or state.optimizer_difference(metadata_values)
             if difference is not None:
                 raise ConfigError(f"{operation}: {difference}")
             targets.update(state.targets(metadata))
 
         on_all_ranks(self._topology.world, operation, compare)
         reader.read(targets, state.dtypes(targets))
-        state.install(targets, small)
-        extra: dict[str, Any] = small[EXTRA]
+        state.install(targets, metadata_values)
+        extra: dict[str, Any] = metadata_values[EXTRA]
         return extra
 
     def refresh(
@@ -194,11 +194,11 @@ class StoredState:
             self._keys |= header["keys"]
             for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
-                self.parts.setdefault(part.place, []).append(StoredPart(node, slot, part, digest))
+                self.parts.setdefault(part.part_key, []).append(StoredPart(node, slot, part, digest))
 
     def drop(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
-            place = held.part.place
+            place = held.part.part_key
             self.parts[place].remove(held)
             if not self.parts[place]:
                 del self.parts[place]
@@ -222,7 +222,7 @@ class StoredState:
                 continue
             chunks[key].append(ChunkStorageMetadata(torch.Size(start), torch.Size(part.size)))
             properties = TensorProperties(dtype=getattr(torch, part.dtype))
-            entries[key] = TensorStorageMetadata(properties, torch.Size(part.whole), chunks[key])
+            entries[key] = TensorStorageMetadata(properties, torch.Size(part.full_shape), chunks[key])
         return Metadata(entries)
 
 
@@ -237,7 +237,7 @@ def find_newest_state(
         The state or None; newer, incomplete states; and the names of damaged files.
     """
     world, me = topology.world, topology.world.index
-    node, operation = nodes.of_rank[me], "finding the job's state in memory"
+    node, operation = nodes.node_of_rank[me], "finding the job's state in memory"
 
     def read_headers() -> dict[str, tuple[str, dict[str, Any] | None]]:
         headers = memory.headers() if nodes.is_node_leader(me) else {}
@@ -245,25 +245,26 @@ def find_newest_state(
 
     headers_of_ranks = on_all_ranks(world, operation, read_headers)
     paths: dict[tuple[int, str], str] = {}
-    kept: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    headers_by_state: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     newer: list[StoredState] = []
     damaged: list[str] = []
     for rank, headers in enumerate(headers_of_ranks):
         for slot, (path, header) in headers.items():
-            paths[nodes.of_rank[rank], slot] = path
+            paths[nodes.node_of_rank[rank], slot] = path
             if header is None or header.get("format") != FORMAT:
                 damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
             else:
-                kept[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+                headers_by_state[header["generation"], header["step"]].append((nodes.node_of_rank[rank], slot, header))
 
     def check(state: StoredState) -> list[StoredPart]:
         # The ranks of a node share the verification, which takes as long as reading.
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
-        return [held for slot in slots[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
+        own_slots = slots[ranks.index(me) :: len(ranks)]
+        return [held for slot in own_slots for held in _find_damaged_parts(memory, state, (node, slot))]
 
     # Latest generation first: a restart from an older state repeats steps with different results.
-    for generation, step in sorted(kept, reverse=True):
-        state = StoredState(step, kept[generation, step])
+    for generation, step in sorted(headers_by_state, reverse=True):
+        state = StoredState(step, headers_by_state[generation, step])
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
@@ -276,7 +277,7 @@ def find_newest_state(
     return None, newer, damaged
 
 
-def _damaged(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
+def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
     """Return the parts in a slot whose digest does not match. Warn if there are any."""
     copies = [
         held for copies_of_part in state.parts.values() for held in copies_of_part if (held.node, held.slot) == slot
@@ -297,13 +298,13 @@ def _damaged(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> l
     return wrong
 
 
-class Reader:
+class StateReader:
     """Reader of a stored state; every method is collective over all ranks."""
 
     def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
         self.metadata = state.metadata()
-        self._open: dict[str, Tensor] = {}
+        self._slot_bytes: dict[str, Tensor] = {}
 
     def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
         """Read the entries in `targets`: tensors in place, objects into the dictionary.
@@ -322,8 +323,8 @@ class Reader:
             items.extend(planner.finish_plan(planner.create_local_plan()).items)
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
-        fetched = self._fetch(list(dict.fromkeys(map(_part_key, items))))
-        tensors = [(item, self._value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
+        fetched = self._fetch_parts(list(dict.fromkeys(map(_part_key, items))))
+        tensors = [(item, self._read_value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
 
         # All ranks check before any rank writes: either all load the state or none does.
         def check() -> None:
@@ -342,7 +343,7 @@ class Reader:
             target.copy_(value)
             planner.commit_tensor(item, target)
 
-    def _value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
+    def _read_value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
         part = self._state.parts[_part_key(item)][0].part
         assert part.size is not None
         value = fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size)
@@ -350,23 +351,23 @@ class Reader:
             value = value.narrow(dim, offset, length)
         return value
 
-    def _fetch(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
+    def _fetch_parts(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
         world, parts = self._topology.world, self._state.parts
-        node = self._nodes.of_rank[world.index]
+        node = self._nodes.node_of_rank[world.index]
 
         def own(place: PartKey) -> StoredPart | None:
             return next((held for held in parts[place] if held.node == node), None)
 
-        fetched = {place: self._bytes(held) for place in keys if (held := own(place)) is not None}
+        fetched = {place: self._read_bytes(held) for place in keys if (held := own(place)) is not None}
         requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
         # All ranks derive the same send table from all requests.
         streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
         for rank, places in enumerate(requests):
             for place in places:
-                streams[self._source(place, rank), rank].append(place)
+                streams[self._source_rank(place, rank), rank].append(place)
         lengths = {pair: [parts[place][0].part.bytes for place in places] for pair, places in streams.items()}
         outgoing = {
-            to: torch.cat([self._bytes(own(place)) for place in places])
+            to: torch.cat([self._read_bytes(own(place)) for place in places])
             for (source, to), places in streams.items()
             if source == world.index
         }
@@ -384,7 +385,7 @@ class Reader:
             fetched |= dict(zip(streams[stream], pieces, strict=True))
         return fetched
 
-    def _source(self, place: PartKey, reader: int) -> int:
+    def _source_rank(self, place: PartKey, reader: int) -> int:
         """Return the rank that sends a part to a reader; deterministic on all ranks."""
         # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
         holding_nodes = sorted({held.node for held in self._state.parts[place]})
@@ -392,11 +393,11 @@ class Reader:
         ranks = self._nodes.ranks(holding_nodes[chance % len(holding_nodes)])
         return ranks[(chance // len(holding_nodes) + reader) % len(ranks)]
 
-    def _bytes(self, held: StoredPart | None) -> Tensor:
+    def _read_bytes(self, held: StoredPart | None) -> Tensor:
         assert held is not None
-        if held.slot not in self._open:
-            self._open[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
-        return self._open[held.slot][held.part.at : held.part.at + held.part.bytes]
+        if held.slot not in self._slot_bytes:
+            self._slot_bytes[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
+        return self._slot_bytes[held.slot][held.part.offset : held.part.offset + held.part.bytes]
 
 
 def _part_key(item: Any) -> PartKey:

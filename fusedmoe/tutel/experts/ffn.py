@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedmoe.engine.module_hooks import has_hooks
-from fusedmoe.environment import integer
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import Weights
 from fusedmoe.schedule import Workload
@@ -153,7 +153,7 @@ class FusedExpertsNetwork(nn.Module):
             raise ConfigError("give activation_fn or activation_fn_with_self, not both")
         if init not in INITIALISATIONS:
             raise ConfigError(f"unknown initialisation {init!r}; choose {' or '.join(INITIALISATIONS)}")
-        self.skip_expert = integer("SKIP_EXPERT", 0) != 0
+        self.skip_expert = read_integer("SKIP_EXPERT", 0) != 0
         self.model_dim, self.hidden_size_per_expert = model_dim, hidden_size_per_expert
         self.local_experts, self.sharded_count = num_experts_per_device, sharded_count
         self.hidden_size = hidden_size_per_expert // sharded_count

@@ -35,12 +35,12 @@ from fusedmoe.comm import collectives, init_process_group, make_all_to_all
 from fusedmoe.comm.all_to_all import TwoLevel
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import group_of
-from fusedmoe.environment import integer, seconds
+from fusedmoe.environment import read_integer, read_seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import LinearMap, linear
 
 #: Timeout of every wait for other ranks, in seconds: PyTorch's default for collectives; Tutel's is one day.
-TUTEL_GLOBAL_TIMEOUT_SEC = seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
+TUTEL_GLOBAL_TIMEOUT_SEC = read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
 #: The backend under key "", and results of `create_groups_from_world` by argument.
 TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
@@ -85,7 +85,7 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     if W == 1:
         return Topology()
     handle = handle or dist.group.WORLD
-    per_node = integer("LOCAL_SIZE", None, 1)
+    per_node = read_integer("LOCAL_SIZE", None, 1)
     world: Any = dist.group.WORLD
     # Topologies of a destroyed world hold dead process groups.
     for old in [known for known in _TOPOLOGIES if known is not world]:
@@ -167,10 +167,10 @@ def _initialise(backend: str) -> None:
         return
     # Open MPI's launcher sets neither RANK nor MASTER_PORT.
     if "LOCAL_RANK" not in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        size = integer("OMPI_COMM_WORLD_SIZE", 1, 1)
-        places = {"rank": integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
+        size = read_integer("OMPI_COMM_WORLD_SIZE", 1, 1)
+        places = {"rank": read_integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
         where = os.environ.get("MASTER_ADDR", "localhost")
-        port = integer("MASTER_PORT", 23456, 1, 65535)
+        port = read_integer("MASTER_PORT", 23456, 1, 65535)
         init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
@@ -207,7 +207,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         model_rank=model_rank,
         local_device=device,
         local_rank=local_rank,
-        local_size=_local("SIZE", integer("LOCAL_WORLD_SIZE", 1, 1), 1),
+        local_size=_local("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
         data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
         model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
         global_group=world,
@@ -231,7 +231,7 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
 
 
 def _local(what: str, default: int, least: int) -> int:
-    return integer(f"LOCAL_{what}", integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
+    return read_integer(f"LOCAL_{what}", read_integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
 def _part_length(length: int, group: Group) -> int:
@@ -259,12 +259,12 @@ def start_swap(group: Group, rows: Tensor) -> tuple[Tensor, Callable[..., None]]
     """Start `_swap_parts` on contiguous rows; return the result and a function that waits for it."""
     _part_length(len(rows), group)
     out = torch.empty_like(rows)
-    _begin(group, "all-to-all", rows)
+    _compare_calls(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
     return out, partial(collectives.wait, work, group, "all-to-all")
 
 
-def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
+def _compare_calls(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
     collectives.compare_calls(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
@@ -281,14 +281,14 @@ def _own_part(group: Group, rows: Tensor) -> Tensor:
     return rows[group.index * count : (group.index + 1) * count]
 
 
-_OfGroup = Callable[[Group, Tensor], Tensor]
+_GroupMap = Callable[[Group, Tensor], Tensor]
 _SUM = dist.ReduceOp.SUM
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
 
 def skips_all_to_all() -> bool:
     """Return whether SKIP_A2A is set: for timing, rows are not sent, and results are wrong."""
-    return integer("SKIP_A2A", 0) > 0
+    return read_integer("SKIP_A2A", 0) > 0
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
@@ -309,7 +309,7 @@ def simple_all_reduce(
     if op in _OPS:
         return collectives.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
-    _begin(members, "all-reduce", output, f", {op}")
+    _compare_calls(members, "all-reduce", output, f", {op}")
     collectives.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
     return output
 
@@ -346,7 +346,7 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
     """Broadcast `input` from global rank `src`, in place."""
     if get_world_size(group) > 1:
         members = as_group(group)
-        _begin(members, "broadcast", input, f" from rank {src}")
+        _compare_calls(members, "broadcast", input, f" from rank {src}")
         collectives.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
     return input
 
@@ -381,9 +381,9 @@ def all_to_all(
 
     if skips_all_to_all():
         return (lambda *_: joined(parts)) if background else joined(parts)
-    move: LinearMap = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
+    swap: LinearMap = partial(_swap_parts_2dh, group) if use_2dh else partial(_swap_parts, members)
     if not background:
-        return joined(linear(parts, move, move, "all_to_all"))
+        return joined(linear(parts, swap, swap, "all_to_all"))
     if use_2dh:
         raise ConfigError("all_to_all: the two-level algorithm has no background mode; leave one of them out")
     out, finish = start_swap(members, parts.detach())
@@ -392,11 +392,11 @@ def all_to_all(
     def there(rows: Tensor) -> Tensor:
         # Started once: a second derivative communicates again.
         if not begun:
-            return move(rows)
+            return swap(rows)
         finish()
         return begun.pop()
 
-    return lambda *_: joined(linear(parts, there, move, "all_to_all"))
+    return lambda *_: joined(linear(parts, there, swap, "all_to_all"))
 
 
 def all_gather(input: Tensor, dim: int, fused: bool = False, group: ProcessGroup | None = None) -> Tensor:
@@ -411,11 +411,11 @@ def spatial_split(input: Tensor, dim: int, group: ProcessGroup | None = None) ->
     return _along(input, dim, group, "spatial_split", _own_copy, _gather_parts)
 
 
-def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, there: _OfGroup, back: _OfGroup) -> Tensor:
+def _along(input: Tensor, dim: int, group: ProcessGroup | None, name: str, fwd: _GroupMap, bwd: _GroupMap) -> Tensor:
     members = as_group(group)
     if members.size == 1:
         return input
-    rows = linear(input.movedim(dim, 0).contiguous(), partial(there, members), partial(back, members), name)
+    rows = linear(input.movedim(dim, 0).contiguous(), partial(fwd, members), partial(bwd, members), name)
     return rows.movedim(0, dim)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedmoe.environment import number
+from fusedmoe.environment import read_number
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import PerRankTensor, wrong_experts_error
 from fusedmoe.sizes import require_within
@@ -21,7 +21,7 @@ Description = Mapping[str, Any]
 NUMBERS = "fusedmoe_experts"
 
 # Upper bound; each chunk is a task of a plan.
-_MOST_CHUNKS = 4096
+_MAX_CHUNKS = 4096
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
     "implicit_dropout_p": "for hidden activations give activation_fn=lambda x: dropout(F.relu(x)) with dropout = "
@@ -61,7 +61,7 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
     if not hasattr(gate, "gate_noise"):
         gate.gate_noise = options.get("gate_noise", 0.0)
     if not hasattr(gate, "capacity_factor"):
-        gate.capacity_factor = options.get("capacity_factor", number("CAP_FACTOR", 1.0))
+        gate.capacity_factor = options.get("capacity_factor", read_number("CAP_FACTOR", 1.0))
     require_within("moe_layer", capacity_factor=gate.capacity_factor)
     if not hasattr(gate, "top_k"):
         raise ConfigError(f"{type(gate).__name__} has no top_k, the number of experts per token: set self.top_k")
@@ -92,10 +92,10 @@ def parse_degree(degree: Any) -> Degree:
     """Validate a2a_ffn_overlap_degree: "auto", or a Python, NumPy or tensor integer of at least 1."""
     if degree == "auto":
         return "auto"
-    if not isinstance(degree, str) and 0 < degree <= _MOST_CHUNKS and degree == int(degree):
+    if not isinstance(degree, str) and 0 < degree <= _MAX_CHUNKS and degree == int(degree):
         return int(degree)
     raise ConfigError(
-        f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on (at most {_MOST_CHUNKS}), or 'auto'"
+        f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on (at most {_MAX_CHUNKS}), or 'auto'"
     )
 
 

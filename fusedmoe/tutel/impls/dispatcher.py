@@ -68,23 +68,23 @@ class LocalExperts:
         return self.module.named_modules()
 
     def __call__(
-        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, places: int = 0, counts_RE: Tensor | None = None
+        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, slots: int = 0, counts_RE: Tensor | None = None
     ) -> Tensor:
         """Run the experts on rows sorted by `layout`; return each token's weighted sum of results.
 
-        `places`: minimum rows per source rank in a block. `counts_RE`: rows per source and expert; None for one source.
+        `slots`: minimum rows per source rank in a block. `counts_RE`: rows per source and expert; None for one source.
         """
         if self.fused is not None:
             return fused_experts(x_SM, layout, weight_N, *self.fused)
         layout = layout.exact()
         rows_NM = permute(x_SM, layout)
         counts_ER = layout.counts_E[:, None] if counts_RE is None else counts_RE.t()
-        places = max(places, int(counts_ER.max()))
-        # A Tutel block has `places` rows per source rank, in rank order; custom experts may rely on this.
-        length = places * counts_ER.shape[1]
+        slots = max(slots, int(counts_ER.max()))
+        # A Tutel block has `slots` rows per source rank, in rank order; custom experts may rely on this.
+        length = slots * counts_ER.shape[1]
         counts_G = counts_ER.reshape(-1)
         # Offset in the block of row n, the i-th row of its source and expert.
-        shift_G = torch.arange(len(counts_G), device=counts_G.device) * places - (counts_G.cumsum(0) - counts_G)
+        shift_G = torch.arange(len(counts_G), device=counts_G.device) * slots - (counts_G.cumsum(0) - counts_G)
         place_N = shift_G.repeat_interleave(counts_G, output_size=layout.rows)
         place_N = place_N + torch.arange(layout.rows, device=place_N.device)
         # Tutel's unused rows are zero.
@@ -119,14 +119,14 @@ class LayerDispatcher:
     Args:
         topology: ep enumerates expert ranks, esp the parts of an expert's work.
         dispatch: "direct" or "2dh".
-        copies: number of ep ranks that compute the same expert; its rows are distributed over them round-robin.
+        replicas: number of ep ranks that compute the same expert; its rows are distributed over them round-robin.
         peers: ranks that make the same call although no rows are exchanged between them.
     """
 
     def __init__(
-        self, topology: Topology, dispatch: str = "direct", copies: int = 1, peers: Topology | None = None
+        self, topology: Topology, dispatch: str = "direct", replicas: int = 1, peers: Topology | None = None
     ) -> None:
-        self.topology, self.copies = topology, copies
+        self.topology, self.replicas = topology, replicas
         self.checks, self._peers = InputChecks(topology, "moe_layer"), None
         if peers is not None and peers.size > 1:
             self._peers = Collectives(peers, make_all_to_all("direct", peers), name="moe_layer")
@@ -137,7 +137,7 @@ class LayerDispatcher:
             self._collectives.runner.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
 
-    def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
+    def exchange_values_error(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
         """Return an error message for non-finite values here, or None; `through_experts` raises it on all ranks."""
         refusal = self.checks.values_error(x_SM, weight_SK)
         # On CUDA a later call reports it: no host synchronisation.
@@ -145,7 +145,7 @@ class LayerDispatcher:
             # No rows are exchanged: an empty exchange carries the error to all ranks.
             nothing_E = torch.zeros(self._peers.topology.ep.size, dtype=torch.long, device="cpu")
             form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
-            self._peers.exchange(nothing_E, form, refusal)
+            self._peers.exchange_counts(nothing_E, form, refusal)
         return refusal
 
     def through_experts(
@@ -158,7 +158,7 @@ class LayerDispatcher:
         *,
         postscore: bool,
         degree: Degree,
-        places: int,
+        slots: int,
         keep_local: bool = False,
         refusal: str | None = None,
     ) -> Tensor:
@@ -168,9 +168,8 @@ class LayerDispatcher:
             weight_SK: weights of the results, or of the inputs without `postscore`.
             capacity: rows per expert accepted from this rank.
             degree: number of overlapped chunks; "auto" selects it. Results do not depend on it.
-            places: as for `LocalExperts`.
+            slots: as for `LocalExperts`.
             keep_local: keep rows on this rank, to time the remaining work.
-            refusal: error message of this rank, or None.
         """
         if not self._has_remote_rows(keep_local):
             self.checks.refuse(refusal)
@@ -179,41 +178,41 @@ class LayerDispatcher:
         if keep_local:
             # SKIP_A2A: local experts substitute for all experts, which keeps the amount of work similar.
             layout = self._reassign_experts(layout, choice, lambda expert, _: expert % experts.count, experts.count)
-        elif self.copies > 1:
+        elif self.replicas > 1:
             # Ranks that compute the same expert receive equal numbers of its rows.
-            share = self.copies
+            share = self.replicas
             layout = self._reassign_experts(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
         # Weighting half-precision results needs float32 or rounds differently from Tutel: send them unweighted.
         weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._has_remote_rows(keep_local)
         # Custom experts receive blocks in Tutel's order, first choices first: send one row per (token, expert) pair.
         in_blocks = experts.fused is None and self._has_remote_rows(keep_local)
         if postscore and not weighted_here and not in_blocks:
-            return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, keep_local)
+            return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, keep_local)
         layout = layout.exact()
         # Rows are sorted here and sent as independent tokens with an identity layout.
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._through(Routed(rows_NM, contiguous, None, refusal), experts, degree, places, keep_local)
+        out_NM = self._run(Routed(rows_NM, contiguous, None, refusal), experts, degree, slots, keep_local)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
     def _has_remote_rows(self, keep_local: bool) -> bool:
         return not keep_local and self.topology.ep.size * self.topology.esp.size > 1
 
-    def _through(self, routed: Routed, experts: LocalExperts, degree: Degree, places: int, keep_local: bool) -> Tensor:
-        crosses = self._has_remote_rows(keep_local)
+    def _run(self, routed: Routed, experts: LocalExperts, degree: Degree, slots: int, keep_local: bool) -> Tensor:
+        is_remote = self._has_remote_rows(keep_local)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         overlaps = overlaps and not needs_module_call(experts)
-        if crosses and (overlaps or experts.fused is not None):
+        if is_remote and (overlaps or experts.fused is not None):
             plans = partial(self._plans_for, degree, experts.workload)
-            self._collectives.plans = plans if overlaps else find_no_plans
+            self._collectives.find_plans = plans if overlaps else find_no_plans
             return self._collectives.through_experts(routed, experts)
         # Experts called as a module, once for all rows: autograd records all operations.
-        dispatcher = self._collectives if crosses else Local()
+        dispatcher = self._collectives if is_remote else Local()
         rows_RM, handle = dispatcher.dispatch(routed)
-        out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
-        return dispatcher.combine(cast_down(out_RM, rows_RM) if crosses else out_RM, handle)
+        out_RM = experts(rows_RM, handle.layout, handle.weight_N, slots, handle.counts_RE)
+        return dispatcher.combine(cast_down(out_RM, rows_RM) if is_remote else out_RM, handle)
 
     def _reassign_experts(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int

@@ -17,8 +17,8 @@ from fusedmoe import Topology
 from fusedmoe.autograd.aux_loss import guard_aux_loss
 from fusedmoe.construction import Constructed, describe_part
 from fusedmoe.engine.recomputation import without_selective_checkpoint
-from fusedmoe.engine.wrappers import NotScripted, WrapperCheck, jit_error
-from fusedmoe.environment import integer
+from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import NAMED
 from fusedmoe.experts.sharding import UNKNOWN, parameter_shardings, require_equal
@@ -74,7 +74,7 @@ class MOELayer(Constructed, nn.Module):
     _num_global_experts: Tensor
     _require_wrapper: WrapperCheck | None = None  # absent in layers pickled by earlier versions
 
-    __jit_ignored_attributes__ = NotScripted()
+    __jit_ignored_attributes__ = RefusesScripting()
 
     rank_specific: ClassVar[Collection[str]] = described.RANK_SPECIFIC
 
@@ -114,7 +114,7 @@ class MOELayer(Constructed, nn.Module):
         # Process groups cannot be copied; the holder makes the layer deep-copyable.
         self._group = _GroupHolder(group)
         self.result_func = result_func
-        self.skip_moe = integer("SKIP_MOE", 0) != 0
+        self.skip_moe = read_integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.experts_per_rank(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E, device=None))
@@ -126,7 +126,7 @@ class MOELayer(Constructed, nn.Module):
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore
-        self.batch_prioritized_routing = batch_prioritized_routing or integer("BATCH_PRIO", 0) != 0
+        self.batch_prioritized_routing = batch_prioritized_routing or read_integer("BATCH_PRIO", 0) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = described.parse_degree(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
@@ -140,7 +140,7 @@ class MOELayer(Constructed, nn.Module):
                 scan_expert_func(name, parameter)
             # Tutel's mark: clients exclude these gradients from their own all-reduce.
             parameter._tutel_expert = True  # type: ignore[attr-defined]
-        self._note_marks()
+        self._record_expert_marks()
         # By hooks, because experts may be of any class.
         numbers = self._numbers()
         self.experts.register_state_dict_post_hook(partial(described.store_expert_numbers, numbers, E))
@@ -277,7 +277,7 @@ class MOELayer(Constructed, nn.Module):
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
             # Before the capacity all-reduce, where a rank that raised alone would block the others.
-            refusal = dispatcher.agreed_refusal(x_SM, choice.weight_SK)
+            refusal = dispatcher.exchange_values_error(x_SM, choice.weight_SK)
             self.dispatch_count = choice.dispatch_count()
             degree = self.a2a_ffn_overlap_degree
             # Results must not depend on a degree chosen by the scheduler: only an explicit degree rounds the capacity.
@@ -295,7 +295,7 @@ class MOELayer(Constructed, nn.Module):
                 experts,
                 postscore=self.is_postscore,
                 degree=degree,
-                places=self._places(capacity),
+                slots=self._slots(capacity),
                 keep_local=skips_all_to_all() and not alone,
                 refusal=refusal,
             )
@@ -366,7 +366,7 @@ class MOELayer(Constructed, nn.Module):
             gates, topology, f"{seed}, or give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's"
         )
 
-    def _places(self, capacity: int) -> int:
+    def _slots(self, capacity: int) -> int:
         r, s = self._parts(), self.sharded_count
         return capacity if r == 0 or self.world_size == 1 else -(-capacity * r // s)
 
@@ -376,7 +376,7 @@ class MOELayer(Constructed, nn.Module):
         # A client's module is only called.
         fused = module.fused(self, x_SM, choice.expert_SK.numel()) if hasattr(module, "fused") else None
         if fused is not None:
-            rows = sources * self._places(capacity)
+            rows = sources * self._slots(capacity)
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
         # Gather the weights of shared experts once: inside chunks, gathers would run concurrently with exchanges of
         # other chunks, in different orders on different ranks.
@@ -407,7 +407,7 @@ class MOELayer(Constructed, nn.Module):
         return torch.Size((*blocks[:2], *token_shape) if same else blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._note_marks()
+        self._record_expert_marks()
         # A copy creates its own dispatchers.
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
@@ -419,12 +419,12 @@ class MOELayer(Constructed, nn.Module):
         self._mark_again()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._note_marks()
+        self._record_expert_marks()
         super()._apply(fn, recurse)
         self._mark_again()
         return self
 
-    def _note_marks(self) -> None:
+    def _record_expert_marks(self) -> None:
         """Save attributes of expert parameters, set by this layer, `scan_expert_func` or the client."""
         # Copies of a parameter lose its attributes.
         self._marks = {
@@ -446,7 +446,7 @@ class MOELayer(Constructed, nn.Module):
         assert given == self.num_global_experts, (
             f"{prefix or 'moe_layer'}: the checkpoint has {given} experts in all, this layer {self.num_global_experts}"
         )
-        self._note_marks()
+        self._record_expert_marks()
         for name, parameter in self.experts.named_parameters():
             key = f"{prefix}experts.{name}"
             if key not in state_dict:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from fusedmoe.environment import integer
+from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError
 from fusedmoe.tutel.system import init_affinity_at_program_beginning
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
         started = command(sys.argv[1:])
         # Ranks with many threads are not bound to a node.
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # one number per nesting level
-        if integer("OMP_NUM_THREADS", 1, given={"OMP_NUM_THREADS": threads}) <= 1:
+        if read_integer("OMP_NUM_THREADS", 1, given={"OMP_NUM_THREADS": threads}) <= 1:
             init_affinity_at_program_beginning()
     except ConfigError as error:
         sys.exit(f"fusedmoe.tutel.launcher.execl: error: {error}")

@@ -131,8 +131,8 @@ def heap(group: Group) -> None:
         if opened.network is not None:
             assert opened.network.pe_W.tolist() == [0, 1] and opened.network.dummy_signal.tolist() == [0]
             assert Path(opened.network.libraries["libnvshmem_device"]).exists()
-            peer_R, place_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
-            sent = define_addresses(peer_R, place_R, buffers.returned, 0, 0)
+            peer_R, result_row_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
+            sent = define_addresses(peer_R, result_row_R, buffers.returned, 0, 0)
             own = buffers.results.rows[0, 0].data_ptr()
             assert sent.target_N is not None
             wanted = [0 if p == group.index else own + 64 * at for p, at in ((0, 3), (0, 4), (1, 0), (1, 1))]

@@ -12,7 +12,13 @@ import torch
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
-from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, MATRIX_REGISTERS, registers, result_box, slots
+from fusedmoe.kernels.gluon.grouped.launch import (
+    LAYOUT,
+    MATRIX_REGISTERS,
+    num_result_boxes,
+    registers,
+    result_box_shape,
+)
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
@@ -74,7 +80,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "b_desc": _box(variant, *sides),
         "bias_ptr": dtype if variant.extra else None,
         "out_ptr": dtype,
-        "out_desc": _box(variant, *result_box(config)),
+        "out_desc": _box(variant, *result_box_shape(config)),
         **_TABLES,
         "K": depth,
         "N": columns,
@@ -82,7 +88,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "bias_columns": "i32",
         "TRANSPOSED": transposed,
         "BIAS": variant.extra,
-        "SLOTS": slots(config),
+        "SLOTS": num_result_boxes(config),
         "PINGPONG": config.pingpong,
     }
 
@@ -90,7 +96,7 @@ def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
 def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
     depth, columns = EVEN
-    results = _box(variant, *result_box(config))
+    results = _box(variant, *result_box_shape(config))
     return up_kernel, {
         "x_ptr": dtype,
         "source_ptr": torch.int64,
@@ -108,7 +114,7 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
         "GATED": act.gated,
         "BIAS": variant.extra,
         "EVEN": True,
-        "SLOTS": slots(config, act.halves, act.halves + 1),
+        "SLOTS": num_result_boxes(config, act.halves, act.halves + 1),
         "LAG": config.stages - 2,
     }
 
@@ -146,7 +152,7 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         "source_ptr": torch.int64,
         "sorted_ptr": dtype,
         "sorted_desc": _box(variant, config.bk, config.bn if left else config.bm),
-        "out_desc": None if variant.extra else _box(variant, *result_box(config)),
+        "out_desc": None if variant.extra else _box(variant, *result_box_shape(config)),
         "starts_ptr": torch.int32,
         "P": height,
         "Q": width,
@@ -156,7 +162,7 @@ def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any
         **MATRIX_REGISTERS,
         "GATHER_LEFT": left,
         "EVEN": (height % config.bm if left else width % config.bn) == 0,
-        "SLOTS": slots(config, sources=1),
+        "SLOTS": num_result_boxes(config, sources=1),
         "LAG": config.stages - 2,
     }
 

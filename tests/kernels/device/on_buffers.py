@@ -84,7 +84,7 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     sent = deduplicate_tokens(layout, topology.ep.size)
     given = make_all_to_all("direct", topology), topology.esp, layout.counts_E, RowForm.of(x, layout, weight)
     exchange = exchange_metadata(*given, tokens=TokenCounts(sent.tokens.counts_E))
-    sent = sent.exact(exchange.sent, layout.rows)
+    sent = sent.exact(exchange.num_sent, layout.rows)
     degrees = (degree, degree) if isinstance(degree, int) else degree
     tasks = {
         phase: [Task(kind, i, 0, phase) for i in range(chunks) for kind in PIPELINE if kind in _NEEDED]

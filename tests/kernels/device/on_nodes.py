@@ -41,7 +41,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     rows, wrong, early = 6, 0, False
     last = torch.tensor([rows], dtype=torch.int32)
-    peer_R, place_R = torch.full((rows,), 1 - rank, dtype=torch.int32), torch.arange(rows)
+    peer_R, result_row_R = torch.full((rows,), 1 - rank, dtype=torch.int32), torch.arange(rows)
     num_rows_W = torch.zeros(world, dtype=torch.int32).index_fill(0, torch.tensor([1 - rank]), rows)
     with FarHeap(topology.ep, CPU, APART) as heap:
         buffers = ReceiveBuffers(heap, BufferSizes(rows, 1, world, 4, torch.float32, degree=1))
@@ -54,11 +54,11 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
                 remote.wait_signals(results.credits, every, epoch, buffers.bounds, behind=1 + sooner)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
-            mark = buffers.result_mark(0, slot)
-            addresses = define_addresses(peer_R, place_R, buffers.returned, slot, 0)
-            counter_W, signal_W = torch.zeros_like(num_rows_W), buffers.result_signal_addresses(mark)
-            told = Put(results.rows, addresses, None, num_rows_W, counter_W, signal_W, epoch, mark)
-            values = define_addresses(peer_R, place_R, buffers.returned_values, slot, 0)
+            signal = buffers.result_signal(0, slot)
+            addresses = define_addresses(peer_R, result_row_R, buffers.returned, slot, 0)
+            counter_W, signal_W = torch.zeros_like(num_rows_W), buffers.result_signal_addresses(signal)
+            told = Put(results.rows, addresses, None, num_rows_W, counter_W, signal_W, epoch, signal)
+            values = define_addresses(peer_R, result_row_R, buffers.returned_values, slot, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
             returned_rows.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:

@@ -18,7 +18,7 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_dispatcher import _shared
+from fusedmoe.engine.one_sided_dispatcher import _shared_buffers
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights
@@ -129,7 +129,7 @@ def replay_layer(rank: int, world: int, sizes: dict[str, int], steps: int) -> li
     with Recording() as graph:
         y = layer(x)
         (y.square().mean() + layer.aux_loss).backward()
-    (buffers,) = _shared[topology].values()
+    (buffers,) = _shared_buffers[topology].values()
     for step in range(steps):
         given = torch.randn(11, MODEL_DIM, generator=draw)
         with torch.no_grad():

@@ -20,7 +20,7 @@ from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, verified
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
+from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
 from fusedmoe.kernels.triton.grouped.dweight import dweight
@@ -43,8 +43,8 @@ class FakeTuner:
         self.launched: list[Config] = []
         self.allowed, self.fixed = allowed, False
         self.faults: dict[Config, Exception] = {BROKEN: RuntimeError("misaligned address")}
-        record = Record(file)
-        states: Any = {"allowed": lambda: self.allowed, "fixed": lambda: self.fixed}
+        record = TuningRecord(file)
+        states: Any = {"is_allowed": lambda: self.allowed, "is_deterministic": lambda: self.fixed}
         self.tuner = Tuner(lambda key: [SLOW, BROKEN, FAST], self._measure, record, **states)
 
     def _measure(self, run: Callable[[], object], shared: bool) -> Callable[[], float]:
@@ -147,7 +147,7 @@ def test_illegal_access_excludes_only_one_configuration(file: Path, monkeypatch:
     """After an illegal access no launch runs in this process; the later configurations are not at fault."""
     fake, lost = FakeTuner(file), [True]
     fake.faults = dict.fromkeys((SLOW, BROKEN, FAST), RuntimeError("an illegal memory access was encountered"))
-    monkeypatch.setattr(autotune, "_gpu_is_lost", lambda: bool(lost))
+    monkeypatch.setattr(autotune, "_is_gpu_lost", lambda: bool(lost))
     with pytest.raises(RuntimeError, match="illegal memory access.*cannot use the GPU any more.*restart the process"):
         fake.choose()
     assert fake.launched == [SLOW]
@@ -181,7 +181,7 @@ def test_failure_while_timing_excludes_configuration(
         return taken
 
     fake.tuner._measure = failing
-    monkeypatch.setattr(autotune, "_gpu_is_lost", lambda: lost)
+    monkeypatch.setattr(autotune, "_is_gpu_lost", lambda: lost)
     if lost:
         with pytest.raises(RuntimeError, match="misaligned address.*restart the process"):
             fake.choose()
@@ -226,7 +226,7 @@ class VariableSpeedTuner:
 
             return taken
 
-        self.tuner = Tuner(lambda key: [*times], measure, Record(None), lambda: True)
+        self.tuner = Tuner(lambda key: [*times], measure, TuningRecord(None), lambda: True)
 
     def choose(self) -> Config:
         return self.tuner.choose(KEY, lambda config: None)
@@ -332,7 +332,7 @@ def test_unwritable_or_unreadable_cache_file_is_tolerated(tmp_path: Path) -> Non
 
 
 def _write(file: Path, names: list[str]) -> None:
-    record = Record(file)
+    record = TuningRecord(file)
     for name in names:
         record.faults[name] = "x" * 2000
         record.save()
@@ -379,7 +379,7 @@ def test_launch_uses_fastest_working_configuration(device: torch.device, monkeyp
         ran.append(config)
         return lambda: times[config]
 
-    tuner = Tuner(lambda key: [broken, slow, fast], measure, Record(None), lambda: True)
+    tuner = Tuner(lambda key: [broken, slow, fast], measure, TuningRecord(None), lambda: True)
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
     call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True)
     a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
@@ -406,7 +406,7 @@ def test_tuned_accumulating_launch_adds_once(total: torch.dtype, device: torch.d
         return lambda: times[run.args[0]]  # type: ignore[attr-defined]
 
     def choose(key: Key, launch: Callable[[Config], object]) -> Config:
-        tuner = Tuner(lambda key: [*times], measure, Record(None), lambda: True)
+        tuner = Tuner(lambda key: [*times], measure, TuningRecord(None), lambda: True)
         return tuner.choose(key._replace(rows=10**9), launch)
 
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
@@ -501,7 +501,7 @@ def test_multiprocessors_are_held_around_each_timed_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("all ends"))
-    take = autotune._prepare(torch.device("cpu"), lambda: said.append("run"), FakeHolder(said))  # type: ignore[arg-type]
+    take = autotune._prepare_timer(torch.device("cpu"), lambda: said.append("run"), FakeHolder(said))  # type: ignore[arg-type]
     held = ["hold", "event", "run", "event", "let go"]
     # The host time per launch is measured last.
     assert said == ["run", *held, "all ends", "run", "event", "event"]

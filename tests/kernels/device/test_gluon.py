@@ -10,7 +10,7 @@ from bench.gpu.correctness import check
 from bench.gpu.gluon_first import variants
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.triton.grouped.configs import Variant, gluon_candidates, with_programs
-from fusedmoe.kernels.triton.grouped.holder import HELD
+from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED
 
 _HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -30,7 +30,7 @@ def test_gluon_configurations_pass_check(variant: Variant, dtype: str) -> None:
 def test_gluon_configurations_pass_check_with_fewer_programs(variant: Variant) -> None:
     """As during communication, with more tiles than programs."""
     device = torch.device("cuda", torch.cuda.current_device())
-    free = torch.cuda.get_device_properties(device).multi_processor_count - HELD
+    free = torch.cuda.get_device_properties(device).multi_processor_count - NUM_OCCUPIED
     for one in gluon_candidates(variant, (9, 0)):
         for programs in (1, 7, free):
             assert check(variant, with_programs(one.config, programs), device, (900, 1, 0, 1300), (576, 784)) == ""

@@ -139,7 +139,7 @@ def check_arrivals(
         limit = RowLimit(total - (padding < 0), torch.zeros(1, dtype=torch.int64, device=device), 3)
         results, values = (return_addresses(peers, me, width, tokens * k, far, device) for width in (6, 1))
         found = read_metadata(metadata, local, degree, capacity, rows, results, values, HEIGHTS, limit, tile)
-        assert limit.own.tolist() == [(3 << 32) + total if padding < 0 else 0]
+        assert limit.fault_word.tolist() == [(3 << 32) + total if padding < 0 else 0]
         bound = -(-rows // 4) * 4
         right = define_arrivals(metadata, local, degree, capacity, [bound] * degree, tile)
         for number, (one, other) in enumerate(zip(found, right, strict=True)):
@@ -173,7 +173,7 @@ def assert_equal_addresses(found: Sequence[Addresses], right: Arrivals, rows: Re
     kept = int(right.layout.offsets_E1[-1])
     assert len(found) == 2
     for slot, addresses in enumerate(found):
-        defined = define_addresses(right.peer_R, right.place_R, rows, slot, first)
+        defined = define_addresses(right.peer_R, right.result_row_R, rows, slot, first)
         assert addresses.network is rows.network
         for one, other in zip(addresses[:3], defined[:3], strict=True):
             assert (one is None) == (other is None)
@@ -189,7 +189,7 @@ def assert_equal_arrivals(found: Arrivals, right: Arrivals) -> None:
     kept, source_N = int(right.layout.offsets_E1[-1]), found.layout.source_N
     assert source_N is not None and right.layout.source_N is not None
     torch.testing.assert_close(source_N[:kept], right.layout.source_N[:kept], rtol=0, atol=0)
-    for name in ("weight_R", "peer_R", "place_R"):
+    for name in ("weight_R", "peer_R", "result_row_R"):
         torch.testing.assert_close(getattr(found, name)[:kept], getattr(right, name)[:kept], rtol=0, atol=0)
-    for padding in (source_N[kept:], found.peer_R[kept:] + 1, found.place_R[kept:]):
+    for padding in (source_N[kept:], found.peer_R[kept:] + 1, found.result_row_R[kept:]):
         assert not padding.any()

@@ -51,7 +51,7 @@ def test_receive_equals_separate_launches(
     for epoch in (1, 2):
         rows_RM, value_R = own.result_rows[1], own.value_rows[1] if valued else None
         read = [*([] if valued else [(own.metadata, 0)]), (own.tokens, 1), (own.results, 1)]
-        y_SM, value_SK = receive(rows_RM, layout, value_R, own.done, read)
+        y_SM, value_SK = receive(rows_RM, layout, value_R, own.num_finished, read)
         assert torch.equal(y_SM, gather_sum(rows_RM, layout)), "to the last bit"
         there = Layout(*layout.tensors)
         wanted = define_gather_sum(rows_RM[: layout.rows].double(), there)
@@ -64,16 +64,16 @@ def test_receive_equals_separate_launches(
             right = [epoch if number == slot else 0 for number in range(2)]
             assert [one.tolist() for one in credit] == [right] * PEERS
             assert [first.tolist(), second.tolist()] == [[1 + count] * PEERS for count in right]
-        assert own.done.tolist() == [0], "for the next launch"
+        assert own.num_finished.tolist() == [0], "for the next launch"
 
 
 def test_credit_is_sent_after_all_programs(device: torch.device) -> None:
     """Simulate one additional running program."""
     buffers, layout = make_buffers(7, 2, 16, device)
     own = buffers[0]
-    own.done.fill_(-1)
-    receive(own.result_rows[0], layout, None, own.done, [(own.results, 0)])
-    assert own.done.tolist() == [6]
+    own.num_finished.fill_(-1)
+    receive(own.result_rows[0], layout, None, own.num_finished, [(own.results, 0)])
+    assert own.num_finished.tolist() == [6]
     *credit, epoch, _ = credits_of(buffers, 0)[2]
     assert not torch.stack(credit).any() and epoch.tolist() == [1, 1]
 
@@ -83,8 +83,8 @@ def test_peer_fault_ends_all_waits(tokens: int, device: torch.device) -> None:
     """All waits end once a peer has reported a fault, also on a rank without tokens."""
     buffers, layout = make_buffers(tokens, 2, 16, device)
     own, word = buffers[0], (7 << 32) + 3
-    receive(own.result_rows[0], layout, None, own.done, [(own.results, 0)], own.faults)
+    receive(own.result_rows[0], layout, None, own.num_finished, [(own.results, 0)], own.faults)
     assert int(own.bounds.stop) == 0
     own.faults.received_W[1] = word
-    receive(own.result_rows[0], layout, None, own.done, [(own.results, 0)], own.faults)
+    receive(own.result_rows[0], layout, None, own.num_finished, [(own.results, 0)], own.faults)
     assert int(own.bounds.stop) == FAULT and own.bounds.record[:3].tolist() == [FAULT, 1, word]

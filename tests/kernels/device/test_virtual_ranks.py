@@ -17,7 +17,7 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.one_sided import receive_buffers
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import Backward, Forward
+from fusedmoe.engine.one_sided_experts import FusedBackward, FusedForward
 from fusedmoe.engine.route import Route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import Weights, define_experts
@@ -73,10 +73,10 @@ def test_fused_layer_on_virtual_ranks_equals_dense(
     forwards = []
     for (x, weight, _), layout, room, parameters in zip(inputs, layouts, buffers, own, strict=True):
         route = Route(x.to(device), weight.to(device), layout, room, degree)
-        forwards.append(Forward(x.to(device), route, GroupedExperts(parameters, "swiglu")))
+        forwards.append(FusedForward(x.to(device), route, GroupedExperts(parameters, "swiglu")))
     in_turn(forwards)
     outputs = [run.finish() for run in forwards]
-    backwards = [Backward(run, dy.to(device)) for run, (_, _, dy) in zip(forwards, inputs, strict=True)]
+    backwards = [FusedBackward(run, dy.to(device)) for run, (_, _, dy) in zip(forwards, inputs, strict=True)]
     in_turn(backwards)
     gradients = [run.finish() for run in backwards]
 
@@ -133,10 +133,10 @@ def test_captured_passes_replay_with_other_tokens(device: torch.device, degree: 
             layout = order(expert_SK[rank], experts)
             own = GroupedExperts(Weights(w1[rank].requires_grad_(), w2[rank].requires_grad_()), "swiglu")
             route = Route(x[rank], weight[rank], layout, buffers[rank], degree, bound)
-            forwards.append(Forward(x[rank], route, own))
+            forwards.append(FusedForward(x[rank], route, own))
         in_turn(forwards)
         found = [run.finish() for run in forwards]
-        backwards = [Backward(run, one) for run, one in zip(forwards, dy, strict=True)]
+        backwards = [FusedBackward(run, one) for run, one in zip(forwards, dy, strict=True)]
         in_turn(backwards)
         found += [one for run in backwards for one in run.finish()]
         return found + [one for run in backwards if run.totals is not None for one in run.totals[:2] if one is not None]

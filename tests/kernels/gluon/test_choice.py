@@ -22,8 +22,8 @@ from bench.gpu.results import RESULTS
 from fusedmoe.kernels.generation import TABLE_SHARED_BYTES, generation
 from fusedmoe.kernels.triton.grouped import autotune, verified
 from fusedmoe.kernels.triton.grouped.autotune import (
-    Record,
     Tuner,
+    TuningRecord,
     all_candidates,
     table_candidates,
     untuned_choice,
@@ -38,7 +38,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     order_by_shape,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.holder import HELD
+from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED
 from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified, name_of
 
 MULTIPROCESSORS = 132
@@ -216,7 +216,7 @@ class FakeTuner:
     def __init__(self, file: Path | None = None) -> None:
         self.timed: list[Config] = []
         self.allowed = True
-        self.tuner = Tuner(partial(all_candidates, HOPPER), self._measure, Record(file), lambda: self.allowed)
+        self.tuner = Tuner(partial(all_candidates, HOPPER), self._measure, TuningRecord(file), lambda: self.allowed)
 
     def choose(self, of: Key | None = None) -> Config:
         return self.tuner.choose(of or key(), self.timed.append)
@@ -255,17 +255,17 @@ def test_gluon_uses_fewer_programs_during_communication(file: Path) -> None:
     fake, shared = FakeTuner(file), key()._replace(shared=True)
     alone = fake.choose()
     beside = fake.choose(shared)
-    assert isinstance(alone, HopperConfig) and beside == with_programs(alone, MULTIPROCESSORS - HELD) != alone
+    assert isinstance(alone, HopperConfig) and beside == with_programs(alone, MULTIPROCESSORS - NUM_OCCUPIED) != alone
     assert fake.tuner.times(key()).keys() != fake.tuner.times(shared).keys()
     again = FakeTuner(file)
     assert (again.choose(shared), again.choose()) == (beside, alone) and not again.timed
 
 
 def test_fully_held_gpu_has_no_gluon_candidates() -> None:
-    for multiprocessors, operation in itertools.product((HELD, 7), OPERATIONS):
+    for multiprocessors, operation in itertools.product((NUM_OCCUPIED, 7), OPERATIONS):
         of, gpu = key(operation)._replace(shared=True), HOPPER._replace(multiprocessors=multiprocessors)
         assert all_candidates(gpu, of) == table_of(gpu, of)
-    one = all_candidates(HOPPER._replace(multiprocessors=HELD + 1), key()._replace(shared=True))[-1]
+    one = all_candidates(HOPPER._replace(multiprocessors=NUM_OCCUPIED + 1), key()._replace(shared=True))[-1]
     assert isinstance(one, HopperConfig) and one.programs == 1, "and not 0, which stands for all"
 
 
@@ -304,9 +304,9 @@ def test_hanging_launch_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"L2_cache_size": 1}))
-    monkeypatch.setattr(autotune, "_HUNG_S", 0.01)
+    monkeypatch.setattr(autotune, "_HANG_TIMEOUT_S", 0.01)
     with pytest.raises(TimeoutError, match="has not ended"):
-        autotune._prepare(torch.device("cpu"), lambda: None, None)
+        autotune._prepare_timer(torch.device("cpu"), lambda: None, None)
 
 
 def test_first_benchmark_selects_fastest_of_each_form(monkeypatch: pytest.MonkeyPatch) -> None:

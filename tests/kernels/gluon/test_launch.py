@@ -117,12 +117,12 @@ def test_program_count_is_at_most_tile_count(programs: list[int]) -> None:
 
 def test_output_slots_fit_shared_memory() -> None:
     wide, turns = HopperConfig(128, 256, 64), HopperConfig(128, 128, 64, stages=5, pingpong=True)
-    assert [launch.slots(config) for config in (wide, replace(wide, stages=3), turns)] == [2, 4, 2]
-    assert launch.slots(replace(wide, stages=3), 2, 3) == 3, "and not five, which do not divide a tile's six"
-    assert launch.slots(wide, sources=1) == 2, "beside numbers of rows, which take two of the three KiB left"
-    assert launch.slots(replace(wide, bm=256, bn=128), sources=1) == 1
+    assert [launch.num_result_boxes(config) for config in (wide, replace(wide, stages=3), turns)] == [2, 4, 2]
+    assert launch.num_result_boxes(replace(wide, stages=3), 2, 3) == 3, "and not five, which do not divide a tile's six"
+    assert launch.num_result_boxes(wide, sources=1) == 2, "beside numbers of rows, which take two of the three KiB left"
+    assert launch.num_result_boxes(replace(wide, bm=256, bn=128), sources=1) == 1
     with pytest.raises(ValueError, match="no shared memory left for result boxes"):
-        launch.slots(replace(turns, stages=7))
+        launch.num_result_boxes(replace(turns, stages=7))
 
 
 @pytest.mark.parametrize("what", ["used", "table", "n_col_tiles"])

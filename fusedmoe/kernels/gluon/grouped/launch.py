@@ -49,10 +49,10 @@ def launch_product(
     product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
         _tensor_descriptor(a, [config.bm, config.bk]),
         _tensor_descriptor(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
-        bias, out, _tensor_descriptor(out, result_box(config)),
+        bias, out, _tensor_descriptor(out, result_box_shape(config)),
         table.table, table.used, call.ends_E, depth, columns, n_col_tiles,
         bias_start, 0 if bias is None else bias.shape[1],
-        TRANSPOSED=transposed, BIAS=bias is not None, SLOTS=slots(config), PINGPONG=config.pingpong,
+        TRANSPOSED=transposed, BIAS=bias is not None, SLOTS=num_result_boxes(config), PINGPONG=config.pingpong,
         **_constants(config),
     )  # fmt: skip
     return out
@@ -69,14 +69,14 @@ def launch_up(
     activation: Activation,
 ) -> None:
     dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
-    box, results = result_box(config), activation.halves + 1
+    box, results = result_box_shape(config), activation.halves + 1
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
     up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
         x_SM, call.layout.source_N, _tensor_descriptor(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
         _tensor_descriptor(h[:, :hidden], box), _tensor_descriptor(h[:, -hidden:], box), _tensor_descriptor(a, box),
         table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
-        SLOTS=slots(config, activation.halves, results), LAG=config.stages - 2, **_constants(config),
+        SLOTS=num_result_boxes(config, activation.halves, results), LAG=config.stages - 2, **_constants(config),
     )  # fmt: skip
 
 
@@ -117,13 +117,13 @@ def launch_dweight(
     p, q, experts = left.shape[1], right.shape[1], call.layout.experts
     gathered, in_order = (left, right) if gather_left else (right, left)
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
-    boxes = None if total is not None else _tensor_descriptor(out.view(-1, q), result_box(config))
+    boxes = None if total is not None else _tensor_descriptor(out.view(-1, q), result_box_shape(config))
     dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
         gathered, call.layout.source_N,
         in_order, _tensor_descriptor(in_order, [config.bk, config.bn if gather_left else config.bm]), total, out, boxes,
         call.starts_E1, p, q, experts, n_row_tiles, n_col_tiles,
         GATHER_LEFT=gather_left, EVEN=(p % config.bm if gather_left else q % config.bn) == 0,
-        SLOTS=slots(config, sources=1), LAG=config.stages - 2, **(_constants(config) | MATRIX_REGISTERS),
+        SLOTS=num_result_boxes(config, sources=1), LAG=config.stages - 2, **(_constants(config) | MATRIX_REGISTERS),
     )  # fmt: skip
 
 
@@ -144,11 +144,11 @@ def registers(config: HopperConfig) -> dict[str, int]:
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
 
 
-def result_box(config: HopperConfig) -> list[int]:
+def result_box_shape(config: HopperConfig) -> list[int]:
     return [rows_of_group(config.bm, config.pingpong), 64]
 
 
-def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
+def num_result_boxes(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
     """Return the number of result boxes per group: all of a tile's, or the largest divisor that fits in shared memory.
 
     Args:
@@ -159,7 +159,7 @@ def slots(config: HopperConfig, halves: int = 1, results: int = 1, sources: int 
     Raises:
         ValueError: not one box fits.
     """
-    rows, columns = result_box(config)
+    rows, columns = result_box_shape(config)
     left = _SHARED - config.stages * (2 * (config.bm + config.bn) + 8 * sources) * config.bk
     boxes = config.bn // halves // columns * results
     for number in range(boxes, 0, -1):

@@ -9,7 +9,7 @@ configurations.
 
 Launches overlapped with communication (`Key.shared`) are tuned separately, while another kernel occupies some
 multiprocessors. A program of the Gluon form needs a whole multiprocessor, and its tiles are fixed at launch: a program
-that waits for an occupied one can double the time. The Gluon form therefore leaves `HELD` multiprocessors free.
+that waits for an occupied one can double the time. The Gluon form therefore leaves `NUM_OCCUPIED` multiprocessors free.
 Untuned, such launches use the Triton form.
 """
 
@@ -34,7 +34,7 @@ import triton
 
 from fusedmoe.files import cache_dir, read_cache_file, write_cache_file
 from fusedmoe.kernels.generation import generation
-from fusedmoe.kernels.triton.grouped.call import Choose
+from fusedmoe.kernels.triton.grouped.call import ChooseConfig
 from fusedmoe.kernels.triton.grouped.configs import (
     Capability,
     Config,
@@ -45,30 +45,30 @@ from fusedmoe.kernels.triton.grouped.configs import (
     order_by_shape,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.holder import HELD, Holder
+from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED, MultiprocessorHolder
 from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified
 
 # Candidate configurations, the untuned default first.
 Candidates = Callable[[Key], Sequence[Config]]
 # Prepares to time a call, with multiprocessors occupied if `shared`; the result returns one time in seconds.
 Measure = Callable[[Callable[[], object], bool], Callable[[], float]]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 # Smaller launches take about 20 µs with any tiles.
 MIN_TUNED_FLOPS = 10**10
 # GPU time in seconds before times count: clocks are low after idling during compilation.
-_WARM_S = 0.1
+_WARMUP_S = 0.1
 # Rounds over all candidates; further rounds, within the time limit, are over the fastest.
-_ROUNDS, _MAX_ROUNDS, _FASTEST = 3, 20, 3
+_ROUNDS, _MAX_ROUNDS, _NUM_FASTEST = 3, 20, 3
 # Time limit in seconds for the launches of all rounds.
-_SECONDS = 1.0
+_TIME_LIMIT_S = 1.0
 # Longer launches count as hung.
-_HUNG_S = 30.0
+_HANG_TIMEOUT_S = 30.0
 # Cache flushes before a timed launch, at most.
 _MAX_FLUSHES = 32
 
 
-def untuned_choice(capability: Capability | None) -> Choose:
+def untuned_choice(capability: Capability | None) -> ChooseConfig:
     return lambda key, launch: _untuned(capability, key)
 
 
@@ -85,23 +85,23 @@ def table_candidates(capability: Capability | None, key: Key) -> Sequence[Config
 def all_candidates(gpu: Gpu, key: Key) -> list[Config]:
     """Return all candidates, verified or not, the default for the shape first.
 
-    Those of the Gluon form leave `HELD` multiprocessors free if overlapped with communication.
+    Those of the Gluon form leave `NUM_OCCUPIED` multiprocessors free if overlapped with communication.
     """
     table = generation(gpu.capability, gpu.shared_bytes)
     gluon: Sequence[ConfigCandidate] = gluon_candidates(key.variant, table)
     if key.shared:
-        free = gpu.multiprocessors - HELD
+        free = gpu.multiprocessors - NUM_OCCUPIED
         gluon = [one._replace(config=with_programs(one.config, free)) for one in gluon] if free > 0 else ()
     return order_by_shape((*table_candidates(table, key), *gluon), key.rows, key.depth)
 
 
 def verified_candidates(gpu: Gpu, key: Key) -> list[Config]:
     """Return the candidates verified on a GPU; without any, only the default for the shape."""
-    every = all_candidates(gpu, key)
-    return [config for config in every if is_verified(gpu, key.variant, config)] or every[:1]
+    all_configs = all_candidates(gpu, key)
+    return [config for config in all_configs if is_verified(gpu, key.variant, config)] or all_configs[:1]
 
 
-class Record:
+class TuningRecord:
     """Tuning results for one kind of GPU, in memory and in a JSON file.
 
     A missing, damaged or unwritable file causes tuning again, never a failure. Each process atomically writes all its
@@ -141,20 +141,20 @@ class Tuner:
     Args:
         candidates: returns the candidate configurations, the default first.
         measure: prepares to time a call.
-        allowed: returns whether tuning is allowed now.
-        fixed: returns whether choices must be machine-independent, that is, the default despite earlier tuning.
+        is_allowed: returns whether tuning is allowed now.
+        is_deterministic: returns whether choices must not depend on the machine: always the default, despite tuning.
     """
 
     def __init__(
         self,
         candidates: Candidates,
         measure: Measure,
-        record: Record,
-        allowed: Callable[[], bool],
-        fixed: Callable[[], bool] = lambda: False,
+        record: TuningRecord,
+        is_allowed: Callable[[], bool],
+        is_deterministic: Callable[[], bool] = lambda: False,
     ) -> None:
         self._candidates, self._measure = candidates, measure
-        self.record, self._allowed, self._fixed = record, allowed, fixed
+        self.record, self._is_allowed, self._is_deterministic = record, is_allowed, is_deterministic
         self._chosen: dict[Key, Config] = {}
         # Untuned choices until the next fault: recomputing one takes as long as a launch.
         self._untuned: dict[Key, Config] = {}
@@ -167,20 +167,20 @@ class Tuner:
             RuntimeError: every configuration fails, or a hanging launch or illegal access made the GPU unusable for
                 this process. The fault is recorded, so the next process excludes its configuration.
         """
-        fixed = self._fixed()
+        is_deterministic = self._is_deterministic()
         # No lock: choices never change, and every launch runs this.
-        if key in self._chosen and not fixed:
+        if key in self._chosen and not is_deterministic:
             return self._chosen[key]
-        passing = self._untuned.get(key)
-        if passing is not None and (fixed or not self._may_tune(key)):
-            return passing
+        untuned = self._untuned.get(key)
+        if untuned is not None and (is_deterministic or not self._may_tune(key)):
+            return untuned
         configs = self._candidates(key)
         if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
             return configs[0]
         with self._lock:
-            chosen = None if fixed else self._chosen.get(key) or self._recorded(key, configs)
+            chosen = None if is_deterministic else self._chosen.get(key) or self._recorded(key, configs)
             if chosen is None:
-                if fixed or not self._may_tune(key):
+                if is_deterministic or not self._may_tune(key):
                     self._untuned[key] = self._usable(key, configs)[0]
                     return self._untuned[key]
                 chosen = self._tune(key, configs, launch)
@@ -193,14 +193,14 @@ class Tuner:
         return dict(found) if isinstance(found, dict) else {}
 
     def _may_tune(self, key: Key) -> bool:
-        return key.flops >= MIN_TUNED_FLOPS and self._allowed()
+        return key.flops >= MIN_TUNED_FLOPS and self._is_allowed()
 
     def _usable(self, key: Key, configs: Sequence[Config]) -> list[Config]:
-        usable = [config for config in configs if _name(key, config) not in self.record.faults]
+        usable = [config for config in configs if _fault_name(key, config) not in self.record.faults]
         if not usable:
             raise RuntimeError(
                 f"every configuration of {key.variant} fails on this GPU, e.g. {configs[0]}: "
-                f"{self.record.faults[_name(key, configs[0])]}; report it, and set FUSEDMOE_AUTOTUNE=0 meanwhile"
+                f"{self.record.faults[_fault_name(key, configs[0])]}; report it, and set FUSEDMOE_AUTOTUNE=0 meanwhile"
             )
         return usable
 
@@ -233,37 +233,37 @@ class Tuner:
         """Return the median seconds of each configuration that runs at these sizes, timed interleaved."""
         timers = {}
         for config in configs:
-            take = self._attempt(key, config, partial(self._measure, partial(launch, config), key.shared))
-            if take is not None:
-                timers[config] = take
+            timer = self._attempt(key, config, partial(self._measure, partial(launch, config), key.shared))
+            if timer is not None:
+                timers[config] = timer
 
         def time_all(among: Iterable[Config]) -> dict[Config, float]:
-            taken = {config: self._attempt(key, config, timers[config]) for config in among}
-            return {config: seconds for config, seconds in taken.items() if seconds is not None}
+            times_s = {config: self._attempt(key, config, timers[config]) for config in among}
+            return {config: seconds for config, seconds in times_s.items() if seconds is not None}
 
-        left, spent = list(timers), 0.0
-        while left and spent < _WARM_S:
-            taken = time_all(left)
-            left, spent = list(taken), spent + sum(taken.values())
-        times: dict[Config, list[float]] = {config: [] for config in left}
-        spent = 0.0
+        remaining, spent_s = list(timers), 0.0
+        while remaining and spent_s < _WARMUP_S:
+            times_s = time_all(remaining)
+            remaining, spent_s = list(times_s), spent_s + sum(times_s.values())
+        times: dict[Config, list[float]] = {config: [] for config in remaining}
+        spent_s = 0.0
         for number in range(_MAX_ROUNDS):
-            if number == _ROUNDS and spent >= _SECONDS:
+            if number == _ROUNDS and spent_s >= _TIME_LIMIT_S:
                 break
-            taken = time_all(left)
-            spent += sum(taken.values())
-            for config in left:
-                if config in taken:
-                    times[config].append(taken[config])
+            times_s = time_all(remaining)
+            spent_s += sum(times_s.values())
+            for config in remaining:
+                if config in times_s:
+                    times[config].append(times_s[config])
                 else:
                     del times[config]  # it has failed
-            left = sorted(times, key=lambda config: statistics.median(times[config]))
+            remaining = sorted(times, key=lambda config: statistics.median(times[config]))
             if number + 1 >= _ROUNDS:
-                left = left[:_FASTEST]
+                remaining = remaining[:_NUM_FASTEST]
         self._usable(key, configs)  # raises if none is left
-        return {config: statistics.median(taken) for config, taken in times.items()}
+        return {config: statistics.median(times_s) for config, times_s in times.items()}
 
-    def _attempt(self, key: Key, config: Config, call: Callable[[], Found]) -> Found | None:
+    def _attempt(self, key: Key, config: Config, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
         except torch.OutOfMemoryError:
@@ -275,25 +275,25 @@ class Tuner:
     def _exclude_failed(self, key: Key, config: Config, error: Exception) -> None:
         # Recorded first, so that the next process does not retry it.
         self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
-        if isinstance(error, TimeoutError) or _gpu_is_lost():
+        if isinstance(error, TimeoutError) or _is_gpu_lost():
             raise RuntimeError(
                 f"{key.variant} in {config} {error}; this process cannot use the GPU any more. The configuration is "
                 "excluded from now on: restart the process"
             ) from error
 
     def _record_fault(self, key: Key, config: Config, fault: str) -> None:
-        self.record.faults[_name(key, config)] = fault
+        self.record.faults[_fault_name(key, config)] = fault
         self.record.save()
         self._untuned.clear()
         warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
 
 
-def _name(key: Key, config: Config) -> str:
+def _fault_name(key: Key, config: Config) -> str:
     """Return the name of a failed configuration, without the number of programs, which is not compiled in."""
     return f"{key.variant}, {with_programs(config, 0)}"
 
 
-def _gpu_is_lost() -> bool:
+def _is_gpu_lost() -> bool:
     """Return whether this process has lost its GPU: after an illegal access every call fails."""
     if not torch.cuda.is_initialized():
         return False
@@ -308,7 +308,7 @@ def _gpu_is_lost() -> bool:
 def tuner(device: torch.device) -> Tuner:
     """Return the GPU's tuner. Launches are tuned one at a time, because concurrent tuning would disturb the times."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
-    record = Record(cache_dir() / f"grouped-{name}-{_sources()}.json")
+    record = TuningRecord(cache_dir() / f"grouped-{name}-{_hash_sources()}.json")
     return make_tuner(device, partial(verified_candidates, gpu_of(device)), record)
 
 
@@ -317,8 +317,8 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
 
 
-def make_tuner(device: torch.device, candidates: Candidates, record: Record) -> Tuner:
-    holder = cache(partial(Holder, device))  # shared by all timed launches, created on first use
+def make_tuner(device: torch.device, candidates: Candidates, record: TuningRecord) -> Tuner:
+    holder = cache(partial(MultiprocessorHolder, device))  # shared by all timed launches, created on first use
 
     def measure(run: Callable[[], object], shared: bool) -> Callable[[], float]:
         def time_on_device() -> float:
@@ -326,7 +326,7 @@ def make_tuner(device: torch.device, candidates: Candidates, record: Record) -> 
                 return time_launch()
 
         with torch.cuda.device(device):
-            time_launch = _prepare(device, run, holder() if shared else None)
+            time_launch = _prepare_timer(device, run, holder() if shared else None)
         return time_on_device
 
     return Tuner(
@@ -338,7 +338,7 @@ def make_tuner(device: torch.device, candidates: Candidates, record: Record) -> 
     )
 
 
-def _sources() -> str:
+def _hash_sources() -> str:
     """Hash of the kernel sources: a change of the kernels starts a new file."""
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
@@ -358,7 +358,9 @@ def poll_until(ended: Callable[[], bool], seconds: float) -> None:
         time.sleep(1e-3)
 
 
-def _prepare(device: torch.device, run: Callable[[], object], holder: Holder | None) -> Callable[[], float]:
+def _prepare_timer(
+    device: torch.device, run: Callable[[], object], holder: MultiprocessorHolder | None
+) -> Callable[[], float]:
     """Compile a call; the result measures its GPU time in seconds, with none of its operands in the L2 cache.
 
     `holder` occupies multiprocessors during the call.
@@ -370,18 +372,18 @@ def _prepare(device: torch.device, run: Callable[[], object], holder: Holder | N
     def flush() -> None:
         torch.sum(torch.empty(numbers, device=device), 0)
 
-    def time_s(call: Callable[[], object], flushes: int, held: Holder | None) -> float:
+    def time_s(call: Callable[[], object], flushes: int, holder: MultiprocessorHolder | None) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(flushes):
             flush()
-        if held is not None:
-            held.hold()
+        if holder is not None:
+            holder.hold()
         start.record()
         call()
         end.record()
-        if held is not None:
-            held.release()
-        poll_until(end.query, _HUNG_S)
+        if holder is not None:
+            holder.release()
+        poll_until(end.query, _HANG_TIMEOUT_S)
         return start.elapsed_time(end) / 1e3
 
     run()

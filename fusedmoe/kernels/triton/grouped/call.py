@@ -22,7 +22,7 @@ from fusedmoe.kernels.triton.tiles import make_tiles, sort_tiles
 Result = TypeVar("Result")
 
 
-class Choose(Protocol):
+class ChooseConfig(Protocol):
     """Chooses the configuration of a launch; `launch(config)` is the launch, which may be repeated."""
 
     def __call__(self, key: Key, launch: Callable[[Config], object]) -> Config: ...
@@ -42,7 +42,7 @@ class GroupedCall:
         self,
         layout: Layout,
         like: Tensor,
-        choose: Choose,
+        choose: ChooseConfig,
         bulk: bool,
         shared: bool = False,
         tiles: Mapping[int, Tiles] | None = None,
@@ -106,22 +106,22 @@ def wait_arguments(wait: Wait | None) -> dict[str, Any]:
     return {**awaited, **nvshmem_options(wait.network)}
 
 
-_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "num_rows_ptr", "signal_ptr", "epoch_ptr", "W")
-_FAR = ("done_ptr", "target_ptr", "pe_ptr")
+_PUT_NAMES = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "num_rows_ptr", "signal_ptr", "epoch_ptr", "W")
+_FAR_PUT_NAMES = ("done_ptr", "target_ptr", "pe_ptr")
 
 
 def put_arguments(put: Put | None, row_tiles: int) -> dict[str, Any]:
     if put is None:
         flags = dict.fromkeys(("PUT", "WEIGHTED", "ALIGNED"), False)
-        return {**dict.fromkeys((*_PUT, *_FAR)), **flags, **nvshmem_options(None)}
+        return {**dict.fromkeys((*_PUT_NAMES, *_FAR_PUT_NAMES)), **flags, **nvshmem_options(None)}
     # The program that completes a peer's rows signals the peer.
     counter_W, peers = put.counter_W, put.num_rows_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)
     values = (store_N, put.weight_N, peer_N, counter_W, put.num_rows_W, put.signal_W, put.epoch, peers)
-    far = zip(_FAR, (done, target_N, network_pointers(network)[0]), strict=True)
+    far = zip(_FAR_PUT_NAMES, (done, target_N, network_pointers(network)[0]), strict=True)
     return {
-        **dict(zip(_PUT, values, strict=True)),
+        **dict(zip(_PUT_NAMES, values, strict=True)),
         **dict(far),
         "PUT": True,
         "WEIGHTED": put.weight_N is not None,

@@ -8,7 +8,7 @@ import triton.language as tl
 from fusedmoe.kernels.triton.jit import jit
 
 # Number of multiprocessors occupied, by one program each.
-HELD = 16
+NUM_OCCUPIED = 16
 # As in communication kernels: a program that needs most of a multiprocessor does not fit alongside.
 WARPS, NUMBERS = 16, 512
 # Maximum polls of a program, some hundred milliseconds; and of a short delay.
@@ -27,22 +27,22 @@ def hold_kernel(flag_ptr, sink_ptr, epoch, max_polls, NUMBERS: tl.constexpr):
         polls += 1
 
 
-class Holder:
+class MultiprocessorHolder:
     """Occupies multiprocessors between `hold` and `release` around a launch on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._sink = torch.zeros((HELD + 1) * NUMBERS, dtype=torch.int32, device=device)
+        self._sink = torch.zeros((NUM_OCCUPIED + 1) * NUMBERS, dtype=torch.int32, device=device)
         self._epoch = 0
 
     def hold(self) -> None:
         self._epoch += 1
         self._stream.wait_stream(torch.cuda.current_stream())  # not before the timed launch could start
         with torch.cuda.stream(self._stream):
-            self._launch(HELD, self._sink, self._epoch, _MAX_POLLS)
+            self._launch(NUM_OCCUPIED, self._sink, self._epoch, _MAX_POLLS)
         # A delay: the programs must be resident before the launch, which could fill the GPU.
-        self._launch(1, self._sink[HELD * NUMBERS :], -1, _DELAY_POLLS)
+        self._launch(1, self._sink[NUM_OCCUPIED * NUMBERS :], -1, _DELAY_POLLS)
 
     def release(self) -> None:
         self._flag.fill_(self._epoch)

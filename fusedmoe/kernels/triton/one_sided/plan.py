@@ -358,10 +358,10 @@ def read_metadata(
         limit: limit on the rows of all chunks; a fault is recorded beyond it.
         arrival_tile: as in `define_arrivals`; without far peers.
     """
-    assert arrival_tile is None or (degree == 1 and results.staged is None)
+    assert arrival_tile is None or (degree == 1 and results.staging is None)
     peers, lines, _ = metadata_WC2.shape
     slots, places, _ = results.own.shape
-    far, bound = results.staged is not None, -(-rows // 4) * 4
+    far, bound = results.staging is not None, -(-rows // 4) * 4
     blocks = {"LP": triton.next_power_of_2(experts), "WP": triton.next_power_of_2(peers)}
     block = rows_of_program(blocks["LP"] * blocks["WP"])
     tiles = max(1, triton.cdiv(bound, block))
@@ -383,7 +383,7 @@ def read_metadata(
     stores, targets = addressed[: 2 * slots], addressed[2 * slots :]
     destinations = []
     for returned, first in ((results, 0), (values, slots)):
-        own, staged, target = (returned.own, returned.staged, targets[first][0]) if far else (None, None, None)
+        own, staged, target = (returned.own, returned.staging, targets[first][0]) if far else (None, None, None)
         destinations.append((returned.table, own, staged, stores[first][0], target))
     position = None
     if arrival_tile is not None:
@@ -397,7 +397,7 @@ def read_metadata(
         metadata_WC2, position,
         *(of[0] for of in (count, offsets, num_rows, counter, later_counter, source, place, weight, peer)), pair_R,
         *destinations[0], *destinations[1], row_tiles[0].used,
-        *((None, 0, 0) if limit is None else (limit.own, limit.max_rows, limit.message)),
+        *((None, 0, 0) if limit is None else (limit.fault_word, limit.max_rows, limit.message)),
         lines, capacity, experts, peers, degree, bound, tiles, places, results.row_bytes, values.row_bytes,
         BLOCK=block, **blocks, SLOTS=slots, FAR=far,
         LOWEST=lowest, HEIGHTS=len(heights), BT=block_sizes(experts)[1], num_warps=4,

@@ -25,7 +25,7 @@ MpLoss = Literal["summands", "replicated"]
 BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _REWRITTEN, _SPARSE = 0, 1, 2, 3
 # Error by gradient state if any rank reports that state.
-_REFUSALS = {
+_GRADIENT_ERRORS = {
     _REWRITTEN: "the gradient of {name} has been synchronised, then written in place outside of a backward pass. "
     "Set its .grad to None, or to a new tensor, before the next backward pass",
     _SPARSE: "the gradient of {name} is sparse. Create its embedding with sparse=False",
@@ -33,8 +33,8 @@ _REFUSALS = {
 # Modules sharded by `fully_shard(experts=True)`: FSDP divides their gradients by the dp size.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Number of replica comparisons per model: before the first step and after it.
-_compared: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_CURES = (
+_num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "
     "fusedmoe.training.broadcast_parameters(model, topology) before the first step",
     "It was equal before: steps differ. Clip with fusedmoe.training.clip_grad_norm (torch.nn.utils.clip_grad_norm_ "
@@ -68,7 +68,7 @@ class Replica:
         return NAMED in self.sharding.values()
 
 
-def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
+def list_replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     """List every distinct parameter once, in `named_parameters` order, which is equal on all ranks.
 
     Raises:
@@ -89,13 +89,13 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     return result
 
 
-def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
+def gradient_divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
     """Return the divisor of the sum of a parameter's gradients over `replica.group`."""
     if mp_loss not in ("summands", "replicated"):
         raise ConfigError(f"mp_loss = {mp_loss!r}; choose summands or replicated")
     ranks = 1 if replica.is_fsdp else topology.dp.size
-    whole = mp_loss == "replicated" and not replica.sharding and not replica.is_expert
-    return ranks * topology.mp.size if whole else ranks
+    is_replicated_loss = mp_loss == "replicated" and not replica.sharding and not replica.is_expert
+    return ranks * topology.mp.size if is_replicated_loss else ranks
 
 
 def replica_group(sharding: dict[str, int], topology: Topology) -> Group:
@@ -141,7 +141,7 @@ def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     Required only if ranks initialised the model from different random seeds.
     """
     splits, _ = active_shardings(model, topology)
-    for replica in replicas(model, topology):
+    for replica in list_replicas(model, topology):
         broadcast(replica.parameter, replica.group)
     for name, buffer in model.named_buffers():
         broadcast(buffer, replica_group(splits.get(name, {}), topology))
@@ -162,15 +162,15 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     part.copy_(flat.view(part.shape))
 
 
-def compare_replicas(copies: list[Replica], topology: Topology, cure: str = _CURES[0]) -> None:
+def compare_replicas(replicas: list[Replica], topology: Topology, fix: str = _MISMATCH_FIXES[0]) -> None:
     """Raise `RankError` on all ranks if replicas of a trainable parameter differ. Collective."""
-    held = [(one.name, one.group, local_part(one.parameter.detach())) for one in copies if one.parameter.requires_grad]
-    require_equal(held, topology, cure)
+    trainable = [one for one in replicas if one.parameter.requires_grad]
+    require_equal([(one.name, one.group, local_part(one.parameter.detach())) for one in trainable], topology, fix)
 
 
 @torch.no_grad()
 def reduce_gradients(
-    copies: list[Replica], divisors: list[int], topology: Topology, model: nn.Module | None = None
+    replicas: list[Replica], divisors: list[int], topology: Topology, model: nn.Module | None = None
 ) -> None:
     """Replace each gradient by the sum over its replicas, divided by its divisor. Collective over the world.
 
@@ -179,21 +179,21 @@ def reduce_gradients(
     none.
 
     Args:
-        copies: the same parameters in the same order on every rank, except names that only some ranks have.
+        replicas: the same parameters in the same order on every rank, except names that only some ranks have.
         model: its replicas are compared in the first two calls. None skips the comparison.
     Raises:
         ConfigError: a gradient is sparse, or was written in place after it was reduced.
         RankError: another rank failed or is missing, in this call or in the preceding pass; replicas differ; or a
             parameter is frozen on some ranks only.
     """
-    times = 0 if model is None else _compared.get(model, 0)
-    present, compares = _exchange_presence(copies, topology, None if model is None else times < len(_CURES))
+    times = 0 if model is None else _num_comparisons.get(model, 0)
+    present, compares = _exchange_presence(replicas, topology, None if model is None else times < len(_MISMATCH_FIXES))
     if compares and model is not None:
-        compare_replicas(replicas(model, topology), topology, _CURES[min(times, 1)])
-        _compared[model] = times + 1
+        compare_replicas(list_replicas(model, topology), topology, _MISMATCH_FIXES[min(times, 1)])
+        _num_comparisons[model] = times + 1
     topology.check()  # The host has just synchronised with the device: raise its faults before they reach the sums.
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
-    for replica, divisor, exists in zip(copies, divisors, present, strict=True):
+    for replica, divisor, exists in zip(replicas, divisors, present, strict=True):
         # Half precision would lose small summands.
         dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
         buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, exists))
@@ -201,14 +201,14 @@ def reduce_gradients(
     for (_, dtype, divisor), members in sorted(buckets.items(), key=lambda item: repr(item[0])):
         gradients = [_writable_gradient(replica) for replica, exists in members if exists]
         if members[0][0].group.size > 1:
-            _reduce(members[0][0].group, gradients, dtype, divisor)
+            _reduce_in_buckets(members[0][0].group, gradients, dtype, divisor)
         elif divisor != 1:  # no sum is needed: FSDP computed it, or only this rank holds the shard
             for gradient in gradients:
                 gradient.div_(divisor)
 
 
 @torch.no_grad()
-def propagate_nonfinite(copies: list[Replica], topology: Topology) -> None:
+def propagate_nonfinite(replicas: list[Replica], topology: Topology) -> None:
     """Set NaN on every rank for each parameter whose gradient is non-finite on some rank. Collective over the world.
 
     Call it after `reduce_gradients`.
@@ -218,7 +218,7 @@ def propagate_nonfinite(copies: list[Replica], topology: Topology) -> None:
     every rank. It does not synchronise with the device.
     """
     # Gradients of fully replicated parameters are already equal on all ranks.
-    split = [replica for replica in copies if replica.group.ranks != topology.world.ranks]
+    split = [replica for replica in replicas if replica.group.ranks != topology.world.ranks]
     if not split and topology.ep.size == topology.esp.size == 1:
         return  # all ranks return alike: only expert parameters differ by name
     shared = [replica for replica in split if not replica.has_local_name]
@@ -232,7 +232,7 @@ def propagate_nonfinite(copies: list[Replica], topology: Topology) -> None:
             flags[place] |= ~(low.isfinite() & high.isfinite()).to(flags.device)
     all_reduce(topology.world, flags, "max", "exchange of which gradients are not finite")
     # A NaN in any element of any gradient makes a scaler skip the step.
-    some = next((gradient for gradient in map(_local_gradient, (*split, *copies)) if gradient is not None), None)
+    some = next((gradient for gradient in map(_local_gradient, (*split, *replicas)) if gradient is not None), None)
     if not any(place == -1 for place, _ in held):
         held.append((-1, None))
     for place, gradient in held:
@@ -248,23 +248,23 @@ def _local_gradient(replica: Replica) -> Tensor | None:
     return gradient if gradient is not None and gradient.numel() else None
 
 
-def _exchange_presence(copies: list[Replica], topology: Topology, has_note: bool | None) -> tuple[list[bool], bool]:
+def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bool | None) -> tuple[list[bool], bool]:
     """Return whether any rank has a gradient, per parameter, and whether any rank set `has_note` (None: not exchanged).
 
     Uses one all-reduce per group and one host synchronisation in total.
     """
-    states = [_state(replica) for replica in copies] + [int(bool(has_note))]
+    states = [_gradient_state(replica) for replica in replicas] + [int(bool(has_note))]
     # The maxima over ranks of both flags are 1 if only some ranks have frozen a parameter.
-    trainable = [replica.parameter.requires_grad for replica in copies] + [False]
+    trainable = [replica.parameter.requires_grad for replica in replicas] + [False]
     frozen = [not each for each in trainable[:-1]] + [False]
     world = topology.world
     kinds: dict[tuple[int, ...], tuple[Group, list[int]]] = {} if has_note is None else {world.ranks: (world, [])}
-    for i, replica in enumerate(copies):
+    for i, replica in enumerate(replicas):
         # A parameter of all ranks receives a gradient on all of them or on none.
         group = replica.group if replica.has_local_name else world
         kinds.setdefault(group.ranks, (group, []))[1].append(i)
     if has_note is not None:
-        kinds[world.ranks][1].append(len(copies))
+        kinds[world.ranks][1].append(len(replicas))
     reduced = []
     # Ranks with different parameter names share groups and must agree on the order.
     for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
@@ -276,14 +276,14 @@ def _exchange_presence(copies: list[Replica], topology: Topology, has_note: bool
         for (group, i), (state, some_learn, some_frozen) in zip(places, torch.cat(reduced).tolist(), strict=True):
             states[i] = state
             if some_learn and some_frozen:
-                _raise_frozen(copies[i], group, topology)
-    *of_copies, any_note = states
-    for replica, state in zip(copies, of_copies, strict=True):
-        if state in _REFUSALS:  # "max" has reported it to all ranks, so all raise
-            refusal = f"{_REFUSALS[state].format(name=replica.name)}."
+                _raise_frozen(replicas[i], group, topology)
+    *of_replicas, any_note = states
+    for replica, state in zip(replicas, of_replicas, strict=True):
+        if state in _GRADIENT_ERRORS:  # "max" has reported it to all ranks, so all raise
+            refusal = f"{_GRADIENT_ERRORS[state].format(name=replica.name)}."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
-    return [state != _NONE for state in of_copies], bool(any_note)
+    return [state != _NONE for state in of_replicas], bool(any_note)
 
 
 def _raise_frozen(replica: Replica, group: Group, topology: Topology) -> None:
@@ -298,7 +298,7 @@ def _raise_frozen(replica: Replica, group: Group, topology: Topology) -> None:
     raise RankError(f"rank {topology.rank}: gradient all-reduce: {refusal}", agreed=True)
 
 
-def _state(replica: Replica) -> int:
+def _gradient_state(replica: Replica) -> int:
     gradient = replica.parameter.grad
     if gradient is None:
         return _NONE
@@ -320,7 +320,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     return part
 
 
-def _reduce(group: Group, gradients: list[Tensor], dtype: torch.dtype, divisor: int) -> None:
+def _reduce_in_buckets(group: Group, gradients: list[Tensor], dtype: torch.dtype, divisor: int) -> None:
     size = min(sum(gradient.numel() for gradient in gradients), BUCKET_BYTES // dtype.itemsize)
     buffer = torch.empty(size, dtype=dtype, device=device_of(group))
     filled = 0
