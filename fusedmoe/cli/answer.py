@@ -25,7 +25,7 @@ from fusedmoe.cli.step_plans import (
     unplanned_gradients,
 )
 from fusedmoe.errors import printable
-from fusedmoe.models.job_files import Job
+from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule import POLICIES, CostModel, makespan, simulate
 from fusedmoe.schedule.draw import ms
@@ -39,7 +39,7 @@ COMPARED = "fsmoe"
 
 
 class Planning(NamedTuple):
-    """What was planned, and from which costs. `machine`: None with costs from a file."""
+    """A planned job and its costs. `machine`: None with costs from a file."""
 
     settings: Settings
     launch: Launch
@@ -50,7 +50,12 @@ class Planning(NamedTuple):
 
 
 def answer_facts(
-    of: Planning, plans: Mapping[str, Planned], policy: str, job: Job, copies: Mapping[str, Any] | None, layouts: int
+    planning: Planning,
+    plans: Mapping[str, Planned],
+    policy: str,
+    job: ExternalJob,
+    copies: Mapping[str, Any] | None,
+    layouts: int,
 ) -> dict[str, Any]:
     """Return the answer as plain types, times in seconds.
 
@@ -59,19 +64,21 @@ def answer_facts(
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of layouts that were compared; 0 if the sizes were given.
     """
-    fixed_s, planned = _unplanned_s(of, of.costs, of.machine), plans[policy]
-    gradients_s = fixed_s - head_s(of.settings, of.sizes, of.costs)
+    fixed_s, planned = _unplanned_s(planning, planning.costs, planning.machine), plans[policy]
+    gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
     timeline = simulate(*planned)
     step_s, sequential_s = timeline.end_s + fixed_s, makespan(*plans["sequential"]) + fixed_s
-    error = _MEASURED_ERROR if of.machine is None else PREDICTION_ERROR
-    ends = [_at_end(of, planned, plans["sequential"], end) for end in (0, 1)] if of.machine else []
+    error = _MEASURED_ERROR if planning.machine is None else PREDICTION_ERROR
+    ends = [_at_end(planning, planned, plans["sequential"], end) for end in (0, 1)] if planning.machine else []
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
     gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
     facts: dict[str, Any] = {
         "assumptions": list(job.assumptions),
-        "layout": {**vars(of.sizes), "dp": of.launch.ranks // of.sizes.mp},
+        "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
         "layouts_compared": layouts,
-        "memory_bytes": memory_facts(rank_memory(of.settings, of.launch, of.sizes, of.meta, job.state), of.machine),
+        "memory_bytes": memory_facts(
+            rank_memory(planning.settings, planning.launch, planning.sizes, planning.meta, job.state), planning.machine
+        ),
         "chunks": {
             phase: sorted({degree for (where, _), degree in planned.plan.degrees.items() if where == phase} or {1})
             for phase in PHASES
@@ -84,7 +91,7 @@ def answer_facts(
         "error": error.value,
         "error_source": error.source,
         "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
-        "two_level": _two_level(of, fixed_s),
+        "two_level": _two_level(planning, fixed_s),
         "replicas": _replicas(copies, makespan(*plans[COMPARED]) + fixed_s if COMPARED in plans else None),
     }
     facts["overlap"]["pays"] = min(gains) > error.value
@@ -93,32 +100,34 @@ def answer_facts(
     return facts
 
 
-def _unplanned_s(of: Planning, costs: CostModel, machine: Machine | None) -> float:
-    after_s = unplanned_gradients(of.settings, of.launch, of.sizes, costs, machine, of.meta).seconds
-    return after_s + head_s(of.settings, of.sizes, costs)
+def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
+    after_s = unplanned_gradients(
+        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta
+    ).seconds
+    return after_s + head_s(planning.settings, planning.sizes, costs)
 
 
-def _at_end(of: Planning, planned: Planned, sequential: Planned, end: int) -> tuple[float, float]:
+def _at_end(planning: Planning, planned: Planned, sequential: Planned, end: int) -> tuple[float, float]:
     """Return the step's seconds with and without overlap on the machine at one end of its figures."""
-    assert of.machine is not None
-    machine = of.machine.at_end(end)
-    costs = machine_costs(machine, of.settings, of.sizes, of.launch.ranks)
-    fixed_s = _unplanned_s(of, costs, machine)
-    both = {whole: step_costs(*of[:3], costs, of.meta, whole=whole) for whole in (False, True)}
+    assert planning.machine is not None
+    machine = planning.machine.at_end(end)
+    costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
+    fixed_s = _unplanned_s(planning, costs, machine)
+    both = {whole: step_costs(*planning[:3], costs, planning.meta, whole=whole) for whole in (False, True)}
     plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
     return plan_s + fixed_s, alone_s + fixed_s
 
 
-def _two_level(of: Planning, fixed_s: float) -> dict[str, Any] | None:
+def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
     """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
-    node = max(1, of.sizes.ranks_per_node // of.sizes.esp)
-    if of.machine is None or not 1 < node < of.sizes.ep:
+    node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
+    if planning.machine is None or not 1 < node < planning.sizes.ep:
         return None
     times_s = {}
     for dispatch in ("direct", "2dh"):
-        settings = replace(of.settings, dispatch=dispatch)
-        costs = machine_costs(of.machine, settings, of.sizes, of.launch.ranks)
-        step = step_costs(settings, of.launch, of.sizes, costs, of.meta)
+        settings = replace(planning.settings, dispatch=dispatch)
+        costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
+        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta)
         times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + fixed_s
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
@@ -149,7 +158,9 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     if memory["fits"] is False:
         why = "least memory: no layout fits this number of ranks" if compared else why
     low_s, high_s = facts["step_range_s"]
-    chunks = "; ".join(f"{phase} {'–'.join(map(str, _both_ends(of)))}" for phase, of in facts["chunks"].items())
+    chunks = "; ".join(
+        f"{phase} {'–'.join(map(str, _both_ends(degrees)))}" for phase, degrees in facts["chunks"].items()
+    )
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),

@@ -112,7 +112,7 @@ def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
     The residual stream and the norms are float32 under autocast. Per token, blocks of this library save
 
         every block     x, norm(x) and their casts for attention and experts; queries, keys, values and attention's sum
-        experts         received rows and pre-activations (`Workload.kept`), the rows' sums
+        experts         received rows and pre-activations (`Workload.saved_elements`), the rows' sums
         dense           pre-activations, activations and their product
 
     With recomputation, a block saves x; one block at a time saves the rest.
@@ -128,7 +128,11 @@ def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
     value = model.head_size if model.value_dim is None else model.value_dim
     common += tokens * item * (model.head_size + value) * (2 * model.heads + 1.5 * model.key_heads)
     sums = work.share * work.rows / sizes.esp * model.model_dim
-    moe = common + item * (work.kept() + sums + tokens * _shared_elements(settings)) + 4 * tokens * (model.experts or 0)
+    moe = (
+        common
+        + item * (work.saved_elements() + sums + tokens * _shared_elements(settings))
+        + 4 * tokens * (model.experts or 0)
+    )
     dense = common + tokens * model.model_dim * item * (sizes.mp - 1) + tokens * item * 5 * model.dense_size
     count = model.num_moe_layers
     saved = count * moe + (model.layers - count) * dense
@@ -143,7 +147,7 @@ def _shared_elements(settings: Settings) -> float:
     return (settings.model.num_matrices - 1) * settings.model.shared_hidden
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     """Parallel sizes with their memory and the step time without overlap, in seconds per token of all replicas."""
 
     sizes: Sizes
@@ -153,13 +157,13 @@ class Layout(NamedTuple):
 
 def layouts(
     settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
-) -> list[Layout]:
+) -> list[ParallelLayout]:
     """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
 
     EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
     Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
     """
-    found = list[Layout]()
+    candidates = list[ParallelLayout]()
     room = None if machine.memory_bytes is None else machine.memory_bytes.value
     for sizes in _candidate_sizes(settings, launch, machine):
         try:
@@ -178,12 +182,12 @@ def layouts(
         reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
         step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
         tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
-        found.append(Layout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
-    if not found:
+        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
+    if not candidates:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
-    fits = [layout for layout in found if room is None or layout.memory.total <= room]
+    fits = [layout for layout in candidates if room is None or layout.memory.total <= room]
     if not fits:
-        return sorted(found, key=lambda layout: layout.memory.total)
+        return sorted(candidates, key=lambda layout: layout.memory.total)
     return sorted(fits, key=lambda layout: layout.token_s)
 
 
@@ -205,7 +209,7 @@ def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> It
             yield Sizes(node, ep, esp, mp)
 
 
-def chosen_settings(settings: Settings, layout: Layout) -> Settings:
+def chosen_settings(settings: Settings, layout: ParallelLayout) -> Settings:
     """Return the settings with the sizes of a layout."""
     sizes = layout.sizes
     return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)

@@ -37,7 +37,7 @@ from fusedmoe.cli.step_plans import (
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.job_files import Job
+from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.read_job import read_job
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
@@ -80,7 +80,7 @@ class PlanReport:
         machine: Machine | None = None,
         *,
         again: bool = False,
-        job: Job | None = None,
+        job: ExternalJob | None = None,
         compared: int = 0,
         meta: Transformer | None = None,
     ) -> None:

@@ -34,7 +34,7 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Job:
+class ExternalJob:
     """A job of another framework.
 
     Attributes:
@@ -77,16 +77,16 @@ class Fields:
         return self.count(*names) if any(self.data.get(name) is not None for name in names) else None
 
 
-def hf_job(path: Path, data: Mapping[str, Any]) -> Job:
+def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     """Return the job of a config.json. Unknown model types with the standard fields are planned like Mixtral."""
     kind, assumptions = str(data.get("model_type", "unnamed")), []
     if "num_hidden_layers" not in data and isinstance(data.get("text_config"), dict):
         data = data["text_config"]
         assumptions.append("only text_config is planned, without encoders of images or sound")
-    of = Fields(path, data)
-    experts = of.optional("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    fields = Fields(path, data)
+    experts = fields.optional("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if experts is None:
-        raise of.error(
+        raise fields.error(
             f"model type {kind} has none of num_local_experts, num_experts, n_routed_experts, moe_num_experts: "
             "plan reads mixture-of-experts models only"
         )
@@ -95,88 +95,90 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> Job:
             f"model type {kind} is unknown: planned with grouped-query attention and gated experts, from its standard "
             "fields"
         )
-    layers, model_dim, heads = (of.count(n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    hidden = of.optional("moe_intermediate_size", "expert_intermediate_size") or of.count("intermediate_size")
-    latent = _latent(of)
+    layers, model_dim, heads = (fields.count(n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    hidden = fields.optional("moe_intermediate_size", "expert_intermediate_size") or fields.count("intermediate_size")
+    latent = _latent(fields)
     sizes: dict[str, Any] = {
         "layers": layers,
         "model_dim": model_dim,
         "heads": heads,
-        "kv_heads": heads if latent else of.count("num_key_value_heads", default=heads),
+        "kv_heads": heads if latent else fields.count("num_key_value_heads", default=heads),
         "hidden": hidden,
         "experts": experts,
-        "k": of.count("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-        "vocab_size": of.count("vocab_size"),
-        "dense_hidden": of.optional("intermediate_size", "dense_intermediate_size"),
-        "shared_hidden": _shared_hidden(of, hidden),
-        "dense_layers": _dense_layers(of, layers),
-        "moe_every": of.count("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1),
+        "k": fields.count("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+        "vocab_size": fields.count("vocab_size"),
+        "dense_hidden": fields.optional("intermediate_size", "dense_intermediate_size"),
+        "shared_hidden": _shared_hidden(fields, hidden),
+        "dense_layers": _dense_layers(fields, layers),
+        "moe_every": fields.count("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", default=1),
     }
     if latent:
         sizes |= latent
-    elif (head_dim := of.optional("head_dim")) is not None:
+    elif (head_dim := fields.optional("head_dim")) is not None:
         sizes["head_dim"] = head_dim
     elif model_dim % heads:
-        raise of.error(
+        raise fields.error(
             f"hidden_size = {model_dim} is not a multiple of num_attention_heads = {heads}; head_dim is missing"
         )
     else:
         sizes["head_dim"] = model_dim // heads
     if kind == "gpt_oss":
         sizes["bias"] = True
-    positions = of.count("max_position_embeddings", default=_MAX_SEQ_LEN)
+    positions = fields.count("max_position_embeddings", default=_MAX_SEQ_LEN)
     seq_len = min(positions, _MAX_SEQ_LEN)
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
-    return Job(_model(of, kind, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
+    return ExternalJob(_model(fields, kind, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
 
 
-def _model(of: Fields, name: str, **sizes: Any) -> ModelConfig:
+def _model(fields: Fields, name: str, **sizes: Any) -> ModelConfig:
     try:
         return ModelConfig(name, norm="rms", positions="rope", capacity_factor=None, expert="swiglu", **sizes)
     except ConfigError as error:
-        raise of.error(str(error)) from error
+        raise fields.error(str(error)) from error
 
 
-def _latent(of: Fields) -> dict[str, int | None]:
-    rank = of.optional("kv_lora_rank")
+def _latent(fields: Fields) -> dict[str, int | None]:
+    rank = fields.optional("kv_lora_rank")
     if rank is None:
         return {}
-    rope = of.count("qk_rope_head_dim")
-    head_dim = of.count("qk_nope_head_dim") + rope
-    value_dim, q_rank = of.count("v_head_dim"), of.optional("q_lora_rank")
+    rope = fields.count("qk_rope_head_dim")
+    head_dim = fields.count("qk_nope_head_dim") + rope
+    value_dim, q_rank = fields.count("v_head_dim"), fields.optional("q_lora_rank")
     return {"kv_rank": rank, "rope_dim": rope, "head_dim": head_dim, "value_dim": value_dim, "q_rank": q_rank}
 
 
-def _shared_hidden(of: Fields, hidden: int) -> int:
+def _shared_hidden(fields: Fields, hidden: int) -> int:
     """Return the hidden dim of all shared experts together."""
-    own = of.optional("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-    number = of.count("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0, least=0)
+    own = fields.optional("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    number = fields.count("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0, least=0)
     return number * hidden if own is None else own
 
 
-def _dense_layers(of: Fields, layers: int) -> int:
+def _dense_layers(fields: Fields, layers: int) -> int:
     """Return the number of leading blocks without experts. Raises `ConfigError` if dense blocks are elsewhere."""
-    leading = of.count("first_k_dense_replace", "moe_layer_start_index", default=0, least=0)
-    listed = of.data.get("mlp_only_layers") or []
+    leading = fields.count("first_k_dense_replace", "moe_layer_start_index", default=0, least=0)
+    listed = fields.data.get("mlp_only_layers") or []
     if not leading and listed:
         leading = len(listed)
     if listed and sorted(map(str, listed)) != sorted(map(str, range(leading))):
-        raise of.error(f"mlp_only_layers = {listed!r} must be the first layers; plan models leading dense blocks")
+        raise fields.error(f"mlp_only_layers = {listed!r} must be the first layers; plan models leading dense blocks")
     if leading >= layers:
-        raise of.error(f"{leading} of {layers} blocks are dense: the model has no experts")
+        raise fields.error(f"{leading} of {layers} blocks are dense: the model has no experts")
     return leading
 
 
 def _not_modelled(data: Mapping[str, Any]) -> list[str]:
     """Return what the plan of a config.json leaves out."""
-    found = []
+    omissions = []
     if data.get("sliding_window") and (data.get("use_sliding_window", True) or data.get("layer_types")):
-        found.append(f"attention over all tokens in every block, not over sliding_window = {data['sliding_window']}")
+        omissions.append(
+            f"attention over all tokens in every block, not over sliding_window = {data['sliding_window']}"
+        )
     if data.get("tie_word_embeddings"):
-        found.append("embedding and head as two matrices, although tie_word_embeddings is set")
+        omissions.append("embedding and head as two matrices, although tie_word_embeddings is set")
     if data.get("num_nextn_predict_layers"):
-        found.append(f"no multi-token prediction (num_nextn_predict_layers = {data['num_nextn_predict_layers']})")
+        omissions.append(f"no multi-token prediction (num_nextn_predict_layers = {data['num_nextn_predict_layers']})")
     if data.get("topk_group") and data.get("n_group") not in (None, 1):
-        found.append("uniform choice of experts, not limited to topk_group groups")
-    return found
+        omissions.append("uniform choice of experts, not limited to topk_group groups")
+    return omissions

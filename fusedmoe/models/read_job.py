@@ -6,12 +6,12 @@ from pathlib import Path
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json, read_text
-from fusedmoe.models.job_files import Job, hf_job
+from fusedmoe.models.job_files import ExternalJob, hf_job
 from fusedmoe.models.megatron_job import line_arguments, megatron_job, yaml_arguments
 from fusedmoe.models.titan_job import titan_job
 
 
-def read_job(path: Path) -> Job:
+def read_job(path: Path) -> ExternalJob:
     """Read a job's model and sizes.
 
     The suffix selects the format: `.json` for a config.json of Hugging Face transformers; `.toml` for a

@@ -21,7 +21,7 @@ from typing import Any
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.job_files import Fields, Job, TrainingState
+from fusedmoe.models.job_files import ExternalJob, Fields, TrainingState
 
 _SECTIONS = ("training", "parallelism", "activation_checkpoint")
 _PARALLEL = {
@@ -32,7 +32,7 @@ _PARALLEL = {
 _UNSUPPORTED_SIZES = ("pipeline_parallel_degree", "context_parallel_degree")
 
 
-def titan_job(path: Path, text: str) -> Job:
+def titan_job(path: Path, text: str) -> ExternalJob:
     """Return the job of a TOML file.
 
     Raises:
@@ -42,26 +42,26 @@ def titan_job(path: Path, text: str) -> Job:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: invalid TOML: {error}") from error
-    of = Fields(path, data)
+    fields = Fields(path, data)
     model = data.get("model", {})
     if not isinstance(model, dict) or not all(isinstance(data.get(name, {}), dict) for name in _SECTIONS):
-        raise of.error(f"expected the tables model, {', '.join(_SECTIONS)}")
+        raise fields.error(f"expected the tables model, {', '.join(_SECTIONS)}")
     trainer: Any = None
     if "config" in data:
-        module = _module(of, data.get("module"), "module", ".config_registry")
-        trainer = _made(of, module, str(data["config"]), "config")()
+        module = _module(fields, data.get("module"), "module", ".config_registry")
+        trainer = _made(fields, module, str(data["config"]), "config")()
         spec = trainer.model_spec
     else:
-        module = _module(of, model.get("name"), "model.name", "")
+        module = _module(fields, model.get("name"), "model.name", "")
         try:
-            spec = _made(of, module, "model_registry", "model.name")(str(model.get("flavor", "")))
+            spec = _made(fields, module, "model_registry", "model.name")(str(model.get("flavor", "")))
         except (KeyError, ValueError, AssertionError) as error:
-            raise of.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
+            raise fields.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
     sections = {name: Fields(path, {**_defaults(trainer, name), **data.get(name, {})}) for name in _SECTIONS}
     training, parallel = sections["training"], sections["parallelism"]
     for name in _UNSUPPORTED_SIZES:
         if parallel.count(name, default=1) > 1:
-            raise of.error(f"{name} is not supported: plan has no pipeline or context parallelism")
+            raise fields.error(f"{name} is not supported: plan has no pipeline or context parallelism")
     mode = sections["activation_checkpoint"].data.get("mode")
     if mode is None and trainer is not None:
         mode = type(trainer.activation_checkpoint).__qualname__.partition(".")[0].removesuffix("AC").lower()
@@ -72,7 +72,7 @@ def titan_job(path: Path, text: str) -> Job:
     assumptions.append("one micro-batch with the gradients' reduction")
     if getattr(spec.model, "enable_weight_tying", False):
         assumptions.append("embedding and head as two matrices, although they are tied")
-    sizes = _sizes(of, spec.model)
+    sizes = _sizes(fields, spec.model)
     sizes |= {
         "batch": training.count("local_batch_size", default=8),
         "seq_len": training.count("seq_len", default=2048),
@@ -81,10 +81,10 @@ def titan_job(path: Path, text: str) -> Job:
     try:
         read = ModelConfig(name, norm="rms", positions="rope", capacity_factor=None, expert="swiglu", **sizes)
     except ConfigError as error:
-        raise of.error(str(error)) from error
+        raise fields.error(str(error)) from error
     shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
     state = TrainingState(sharded=shards)
-    return Job(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)
+    return ExternalJob(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:
@@ -95,34 +95,34 @@ def _defaults(trainer: Any, section: str) -> dict[str, Any]:
     return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
 
 
-def _module(of: Fields, name: Any, field: str, inner: str) -> Any:
+def _module(fields: Fields, name: Any, field: str, inner: str) -> Any:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_]+", name):
-        raise of.error(f"{field} = {name!r} must be the name of a model of torchtitan")
+        raise fields.error(f"{field} = {name!r} must be the name of a model of torchtitan")
     try:
         importlib.import_module("torchtitan")
     except ImportError:
-        raise of.error("the sizes of a torchtitan model need torchtitan: pip install torchtitan") from None
+        raise fields.error("the sizes of a torchtitan model need torchtitan: pip install torchtitan") from None
     try:
         return importlib.import_module(f"torchtitan.models.{name}{inner}")
     except ImportError as error:
-        raise of.error(f"{field} = {name!r} cannot be imported from the installed torchtitan: {error}") from error
+        raise fields.error(f"{field} = {name!r} cannot be imported from the installed torchtitan: {error}") from error
 
 
-def _made(of: Fields, module: Any, name: str, field: str) -> Any:
+def _made(fields: Fields, module: Any, name: str, field: str) -> Any:
     function = vars(module).get(name) if name.isidentifier() and not name.startswith("_") else None
     if not callable(function):
-        raise of.error(f"{field}: {module.__name__} has no {name!r}")
+        raise fields.error(f"{field}: {module.__name__} has no {name!r}")
     return function
 
 
-def _sizes(of: Fields, model: Any) -> dict[str, Any]:
+def _sizes(fields: Fields, model: Any) -> dict[str, Any]:
     """Return the sizes of a decoder's configuration. Raises `ConfigError` without experts, or for unknown attention."""
     moe = [layer for layer in model.layers if getattr(layer, "moe", None) is not None]
     if not moe:
-        raise of.error("the model has no experts: plan reads mixture-of-experts models only")
+        raise fields.error("the model has no experts: plan reads mixture-of-experts models only")
     dense = len(model.layers) - len(moe)
     if any(getattr(layer, "moe", None) is not None for layer in model.layers[:dense]):
-        raise of.error("plan models dense blocks only before all blocks with experts")
+        raise fields.error("plan models dense blocks only before all blocks with experts")
     first, attention = moe[0].moe, moe[0].attention
     try:
         sizes: dict[str, Any] = {
@@ -142,7 +142,7 @@ def _sizes(of: Fields, model: Any) -> dict[str, Any]:
             return sizes | _latent(attention)
         return sizes | {"kv_heads": attention.n_kv_heads or attention.n_heads, "head_dim": attention.head_dim}
     except AttributeError as error:
-        raise of.error(f"the attention or experts of this torchtitan model are not supported: {error}") from error
+        raise fields.error(f"the attention or experts of this torchtitan model are not supported: {error}") from error
 
 
 def _latent(attention: Any) -> dict[str, Any]:

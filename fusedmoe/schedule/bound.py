@@ -200,9 +200,9 @@ def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
                 rest_s, before = costs.all_reduce.seconds(left), [layer.overlap_path_s for layer in back[:done]]
-                for of in weightings[1:]:
-                    work = _of_each(back[done:], lambda layer, of=of: layer.work_s(of))  # type: ignore[misc]
-                    sums.append(([*before, *work], of["inter"] * rest_s))
+                for weighting in weightings[1:]:
+                    work = _of_each(back[done:], lambda layer, by=weighting: layer.work_s(by))  # type: ignore[misc]
+                    sums.append(([*before, *work], weighting["inter"] * rest_s))
                 if done:
                     urgent = _of_each(back[:done], lambda layer: layer.work_s(compute))
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_w_tasks_s
@@ -236,7 +236,7 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     chosen = [{*map(int, layer_sums.argmin(1))} for layer_sums in passes]
     best = float((fixed + sums_s).max())
     for _ in range(_LP_ROUNDS):
-        some = [layer_sums[:, sorted(of)] for layer_sums, of in zip(passes, chosen, strict=True)]
+        some = [layer_sums[:, sorted(places)] for layer_sums, places in zip(passes, chosen, strict=True)]
         # Variables: the weights, and for each kind of pass the minimum of its weighted mean over its choices.
         which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in some], axis=0)
         matrix = np.concatenate([-np.concatenate(some, 1).T, which], 1)
@@ -255,8 +255,8 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
         best = max(best, float(mean @ fixed + times @ [of_choices.min() for of_choices in means]))
         if best >= -solved.fun * scale * (1 - ROUNDING):
             break
-        for of, of_choices in zip(chosen, means, strict=True):
-            of.add(int(of_choices.argmin()))
+        for places, of_choices in zip(chosen, means, strict=True):
+            places.add(int(of_choices.argmin()))
     return best
 
 
