@@ -156,11 +156,9 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     why = f"least time per token of the {compared} layouts that fit" if compared else "given"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
-        why = "least memory: no layout fits this number of ranks" if compared else why
+        why = "least memory; none fits: try --recompute or more ranks" if compared else why
     low_s, high_s = facts["step_range_s"]
-    chunks = "; ".join(
-        f"{phase} {'–'.join(map(str, _both_ends(degrees)))}" for phase, degrees in facts["chunks"].items()
-    )
+    chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
@@ -173,8 +171,8 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     ]
 
 
-def _both_ends(numbers: Sequence[int]) -> list[int]:
-    return list(dict.fromkeys((numbers[0], numbers[-1])))
+def _span(numbers: Sequence[int]) -> str:
+    return "–".join(dict.fromkeys((str(numbers[0]), str(numbers[-1]))))
 
 
 def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
