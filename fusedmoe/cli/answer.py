@@ -29,7 +29,7 @@ from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule import POLICIES, CostModel, makespan, simulate
 from fusedmoe.schedule.draw import ms
-from fusedmoe.schedule.machines import PREDICTION_ERROR, Datum, Machine
+from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum, Machine
 from fusedmoe.schedule.task import PHASES
 
 # Largest error of steps that were predicted from costs measured on the same ranks (docs/results.md).
@@ -68,8 +68,13 @@ def answer_facts(
     gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
     timeline = simulate(*planned)
     step_s, sequential_s = timeline.end_s + fixed_s, makespan(*plans["sequential"]) + fixed_s
-    error = _MEASURED_ERROR if planning.machine is None else PREDICTION_ERROR
-    ends = [_at_end(planning, planned, plans["sequential"], end) for end in (0, 1)] if planning.machine else []
+    is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
+    error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
+    ends = (
+        [_at_end(planning, planned, plans["sequential"], is_fast) for is_fast in (False, True)]
+        if planning.machine
+        else []
+    )
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
     gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
     facts: dict[str, Any] = {
@@ -107,10 +112,10 @@ def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) 
     return after_s + head_s(planning.settings, planning.sizes, costs)
 
 
-def _at_end(planning: Planning, planned: Planned, sequential: Planned, end: int) -> tuple[float, float]:
+def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
     """Return the step's seconds with and without overlap on the machine at one end of its figures."""
     assert planning.machine is not None
-    machine = planning.machine.at_end(end)
+    machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
     fixed_s = _unplanned_s(planning, costs, machine)
     both = {whole: step_costs(*planning[:3], costs, planning.meta, whole=whole) for whole in (False, True)}
@@ -153,7 +158,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     layout, error = facts["layout"], facts["error"]
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
     compared = facts["layouts_compared"]
-    why = f"least time per token of the {compared} layouts that fit" if compared else "given"
+    why = f"least time per token of the {compared} layouts that fit" if compared else "given, or the default"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
         why = "least memory; none fits: try --recompute or more ranks" if compared else why

@@ -200,8 +200,7 @@ class Scale:
 
 
 def figures_dict(machine: Machine) -> dict[str, Any]:
-    given = {name: known._asdict() for name, known in machine.figures()}
-    return {name: {part: value for part, value in of.items() if value is not None} for name, of in given.items()}
+    return {name: known._asdict() for name, known in machine.figures()}
 
 
 def figures_table(machine: Machine) -> Table:

@@ -57,15 +57,13 @@ class Testbed:
 class Datum(NamedTuple):
     """A value and its source.
 
-    Attributes:
-        estimate: the source neither measures nor specifies it.
-        ends: values that make the machine slowest and fastest, where sources give several.
+    `estimate`: the source neither measures nor specifies it. `bounds`: lowest and highest published value, if known.
     """
 
     value: float
     source: str
     estimate: bool = False
-    ends: tuple[float, float] | None = None
+    bounds: tuple[float, float] | None = None
 
 
 _NCCL = "NCCL, src/graph/tuning.cc"
@@ -75,24 +73,26 @@ _H100_SHARE = "the fraction of its data sheet that an H100 reaches"
 
 # NCCL's model of a ring with small messages.
 _START_S = Datum(8.4e-6, f"{_NCCL}: a ring's base latency")
-_NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version", ends=(0.6e-6, 0.47e-6))
+_NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version", bounds=(0.47e-6, 0.6e-6))
 _NETWORK_S = Datum(2.7e-6, f"{_NCCL}: a step over the network")
 _LAUNCH_S = Datum(5e-6, "a kernel's launch and end", True)
 _CONTENTION = Datum(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
-# Kernels of collectives use multiprocessors and memory bandwidth. With NCCL on two H100s, a matrix product of 1.18 ms
-# took 2.08 ms during a collective.
+# Kernels of collectives use multiprocessors and memory bandwidth. Bounds: with NCCL on two H100s, a matrix product of
+# 1.18 ms took 2.08 ms during a collective; with 16 of 132 multiprocessors of an H200 held by another kernel, Triton's
+# grouped products took 1.1 times as long.
 _COMPUTES_BESIDE = Datum(
     1 / 1.189,
     "arXiv 2507.03114, H100, A100, MI250 and MI210: slowed by 18.9% on average",
     True,
-    (1.18 / 2.08, 1.0),
+    (1.18 / 2.08, 1 / 1.1),
 )
 _LINKS_BESIDE = Datum(1.0, "kernels of collectives keep their multiprocessors, and links are slower than memory", True)
 _SPREAD = Datum(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
-_NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes")
+# Bounds: 40 to 47 of 50 GB/s per GPU, over InfiniBand or RoCE.
+_NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes", bounds=(0.8, 0.94))
 
-#: Largest relative error of steps that were predicted from link rates and measured products (docs/results.md).
-PREDICTION_ERROR = Datum(0.12, "steps of 2 and 4 ranks on emulated links; no machine of this list has been measured")
+#: Largest relative error of predictions with a machine (docs/results.md).
+PREDICTION_ERROR = Datum(0.12, "steps of 2 and 4 ranks on emulated links, published results on H100s")
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,23 @@ class Machine:
         """Return the machine with this relative spread σ of compute time over ranks (`measured_spread`)."""
         return replace(self, spread=Datum(spread, "as given"))
 
-    def at_end(self, end: int) -> Machine:
-        """Return the machine with all figures at the slow (0) or fast (1) end of what their sources give."""
+    def at_end(self, is_fast: bool) -> Machine:
+        """Return the machine with each figure at the slow or the fast end of its `bounds`."""
 
-        def moved(datum: Datum) -> Datum:
-            return datum if datum.ends is None else datum._replace(value=datum.ends[end])
+        def moved(name: str, datum: Datum) -> Datum:
+            # A long time is slow; of speeds and shares, a small one is.
+            place = int(is_fast != name.endswith("_s"))
+            return datum if datum.bounds is None else datum._replace(value=datum.bounds[place])
 
         changes: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Datum):
-                changes[field.name] = moved(value)
+                changes[field.name] = moved(field.name, value)
             elif isinstance(value, Link):
-                changes[field.name] = Link(moved(value.message_s), moved(value.bytes_per_s), moved(value.reached))
+                changes[field.name] = Link(
+                    **{part.name: moved(part.name, getattr(value, part.name)) for part in fields(value)}
+                )
         return replace(self, **changes)
 
     def costs(
@@ -361,12 +365,18 @@ MACHINES = {
         8,
         "bf16",
         memory_bytes=Datum(80e9, "NVIDIA H100 data sheet: 80 GB"),
-        flops=Datum(7.94e14, f"{_HERE}: 8192³ product"),
+        flops=Datum(7.94e14, f"{_HERE}: 8192³ product", bounds=(6.5e14, 8e14)),  # bounds: grouped products
         copied_bytes_per_s=Datum(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
         intra=Link(
             _NVLINK_S,
             Datum(450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"),
-            Datum(0.77, f"{_DEEPEP}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100", True),
+            # Bounds: one-sided stores between two H100s reach 419 of 450 GB/s.
+            Datum(
+                0.77,
+                f"{_DEEPEP}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100",
+                True,
+                (0.77, 0.93),
+            ),
         ),
         inter=Link(_NETWORK_S, Datum(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
         cards=Datum(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),

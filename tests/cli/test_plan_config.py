@@ -115,6 +115,8 @@ def test_costs_of_a_file_are_planned_without_choice_of_sizes(
     data = planned(capsys, "--config", small, "--costs", str(costs), "--ranks", "32", "--ranks-per-node", "4")
     answer = data["answer"]
     assert answer["layouts_compared"] == 0 and answer["memory_bytes"]["fits"] is None and answer["two_level"] is None
+    published = planned(capsys, "--config", small, "--testbed", "B")["answer"]
+    assert published["error"] == 0.12 and published["step_s"] == answer["step_s"]
     assert answer["error"] == 0.1 and answer["step_range_s"] == pytest.approx(
         [0.9 * data["step_s"], 1.1 * data["step_s"]]
     )
@@ -136,8 +138,8 @@ def test_plan_of_a_config_builds_the_model_once(
 
 def test_machine_at_the_ends_of_its_figures_encloses_the_machine() -> None:
     machine = MACHINES["dgx-h100"]
-    slow, fast = machine.at_end(0), machine.at_end(1)
-    assert slow.computes_beside.value < machine.computes_beside.value < fast.computes_beside.value == 1
+    slow, fast = machine.at_end(False), machine.at_end(True)
+    assert slow.computes_beside.value < machine.computes_beside.value < fast.computes_beside.value < 1
     assert slow.intra.message_s.value > fast.intra.message_s.value and slow.cards == machine.cards
 
 
