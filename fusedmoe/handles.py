@@ -31,7 +31,10 @@ _handles: WeakValueDictionary[str, GraphHandle] = WeakValueDictionary()
 
 
 def register(name: str, owner: Any) -> GraphHandle:
-    """Register an owner of `name`. Several owners may share a name. The owner must keep the returned handle."""
+    """Register an object under a name, which several objects may share.
+
+    The object (owner) must keep the returned handle: the name is registered as long as a handle exists.
+    """
     handle = _handles.get(name)
     if handle is None:
         handle = _handles[name] = GraphHandle()
@@ -40,14 +43,17 @@ def register(name: str, owner: Any) -> GraphHandle:
 
 
 def find(name: str) -> Any:
-    """Return an owner of `name`, preferably one whose `is_open` is true, or None if all owners are gone."""
+    """Return an object that is registered under `name`; None if all such objects were freed.
+
+    Objects under one name are interchangeable unless they are closed: prefers an object whose `is_open` is true.
+    """
     handle = _handles.get(name)
     owners = [] if handle is None else list(handle.owners)
     return next((owner for owner in owners if getattr(owner, "is_open", True)), owners[0] if owners else None)
 
 
 def require(name: str, operation: str) -> Any:
-    """Return an owner of `name`. Raise `ConfigError` if all owners are gone."""
+    """Return an object that is registered under `name` (`find`). Raise `ConfigError` if there is none."""
     owner = find(name)
     if owner is None:
         raise ConfigError(

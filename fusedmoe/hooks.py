@@ -77,14 +77,17 @@ class Hooks(Constructed):
 def transfer_with_hooks(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
-    """Dispatch or combine rows with the hooks before and after the transfer."""
+    """Dispatch or combine rows with `move`, and run the hooks before and after it."""
     before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
     return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookContext) -> Tensor:
-    """Apply every hook at one point of the layer to the tensor."""
-    # after_ hooks run in reverse order: the last hook to pack is the first to unpack.
+    """Apply the hooks at one point of the layer in sequence: each hook receives the result of the previous hook.
+
+    `before_…` points run the hooks in list order. `after_…` points run them in reverse order, so that the last hook to
+    encode the rows is the first to decode them.
+    """
     for hook in reversed(hooks) if point.startswith("after") else hooks:
         # Written out: searching for a method's name finds its call.
         methods = {

@@ -204,7 +204,7 @@ class Metrics(Collector):
 
 
 class ExposedSampler:
-    """Records the first training pass of each layer that communicates, to measure exposed communication."""
+    """Records each communicating layer's first training pass, to measure communication while no layer computes."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
         self._recorded_modules: set[nn.Module] = set()
@@ -228,7 +228,10 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Return the exposed seconds since the last call; None without a recording. Synchronizes with the device."""
+        """Return the seconds of exposed communication since the last call; None without a recording.
+
+        Synchronizes with the device.
+        """
         if self._recorder is None or not self._recorded_modules:
             return None
         found = self._recorder.timeline()

@@ -320,8 +320,8 @@ class _TappedForward:
             return self._forward(*args, **kwargs)
         seen: list[Tensor] = []
 
-        def save_indices(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen.append(named["top_k_index"] if "top_k_index" in named else given[1])
+        def save_indices(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
 
         hook = None
         if router.experts is not None:

@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3160,
-    "autograd": 2383,
-    "blocks": 2811,
+    ".": 3172,
+    "autograd": 2391,
+    "blocks": 2837,
     "cli": 3992,
-    "comm": 4333,
+    "comm": 4354,
     "compat": 866,
-    "engine": 3316,
+    "engine": 3335,
     "experts": 1468,
-    "gates": 1685,
-    "graph": 3419,
+    "gates": 1689,
+    "graph": 3423,
     "hf": 1806,
-    "kernels": 9352,
-    "layers": 2535,
+    "kernels": 9384,
+    "layers": 2545,
     "models": 867,
-    "placement": 3944,
+    "placement": 3999,
     "runtime": 1618,
-    "schedule": 6334,
+    "schedule": 6387,
     "training": 5904,
-    "tutel": 3255,
+    "tutel": 3274,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {

@@ -79,8 +79,9 @@ _MEGATRON = _RATES | {"seq_len": Range(4096, 8192, 16384), "imbalance": Range(1,
 _CHOICES = {"experts": Range(64, 128, 128), "k": Range(6, 8, 8)}
 _SONIC, _TO_FOUR = {"nvlink": _LINKS["nvlink"]}, uniform_share(128, 8, 4)
 _SONIC_WHY = (
-    "The shape is the example of SonicMoE's request, its tokens those of its benchmark on Hopper; bytes and the rate "
-    "of NVLink give the time of pairs, and tokens take longer because their kernel also finds the ranks of each token."
+    "The shape is the example of SonicMoE's request, its number of tokens is from its benchmark on Hopper; bytes and "
+    "the rate of NVLink give the time of pairs, and tokens take longer because their kernel also finds the ranks of "
+    "each token."
 )
 # The middle imbalance is the geometric mean of the published extremes.
 _ULTRAEP = {
@@ -134,7 +135,7 @@ CASES: Mapping[str, Case] = {
         deduplication,
         _CHOICES | {"skew": Range(1, 1, 3.01)},
         "The model and the recorded routing are not published, only its skew of 3.01: the middle has uniform choices, "
-        "the highest value is that of the busiest rank at this skew; the published times hardly depend on the skew.",
+        "the highest value is the busiest rank's at this skew; the published times hardly depend on the skew.",
     ),
     "deepspeed-deepep": Case(
         "DeepSpeed, all-to-all by DeepEP",
@@ -218,7 +219,7 @@ PUBLISHED = Table(
     ("prediction", "lowest", "highest"),
     text="Predictions from the model and an H100 machine of the library (UltraEP: a GB200 rack), with no coefficient "
     "fitted to the result: with the middle of all conditions, and the lowest and highest values over their "
-    "ranges. Ranges are those of the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of "
+    "ranges. Ranges: the machine's rates (`bounds` in `fusedmoe/schedule/machines.py`), of "
     "computation alongside collectives (1.1 to 1.76 times as long), and of conditions that a source does not "
     "state. torchtitan: DeepSeek-V3 16B, 32 GPUs, EP 32, 2 to 8 sequences of 4,096 tokens per GPU, chunks of "
     "whole MoE blocks. Megatron-core: Qwen3-30B-A3B, 16 GPUs, EP 8, sequences of 4,096 to 16,384 tokens, full "

@@ -57,12 +57,17 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
 
 @operator("refused_gradient")
 def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
-    """Backward of an auxiliary loss made in a reentrant activation checkpoint, which would lose its gradient.
+    """Backward of `refuse_gradient`: raise if the auxiliary loss has a gradient, which the checkpoint would lose.
 
-    Returns zeros like `like` if no gradient is lost: `grad` is 0, or `aux` is given and 0.
+    A reentrant activation checkpoint runs its forward without a graph, so a loss from inside it cannot reach the gate.
 
+    Args:
+        grad: gradient of the loss.
+        aux: the loss, if the layer may have none (`if_any`); a loss of 0 then means none.
+    Returns:
+        zeros like `like` if no gradient is lost: `grad` is 0, or `aux` is given and 0.
     Raises:
-        DerivativeError: the gradient would be lost.
+        DerivativeError: a gradient would be lost.
     """
     if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)

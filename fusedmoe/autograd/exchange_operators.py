@@ -123,6 +123,9 @@ class _OperatorExchange:
     """Context of one operator's collectives; an exception inside is reported to the other ranks.
 
     `send` sends rows to all shards of their experts; `return_results` returns the results to the tokens' ranks.
+
+    Args:
+        send_PC, recv_QPC: counts of pairs and tokens by peer (`ExchangeSizes`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The backward pass of pipelined blocks, task by task, from the state saved by forward."""
+"""The backward pass of pipelined blocks: a method for each kind of task in a plan. Reads the state saved by forward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from fusedmoe.schedule.task import Task, TaskKind
 
 
 class BlocksBackward(BlockPass, BackwardPass):
-    """One backward pass.
+    """One backward pass of a batch [B, …, M] through all blocks.
 
+    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts`).
+
+    Args:
+        blocks: the state that forward has saved for each block.
+        dz, daux: gradients of the last block's output and of each block's auxiliary loss.
     Attributes:
-        dense_gradients: per block, gradients of its parameters (dense part and gate), by index.
+        dense_gradients: per block, gradients of the parameters of its dense part and gate, by index in
+            `BlockState.leaves`.
     """
 
     def __init__(
@@ -63,11 +69,14 @@ class BlocksBackward(BlockPass, BackwardPass):
         return dx
 
     def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
-        """Return a block's backward chunks by index, without rows; they group micro-batches unlike the forward's."""
+        """Return a block's chunks of the backward pass by index, for other chunks than in the forward pass.
+
+        The chunks have sizes, exchanges and orders, but no rows yet (`regroup_saved`).
+        """
         assert block.exchange is not None
         chunks, forward = {}, block.chunks[0].received
-        for number, places in enumerate(block.cuts.row_chunks["backward"]):
-            sizes = [block.sizes[p] for p in places]
+        for index, row_batches in enumerate(block.cuts.row_chunks["backward"]):
+            sizes = [block.sizes[p] for p in row_batches]
             whole = MicroBatchSizes(*(np.sum(each, 0) for each in zip(*sizes, strict=True)))
             part = block.exchange.with_row_counts(whole.send_P, whole.recv_QP)
             pairs = part
@@ -78,7 +87,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 for each in ([s.send_P for s in sizes], [s.send_pairs_P for s in sizes])
             )
             received = ReceivedChunk(sizes, device, forward.experts, forward.k)
-            chunks[number] = BlockChunk(
+            chunks[index] = BlockChunk(
                 part, pair_exchange=pairs, token_order=token_order, pair_order=pair_order, received=received
             )
         return chunks
@@ -104,7 +113,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             chunk.x_RM = None if x_RM is None else x_RM.rows(tokens)
             chunk.activations, chunk.weight_P = kept_NH.rows(sorted_rows), weight_P[pairs]
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         block, dz, rows = self.blocks[number], self._dz[number], []
         assert dz is not None
@@ -145,13 +154,15 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert replicas is not None
         replicas.send_gradients(self.blocks[number].experts.parameters, self.totals[number], wait=True)
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         number, i = task.layer or 0, task.chunk or 0
         block, chunk = self.blocks[number], self.block_chunks[number][i]
         assert chunk.pair_values is not None
         dweights, chunk.pair_values = chunk.pair_values[:, 0], None
-        places = block.cuts.row_chunks["backward"][i]
-        for p, dx, dweight in zip(places, chunk.token_order.split(rows), chunk.pair_order.split(dweights), strict=True):
+        row_batches = block.cuts.row_chunks["backward"][i]
+        for p, dx, dweight in zip(
+            row_batches, chunk.token_order.split(rows), chunk.pair_order.split(dweights), strict=True
+        ):
             state = block.rows[p]
             assert state.sent_tokens is not None
             state.drows, state.dweight = dx, dweight
@@ -161,16 +172,16 @@ class BlocksBackward(BlockPass, BackwardPass):
     def attention(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
-        for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
-            dense = block.dense[place]
-            dx = self._backward_dense(number, place, dense)
+        for d in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
+            dense = block.dense[d]
+            dx = self._backward_dense(number, d, dense)
             before = self._dz[number - 1]
             if before is None:
                 before = self._dz[number - 1] = dx.new_empty(self.shape)
-            before[block.cuts.dense_at[place]].copy_(dx)
+            before[block.cuts.dense_at[d]].copy_(dx)
             if dense.deferred is None:
-                del block.dense[place]
-            for p in block.cuts.row_children[place]:
+                del block.dense[d]
+            for p in block.cuts.row_children[d]:
                 del block.rows[p]
             self._num_done[number] += 1
         if self._num_done[number] == len(block.cuts.dense_at):
@@ -180,14 +191,14 @@ class BlocksBackward(BlockPass, BackwardPass):
     def attention_weight_gradient(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
-        for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
-            deferred = block.dense.pop(place).deferred
+        for d in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
+            deferred = block.dense.pop(d).deferred
             assert deferred is not None
             deferred.run(partial(self._add_gradient, number))
         self._finish_dense(number)
 
-    def _backward_dense(self, number: int, place: int, dense: DenseState) -> Tensor:
-        block, at, dz = self.blocks[number], self.blocks[number].cuts.dense_at[place], self._dz[number]
+    def _backward_dense(self, number: int, d: int, dense: DenseState) -> Tensor:
+        block, at, dz = self.blocks[number], self.blocks[number].cuts.dense_at[d], self._dz[number]
         assert dz is not None
         pairs: list[tuple[Any, Tensor]] = []
 
@@ -197,7 +208,7 @@ class BlocksBackward(BlockPass, BackwardPass):
 
         add_output_gradient(dense.y_output, dz[at])
         # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
-        micro_batches = [block.rows[p] for p in block.cuts.row_children[place]]
+        micro_batches = [block.rows[p] for p in block.cuts.row_children[d]]
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
@@ -205,7 +216,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             assert rows.sent_tokens is not None
             drows.append(gather_sum(self.keep_alive(rows.drows), rows.sent_tokens.tokens))
         if micro_batches[0].ordered is None:
-            add_output_gradient(dense.u_output, _join_row_batches(block, place, dense.u_output.shape, drows))
+            add_output_gradient(dense.u_output, _join_row_batches(block, d, dense.u_output.shape, drows))
         for rows, dx_SM in zip(micro_batches, drows, strict=True):
             if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
                 pairs.append((rows.ordered.x_SM, dx_SM))
@@ -213,7 +224,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((rows.ordered.combine_SN, self.keep_alive(rows.dcombine)))
         if dense.shared_output is not None:
             dy = [self.keep_alive(rows.dy) for rows in micro_batches if rows.dy is not None]
-            add_output_gradient(dense.shared_output, _join_row_batches(block, place, dense.shared_output.shape, dy))
+            add_output_gradient(dense.shared_output, _join_row_batches(block, d, dense.shared_output.shape, dy))
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None
@@ -246,11 +257,11 @@ class BlocksBackward(BlockPass, BackwardPass):
                 earlier[i] = grad if accumulated is None else accumulated + grad
         return torch.zeros_like(dense.x) if dx is None else dx
 
-    def _add_gradient(self, number: int, place: int, gradient: Tensor) -> None:
+    def _add_gradient(self, number: int, leaf: int, gradient: Tensor) -> None:
         totals = self.dense_gradients[number]
         # Deferred gradients are in half precision under autocast: sum micro-batches in the parameter's dtype.
-        gradient = gradient.to(self.blocks[number].leaves[place].dtype)
-        totals[place] = gradient if place not in totals else totals[place] + gradient
+        gradient = gradient.to(self.blocks[number].leaves[leaf].dtype)
+        totals[leaf] = gradient if leaf not in totals else totals[leaf] + gradient
 
     def _finish_dense(self, number: int) -> None:
         self._num_tasks_left[number] -= 1
@@ -258,22 +269,22 @@ class BlocksBackward(BlockPass, BackwardPass):
         if self._num_tasks_left[number] or gradients is None or not gradients.is_open:
             return
         own = self.blocks[number].module_parameters
-        for place, gradient in self.dense_gradients[number].items():
+        for leaf, gradient in self.dense_gradients[number].items():
             # Copy, because the reducer works in place. Add gradients accumulated by earlier passes.
-            parameter = own[place]
+            parameter = own[leaf]
             if parameter.grad is None:
                 whole = gradient.clone(memory_format=torch.contiguous_format)
             else:
                 whole, parameter.grad = gradient + parameter.grad, None
-            self.dense_gradients[number][place] = whole
+            self.dense_gradients[number][leaf] = whole
             gradients.add_gradient(parameter, whole)
 
 
-def _join_row_batches(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+def _join_row_batches(block: BlockState, d: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     whole = parts[0].new_empty(shape)
-    for p, part in zip(block.cuts.row_children[place], parts, strict=True):
+    for p, part in zip(block.cuts.row_children[d], parts, strict=True):
         into = whole[block.cuts.rows_in_dense_at[p]]
         into.copy_(part.view(into.shape))
     return whole

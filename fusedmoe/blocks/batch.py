@@ -140,23 +140,23 @@ class BatchRouting:
         self._num_taken_E: Tensor | None = None  # rows of each expert so far
         self._num_routed = 0  # dense micro-batches
 
-    def inputs(self, place: int, cuts: BlockCuts) -> DenseInputs:
-        at, calls, given = cuts.dense_at[place], self._batch.calls, self._given
-        micro_batch = self.micro_batch(place, cuts.dense_at, self._batch.mask)
+    def inputs(self, index: int, cuts: BlockCuts) -> DenseInputs:
+        at, calls, given = cuts.dense_at[index], self._batch.calls, self._given
+        micro_batch = self.micro_batch(index, cuts.dense_at, self._batch.mask)
         drawn = tuple(self._flatten_tokens(values[at])[micro_batch.own] for values in self._drawn)
         given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK[at])[micro_batch.own])
         arguments = None if calls is None else calls[self._number].samples(at[0])
         return DenseInputs(micro_batch, drawn, given, arguments)
 
-    def micro_batch(self, place: int, indices: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
+    def micro_batch(self, index: int, indices: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
         """Return a micro-batch with the number of tokens of each MP rank. Without a mask, padding is routed too."""
         whole, device = self._whole, self._batch.x.device
-        part, masked = self._batch.token_numbers[indices[place]], None if mask is None else mask[indices[place]]
+        part, masked = self._batch.token_numbers[indices[index]], None if mask is None else mask[indices[index]]
         if len(whole.rows) == 1:
-            return MicroBatch(place, len(indices), part.shape, (part.numel(),), 0, masked, device)
+            return MicroBatch(index, len(indices), part.shape, (part.numel(),), 0, masked, device)
         ends = torch.tensor([0, *whole.rows], device="cpu").cumsum(0)
         rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
-        return MicroBatch(place, len(indices), part.shape, rows.tolist(), whole.rank, masked, device)
+        return MicroBatch(index, len(indices), part.shape, rows.tolist(), whole.rank, masked, device)
 
     def without_excess(self, routed: Sequence[DenseState], chunk: range, *, is_all: bool) -> list[Tensor]:
         """Return the experts [b, …, K] of dense micro-batches, -1 for pairs beyond the capacity. Call in order.
@@ -198,7 +198,7 @@ class BatchRouting:
         """Compute the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
         block, whole, axis = self._block, self._whole, self._batch.split.axis
         # Losses are means over all tokens: the gate runs once more, on the scores of all micro-batches.
-        dense = [state.dense[place] for place in range(len(state.dense))]
+        dense = [state.dense[index] for index in range(len(state.dense))]
         parts = zip(
             *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense),
             strict=True,

@@ -98,14 +98,14 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
     """Cut a batch of `size` elements along `axis`, for these degrees of dense parts and rows."""
     dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
     row_children = _members(dense_ends, row_ends)
-    dense_parent = [place for place, inside in enumerate(row_children) for _ in inside]
+    dense_parent = [parent for parent, inside in enumerate(row_children) for _ in inside]
     starts = [int(size * end) for end in dense_ends]
     return BlockCuts(
         _indices(dense_ends, axis, size),
         _indices(row_ends, axis, size),
         [
-            (slice(None),) * axis + (slice(int(size * begin) - starts[place], int(size * end) - starts[place]),)
-            for place, begin, end in zip(dense_parent, row_ends[:-1], row_ends[1:], strict=True)
+            (slice(None),) * axis + (slice(int(size * begin) - starts[parent], int(size * end) - starts[parent]),)
+            for parent, begin, end in zip(dense_parent, row_ends[:-1], row_ends[1:], strict=True)
         ],
         dense_parent,
         row_children,

@@ -25,7 +25,7 @@ class DeferredGradients(TorchFunctionMode):
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._index_by_id = {id(one): place for place, one in enumerate(parameters) if one.requires_grad}
+        self._index_by_id = {id(one): index for index, one in enumerate(parameters) if one.requires_grad}
         self._deferred: list[tuple[int, int | None, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,20 +35,20 @@ class DeferredGradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        places = self._index_by_id.get(id(weight)), self._index_by_id.get(id(bias))
+        indices = self._index_by_id.get(id(weight)), self._index_by_id.get(id(bias))
         # The weight is not deferred, or no earlier layer waits for the input's gradient.
-        if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
+        if indices[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
         # Detached: `run` computes the parameters' gradients.
         weight = weight.detach()
-        if bias is not None and places[1] is not None:
+        if bias is not None and indices[1] is not None:
             bias = bias.detach()
         device = input.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        return _DeferredLinear.apply(input, weight, bias, self, *places)
+        return _DeferredLinear.apply(input, weight, bias, self, *indices)
 
     def save(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
         self._deferred.append((weight, bias, x, dy))
@@ -71,10 +71,10 @@ class _DeferredLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients, *places: int | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients, *indices: int | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.places = deferred, places
+        ctx.deferred, ctx.indices = deferred, indices
         # `_linear` has already cast the input, where autograd records the cast.
         with torch.autocast(x.device.type, enabled=False):
             return torch.nn.functional.linear(x, weight, bias)
@@ -82,6 +82,6 @@ class _DeferredLinear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.deferred.save(*ctx.places, x, dy)
+        ctx.deferred.save(*ctx.indices, x, dy)
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, dbias, None, None, None

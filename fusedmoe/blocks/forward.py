@@ -1,4 +1,4 @@
-"""The forward pass of blocks, task by task."""
+"""The forward pass of pipelined blocks: a method for each kind of task in a plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from fusedmoe.schedule.task import Task, TaskKind
 
 
 class BlocksForward(BlockPass, ForwardPass):
-    """One forward pass of a batch [B, …, M].
+    """One forward pass of a batch [B, …, M] through all blocks.
+
+    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts`).
 
     Args:
-        keep, needs_backward: a backward pass may follow; this rank needs it.
+        blocks, states: the blocks, and their state in this pass.
+        keep: save tensors, because a backward pass may follow on some rank.
+        needs_backward: this rank needs a backward pass.
     """
 
     def __init__(
@@ -69,10 +73,10 @@ class BlocksForward(BlockPass, ForwardPass):
         state = self.blocks[number]
         chunk = state.cuts.dense_chunks["forward"][task.chunk or 0]
         try:
-            for place in chunk:
+            for d in chunk:
                 if self._refusal is not None:
                     return
-                state.dense[place] = self._run_dense(number, place)
+                state.dense[d] = self._run_dense(number, d)
             # Otherwise `permute` sorts the rows, once all micro-batches are routed.
             if not (self._block_modules[number].routes_first and state.degrees.has_permute_task):
                 self._sort_rows(number, chunk)
@@ -84,17 +88,17 @@ class BlocksForward(BlockPass, ForwardPass):
         if self._block_modules[number].routes_first and self._refusal is None:
             self._sort_rows(number, range(len(self.blocks[number].dense)))
 
-    def _run_dense(self, number: int, place: int) -> DenseState:
-        state, block, at = self.blocks[number], self._block_modules[number], self.blocks[number].cuts.dense_at[place]
+    def _run_dense(self, number: int, d: int) -> DenseState:
+        state, block, at = self.blocks[number], self._block_modules[number], self.blocks[number].cuts.dense_at[d]
         before = self.blocks[number - 1].z if number else self._x
         assert before is not None
         x = before.data[at]  # `.data` has its own version counter: other parts of this memory are still written
-        inputs = self._routing[number].inputs(place, state.cuts)
+        inputs = self._routing[number].inputs(d, state.cuts)
         past: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(self.saves_for_backward):
             x = x.detach().requires_grad_(self.saves_for_backward and x.is_floating_point())
             if self.split.is_in_order:
-                earlier = (state.dense[other].own for other in range(place))
+                earlier = (state.dense[other].own for other in range(d))
                 past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
             is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
             deferred = DeferredGradients(state.leaves) if is_deferred else None
@@ -103,7 +107,7 @@ class BlocksForward(BlockPass, ForwardPass):
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:
             state.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
-        # Residual stream; `finish` adds the experts' results.
+        # Residual stream; `store_results` adds the experts' results.
         state.z[at].copy_(y.detach())
         return DenseState(
             x,
@@ -123,14 +127,19 @@ class BlocksForward(BlockPass, ForwardPass):
         )
 
     def _sort_rows(self, number: int, chunk: range) -> None:
-        """Sort the rows of some dense micro-batches, and drop those beyond the capacity."""
+        """Sort the rows of routed tokens by expert, and drop (token, k) pairs beyond the capacity.
+
+        Args:
+            number: index of the block.
+            chunk: indices of the dense micro-batches whose tokens are sorted.
+        """
         state, block = self.blocks[number], self._block_modules[number]
-        routed = [state.dense[place] for place in chunk]
+        routed = [state.dense[d] for d in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
-        for place, dense, expert in zip(chunk, routed, chosen, strict=True):
+        for d, dense, expert in zip(chunk, routed, chosen, strict=True):
             with torch.set_grad_enabled(self.saves_for_backward):
                 weight = dense.micro_batch.scatter_to_batch(dense.routing.weight_SK)
-                for p in state.cuts.row_children[place]:
+                for p in state.cuts.row_children[d]:
                     at = state.cuts.rows_in_dense_at[p]
                     expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
                     if block.has_matrix_order:
@@ -140,17 +149,17 @@ class BlocksForward(BlockPass, ForwardPass):
                         layout = order(expert_SK, block.num_experts).exact()
                         state.rows[p] = RowState(layout, take_pairs(weight_SK, layout), layout.counts_E)
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         state, block = self.blocks[number], self._block_modules[number]
-        places = state.cuts.row_chunks["forward"][chunk]
+        row_batches = state.cuts.row_chunks["forward"][chunk]
         if (refusal := self._refusal) is None:
-            micro_batches = [state.rows[p] for p in places]
+            micro_batches = [state.rows[p] for p in row_batches]
         else:  # send only the reason
             none_SK = torch.empty(0, 1, dtype=torch.long, device=self._x.device)
             layout = order(none_SK, block.num_experts)
             nothing = layout.exact(), self._x.new_empty(0), layout.counts_E
-            micro_batches = [RowState(*nothing) for _ in places]
+            micro_batches = [RowState(*nothing) for _ in row_batches]
         if state.num_held is not None:
             for rows_state in micro_batches:
                 by_expert = rows_state.layout
@@ -160,15 +169,15 @@ class BlocksForward(BlockPass, ForwardPass):
                     rows_state.weight_N = rows_state.weight_N[pair_N]
         sent = [self._deduplicate(rows_state, block.has_matrix_order) for rows_state in micro_batches]
         peers, by_pairs = self.split.peers, block.has_matrix_order
-        counts_pPE = torch.stack([batch.layout.counts_E for batch in micro_batches]).view(len(places), peers, -1)
+        counts_pPE = torch.stack([batch.layout.counts_E for batch in micro_batches]).view(len(row_batches), peers, -1)
         # A row of a matrix order is a separate token, whose expert is known from its layout.
         tokens_pP = torch.stack([tokens.counts_E.view(peers, -1).sum(1) for tokens, *_ in sent])
         counts, tokens_Pp = counts_pPE.transpose(0, 1).reshape(-1), tokens_pP.t()
         if refusal is not None:  # raises on every rank
             block.exchange(counts, tokens_Pp, self._x, (), refusal, self._needs_backward)
         token_order, pair_order = SendOrder(tokens_pP), SendOrder(counts_pPE.sum(2))
-        rows = token_order.join([self._rows_to_send(state, p) for p in places])
-        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_parent[p] for p in places})]
+        rows = token_order.join([self._rows_to_send(state, p) for p in row_batches])
+        routings = [state.dense[d].routing for d in sorted({state.cuts.dense_parent[p] for p in row_batches})]
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
         experts = state.num_held or exchange.num_local_experts
@@ -208,20 +217,20 @@ class BlocksForward(BlockPass, ForwardPass):
         super().expert(task)
 
     def _rows_to_send(self, state: BlockState, p: int) -> Tensor:
-        rows, place = state.rows[p], state.cuts.dense_parent[p]
-        dense = state.dense[place]
+        rows, d = state.rows[p], state.cuts.dense_parent[p]
+        dense = state.dense[d]
         assert dense.u is not None
         if rows.ordered is None:
             u_SM = dense.u[state.cuts.rows_in_dense_at[p]].reshape(-1, self.shape[-1])
         else:
             u_SM = rows.ordered.x_SM.detach()
         dense.num_sent += 1
-        if dense.num_sent == len(state.cuts.row_children[place]):
+        if dense.num_sent == len(state.cuts.row_children[d]):
             dense.u = None
         assert rows.sent_tokens is not None
         return permute(self.keep_alive(u_SM), rows.sent_tokens.tokens)
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         number, chunk = task.layer or 0, task.chunk or 0
         state = self.blocks[number]
         assert state.z is not None
@@ -249,12 +258,12 @@ class BlocksForward(BlockPass, ForwardPass):
         return z.detach()
 
     def _save_sizes(self, state: BlockState) -> None:
-        """Save the sizes of each row micro-batch, and an exchange, for a backward pass with other chunks."""
-        for number, chunk in state.chunks.items():
+        """Save the sizes of each row micro-batch, and one exchange, for a backward pass with other chunks."""
+        for index, chunk in state.chunks.items():
             assert isinstance(chunk.exchange, Exchange)
             state.exchange = chunk.exchange
-            places = state.cuts.row_chunks["forward"][number]
-            state.sizes |= dict(zip(places, sizes_of(chunk.exchange.sizes), strict=True))
+            row_batches = state.cuts.row_chunks["forward"][index]
+            state.sizes |= dict(zip(row_batches, sizes_of(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

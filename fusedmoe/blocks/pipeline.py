@@ -104,7 +104,10 @@ class PipelinedBlocks(nn.Module):
         return [block.dense.parameters for block in self._blocks]
 
     def with_copies(self, plan: Plan) -> Plan:
-        """Return the plan with sparse collectives for blocks with dynamically placed experts (`ShardedExperts`)."""
+        """Return the plan with added sparse collectives, tasks that transfer replica weights and gradients.
+
+        They are added for blocks with dynamically placed experts (`ShardedExperts`).
+        """
         return add_sparse_collectives(
             plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas]
         )
@@ -117,9 +120,11 @@ class PipelinedBlocks(nn.Module):
 
         Args:
             plans: tasks of all blocks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
-                weight gradients, gradient all-reduces; all parts of a layer in the plan's number of chunks. Without
-                tasks of `with_copies`, replica weights are sent from the start of the model's forward, and gradients
-                after the blocks' backward. None: the blocks run sequentially, each layer with its own plans.
+                weight gradients, gradient all-reduces. All parts of a layer have the plan's number of chunks. If a
+                plan has no sparse collectives (`with_copies` adds them), replica weights are sent from the start of the
+                model's forward, and replica gradients after the blocks' backward. None: the blocks run sequentially,
+                each layer with its own plans.
+            gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
         Raises:
             ConfigError: plans that these blocks cannot run.
             RankError: the ranks have different plans.
@@ -149,11 +154,11 @@ class PipelinedBlocks(nn.Module):
                 parts process all of x. Copied to the host once.
             calls: further arguments of another library's blocks (`RoutingDense`).
         Raises:
-            ConfigError: on one rank: input of wrong shape, dtype or device, non-finite logits, or a dense part whose
-                results are not as in `pipeline`; on all ranks: a selective activation checkpoint.
-            RankError: the same errors with several ranks; raised on every rank, naming the failing rank. Nothing has
-                been sent; if all ranks catch it, they can continue with the next batch. Ranks of an MP group or FSDP2
-                may wait for each other in dense parts: after an error there, the job cannot continue.
+            ConfigError: in a job of one rank: input of wrong shape, dtype or device, non-finite logits, or a dense part
+                whose results are not as in `pipeline`. In any job: a selective activation checkpoint.
+            RankError: the errors of a job of one rank, in a job of several; raised on every rank, naming the failing
+                rank. Nothing has been sent; if all ranks catch it, they can continue with the next batch. Ranks of an
+                MP group or FSDP2 may wait for each other in dense parts: after an error there, the job cannot continue.
         """
         active_plans = self._followed.decide(lambda: self._assigned)
         if active_plans is None:
@@ -246,7 +251,7 @@ class _PlannedBlocks(Function):
         dx = backward.run()
         grads: list[Tensor | None] = []
         for state, totals, dense in zip(states, backward.totals.values(), backward.dense_gradients, strict=True):
-            grads += [dense.get(place) for place in range(len(state.leaves))]
+            grads += [dense.get(index) for index in range(len(state.leaves))]
             grads += cast_totals(totals, state.experts.parameters)
         return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 

@@ -149,13 +149,13 @@ class TwoLevelTraffic(Traffic):
     Attributes:
         nodes_npN: rows sent to node N by the rank with index p in node n.
         ranks_npNP: of these, rows delivered to the rank with index P in node N.
-        layout: sorts rows from other nodes by the local rank that receives them. None: each row has one destination,
-            and the rows of each source are already sorted.
+        forwarding_layout: sorts the rows received from other nodes by the local rank to which they are forwarded. None:
+            each row has one destination, and the rows of each source are already sorted.
     """
 
     nodes_npN: np.ndarray
     ranks_npNP: np.ndarray
-    layout: Layout | None = None
+    forwarding_layout: Layout | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +278,7 @@ class TwoLevel(AllToAll):
         node, local_rank = self._coordinates
         if self.inter_node_group is not None:
             arrived_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
-            layout = traffic.layout
+            layout = traffic.forwarding_layout
             rows = transpose_blocks(rows, arrived_npP, (2, 0, 1)) if layout is None else permute(rows, layout)
         send, recv = self._intra_node_counts(traffic)
         rows = all_to_all_rows(self.intra_node_group, rows, send, recv, operation, is_compared=True)
@@ -293,8 +293,8 @@ class TwoLevel(AllToAll):
         rows = all_to_all_rows(self.intra_node_group, rows, recv, send, operation, is_compared=True)
         if self.inter_node_group is None:
             return rows
-        if traffic.layout is not None:
-            return gather_sum(rows, traffic.layout)
+        if traffic.forwarding_layout is not None:
+            return gather_sum(rows, traffic.forwarding_layout)
         return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
 
     def _intra_node_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:

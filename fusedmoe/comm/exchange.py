@@ -276,7 +276,7 @@ class Exchange(RowExchange):
     def read_pairs(
         self, message: Tensor | None, code: torch.dtype | None, weight: torch.dtype | None, k: int
     ) -> tuple[ReceivedPairs, Tensor | None]:
-        """Decode the received message of `pack` for assignments and weights of these dtypes."""
+        """Decode a received message of `pack` into pairs and weights. `code`, `weight`: dtypes that were packed."""
         if code is None:
             weight_P = None if message is None else message[:, 0]
             return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.num_rows), weight_P
@@ -483,7 +483,7 @@ def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: 
 
 
 def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
-    """Raise a rank's refusal or non-finite input on all ranks. No verdict is posted: all ranks can continue."""
+    """Raise a rank's refusal, or its non-finite input, on all ranks. All can continue: no verdict ends the job."""
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)

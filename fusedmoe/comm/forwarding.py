@@ -1,7 +1,8 @@
 """Two-level dispatch: a token is sent once to each node and forwarded there to every rank that hosts its experts.
 
-A code sent with each token lists the local ranks that receive it, in the encoding of `kernels/deduplicate.py`. Two
-nodes of two ranks; rank 0 has token a for ranks 0, 2 and 3, and b for rank 3:
+Codes sent with each token list the local ranks that receive it, with the encoding of `kernels/deduplicate.py`: 2·(local
+rank), plus 1 for a token's first code. Example, two nodes of two ranks; rank 0 has token a for ranks 0, 2 and 3, and b
+for rank 3:
 
     across     a | a b          a (code 1) stays; a (codes 1, 2) and b (3) are sent to rank 2, with rank 0's local index
     inside     a | a b          rank 2 keeps a, and sends a and b to rank 3
@@ -24,7 +25,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.kernels.deduplicate import SentTokens, decode, find_invalid_codes, pack, unpack
 from fusedmoe.kernels.layout import Layout
 
-_OPERATION = "exchange of places"
+_OPERATION = "exchange of destination ranks"
 
 
 class Forwarding:
@@ -32,7 +33,8 @@ class Forwarding:
 
     Args:
         esp: the expert-sharding group.
-        by_node: tokens by node, with codes of their local ranks (`deduplicate_tokens` over nodes); may be padded.
+        by_node: tokens by destination node, with codes of the local ranks that receive them (`deduplicate_tokens` over
+            nodes); may be padded.
         tokens_W: this rank's tokens for each rank.
         recv_QP: tokens that this rank receives, by sharding peer and source rank.
     Raises:

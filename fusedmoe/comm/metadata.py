@@ -69,7 +69,7 @@ class RowForm(NamedTuple):
 
 
 class ExpertCalls(IntEnum):
-    """Ways in which a rank can call its experts, compared across ranks."""
+    """How a rank must call its experts. The ranks of an exchange cannot mix MODULE and CHUNKS."""
 
     EITHER = 0
     #: As a module, for all rows at once: required by hooks on the experts and by an exchange without a plan.
@@ -79,13 +79,15 @@ class ExpertCalls(IntEnum):
 
 
 class Metadata(NamedTuple):
-    """Columns of a metadata message: this rank's values, or the int64 arrays [Q, P] received from all ranks.
+    """Fields of a metadata message: this rank's values to send, or the int64 arrays [Q, P] received from all ranks.
+
+    Q is the axis of ESP ranks, P the axis of EP ranks.
 
     Attributes:
-        dtype, width, k, weights: `RowForm.columns`; the same on all ranks.
+        dtype, width, k, weights: `RowForm.columns`, which must be equal on all ranks.
         rank: the sender's global rank.
         is_refused: 1 if the sender refuses its input. No rank then sends rows.
-        expert_calls: an `ExpertCalls`.
+        expert_calls: how the sender must call its experts (`ExpertCalls`).
         tokens_require_grad, weights_require_grad: 1 if the sender needs gradients of its tokens or router weights.
         num_tokens, num_pairs: tokens and (token, k) pairs that the sender sends, summed over destinations.
         num_nonfinite: NaN or infinite values in the sender's input. If nonzero, no rank sends rows.
@@ -107,10 +109,10 @@ class Metadata(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """Count of NaN and infinite values on the device, which the host reads only with the metadata exchange.
+    """Number of NaN and infinite values, kept on the device until the metadata exchange copies it to the host.
 
     Attributes:
-        number: integer scalar on the rows' device.
+        number: integer scalar tensor on the rows' device.
         text: the error message for a nonzero count; the same on all ranks.
     """
 
@@ -119,13 +121,13 @@ class NonFinite(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """Tokens that a rank sends when one row carries several (token, k) pairs.
+    """Numbers of tokens that a rank sends with deduplication, where one row serves several (token, k) pairs.
 
     Attributes:
         tokens_Wp: [W] or [W, p] integers, tokens sent to each rank per micro-batch.
         by_node: the same tokens grouped by destination node, for two-level forwarding; None: tokens are sent directly
             to each rank.
-        has_row_per_pair: True to send a row for each pair nevertheless.
+        has_row_per_pair: True if rows are sent without deduplication, one per pair.
     """
 
     tokens_Wp: Tensor
@@ -134,12 +136,14 @@ class TokenCounts(NamedTuple):
 
 
 class AgreedMetadata(NamedTuple):
-    """Values that all ranks agree on after the metadata exchange. Defaults: an exchange rebuilt from known sizes.
+    """Values that the metadata exchange makes equal on all ranks.
+
+    The defaults apply to an exchange that is rebuilt from known sizes, without a metadata exchange.
 
     Attributes:
-        form: of the rows; None if not compared.
-        max_pairs: maximum over ranks of the pairs sent.
-        tokens_per_pair: tokens sent per pair, over all ranks, from 1/K to 1.
+        form: dtypes and sizes of the rows; None if the ranks have not compared them.
+        max_pairs: the largest number of pairs that a rank sends.
+        tokens_per_pair: tokens sent by all ranks divided by pairs sent by all ranks, from 1/K to 1.
         needs_module_calls: True if some rank calls its experts as a module. No rank may then run a plan.
         tokens_require_grad, weights_require_grad: True if some rank needs gradients of its tokens or router weights.
     """
@@ -153,7 +157,10 @@ class AgreedMetadata(NamedTuple):
 
 
 def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
-    """Return an error text on how the row forms of ranks differ, and the rank at fault if exactly one differs."""
+    """Describe how row forms differ between ranks. Returns an error text, and the rank at fault if only one differs.
+
+    `forms`: the row form of each rank, at least two of them different.
+    """
     names = {"dtype": "dtypes", "width": "widths", "k": "numbers of experts for a token (K)"}
     names["weights"] = "dtypes of router weights"
     name = next(name for name in names if len({getattr(form, name) for form in forms.values()}) > 1)
@@ -170,7 +177,7 @@ def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
 
 
 def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks if one rank must call its experts as a module and another cannot."""
+    """Raise on all ranks if one rank must call its experts as a module and another must call them in chunks."""
     module, chunks = (
         received.rank[received.expert_calls == calls] for calls in (ExpertCalls.MODULE, ExpertCalls.CHUNKS)
     )
@@ -184,7 +191,7 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
 
 
 def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks for different row forms. If exactly one rank differs, the error names it."""
+    """Raise on all ranks if their row forms differ. The error names the rank at fault if only one differs."""
     me, ranks = ep.job.rank, received.rank.ravel().tolist()
     columns = zip(*(column.ravel().tolist() for column in received[: len(RowForm._fields)]), strict=True)
     forms = {rank: RowForm.of_columns(*numbers) for rank, numbers in zip(ranks, columns, strict=True)}

@@ -369,7 +369,11 @@ class Topology:
             self.job.board.post(self.rank, operation, message)
 
     def stop(self, operation: str, error: BaseException) -> None:
-        """Post an exception of this rank, unless another rank has posted its cause."""
+        """Report an exception of this rank to the other ranks, which then raise at their next wait.
+
+        Not reported: a `RankError`, whose cause another rank has already reported, and the exception with which a
+        checkpoint ends its recomputation early.
+        """
         if self.size > 1:
             _forget_failed_backward()
         if not isinstance(error, RankError) and not is_early_stop(error):

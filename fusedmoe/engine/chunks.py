@@ -72,18 +72,20 @@ class RowChunks:
 
     def indices_in(self, others: RowChunks) -> list[tuple[Tensor, Tensor]]:
         """Return, per chunk, the indices of its received tokens and sorted pairs in the joined chunks of `others`."""
-        token_R, sorted_P = inverse(concat(others.tokens())), inverse(concat(others.sorted_pairs()))
-        numbers = zip(self.tokens(), self.sorted_pairs(), strict=True)
+        token_R, sorted_P = inverse(concat(others.token_indices())), inverse(concat(others.pair_indices()))
+        numbers = zip(self.token_indices(), self.pair_indices(), strict=True)
         return [(token_R[tokens], sorted_P[pairs]) for tokens, pairs in numbers]
 
-    def tokens(self) -> Sequence[Tensor]:
+    def token_indices(self) -> Sequence[Tensor]:
+        """Return the indices of each chunk's received tokens in the whole batch."""
         rows = [each.num_rows for each in self.exchanges]
         token_R = self._token_R
         if token_R is None:
             token_R = torch.arange(sum(rows), device=self._orders[0].device)
         return token_R.split(rows)
 
-    def sorted_pairs(self) -> Sequence[Tensor]:
+    def pair_indices(self) -> Sequence[Tensor]:
+        """Return the indices of each chunk's pairs in the whole batch, sorted by expert."""
         pair_P = self._pair_P
         if pair_P is None:
             return self._orders

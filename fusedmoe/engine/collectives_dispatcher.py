@@ -71,7 +71,7 @@ class CountedBatch(NamedTuple):
 
     x_SM: Tensor
     weight_N: Tensor | None
-    sent: SentTokens
+    sent_tokens: SentTokens
     exchange: Exchange
 
 

@@ -50,8 +50,9 @@ def needs_module_call(experts: Any) -> bool:
     """Return whether experts must be called as a module for all rows at once.
 
     Args:
-        experts: a module, or an object with `modules` and `named_modules`; other callables have no hooks. With
-            `reads_parameters_once`, a plan evaluates their parametrizations once.
+        experts: a module, or an object with `modules` and `named_modules`; other callables have no hooks. If they set
+            `reads_parameters_once`, a plan reads the parameters once for all chunks, so parametrizations need no module
+            call.
     """
     if not hasattr(experts, "modules"):
         return False

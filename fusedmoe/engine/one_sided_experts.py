@@ -48,6 +48,7 @@ class FusedForward:
     Virtual ranks of one process can take the steps alternately.
 
     Attributes:
+        route: buffers, row addresses and signals of this exchange.
         x: received rows [R, M] of each chunk of the backward pass; None if backward does not read them.
         h: pre-activations [R, (2,) H] of each chunk of the forward pass.
     """

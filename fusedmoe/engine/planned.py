@@ -1,10 +1,11 @@
 """The planned path: dispatch, experts and combine in chunks, in the order of a plan, forward and backward.
 
-Two adapters of `run_forward` and `run_backward` store the tensors for backward: `PlannedFunction` saves them per chunk,
-and the compiled operators of `scheduled_operator.py` return them. Blocks (`fusedmoe/blocks`) share the tasks
+Two callers of `run_forward` and `run_backward` store the tensors between the passes: `PlannedFunction` saves them per
+chunk, and the compiled operators of `scheduled_operator.py` return them. Blocks (`fusedmoe/blocks`) share the tasks
 (`run.py`).
 
-Every plan sums a token's results in one order (`chunks.py`); matrix products of other sizes may round differently.
+A token's results are summed in the same order in every plan (`chunks.py`). Plans with different chunks may still differ
+by rounding in matrix products.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from fusedmoe.schedule.task import Task, TaskKind
 class PlannedBatch:
     """Inputs of one call of the planned path that both passes need."""
 
-    sent: SentTokens
+    sent_tokens: SentTokens
     exchange: Exchange
     experts: ChunkExperts
     run: Run
     shared: ChunkExperts | None = None
 
     def chunks(self, pairs: ReceivedPairs, degree: int) -> RowChunks:
-        return RowChunks(self.exchange, self.sent.tokens, pairs, self.sent.k, degree)
+        return RowChunks(self.exchange, self.sent_tokens.tokens, pairs, self.sent_tokens.k, degree)
 
     def for_backward(self) -> PlannedBatch:
         """Return the batch without references to modules (`ChunkExperts.for_backward`)."""
@@ -48,9 +49,10 @@ class PlannedBatch:
 
 @dataclass(eq=False)
 class SavedForward:
-    """Results of `run_forward` that `run_backward` reads. Lists have one entry per chunk of the forward pass.
+    """Tensors that `run_forward` saves for `run_backward`. Lists have one entry per chunk of the forward pass.
 
     Attributes:
+        pairs: (token, k) pairs of the received tokens of all chunks.
         x_RM: received tokens; None where the backward of the experts does not read them.
         activations: saved by the experts: pre-activations [P, H] (gated [P, 2, H]), or an autograd graph.
         weight_R: router weights of received pairs, sorted by expert; None: all weights are 1.
@@ -68,7 +70,10 @@ class SavedForward:
 
 
 class PlannedGradients(NamedTuple):
-    """Results of `run_backward`; a gradient is None where no rank needs it."""
+    """Gradients returned by `run_backward`: of tokens, router weights and expert parameters (`totals`).
+
+    A gradient is None if no rank needs it.
+    """
 
     dx_SM: Tensor | None
     dweight_N: Tensor | None
@@ -90,10 +95,12 @@ def run_forward(
         shared_x_SM: [S, M], tokens of the shared expert; None: the plan computes no shared expert.
         save_for_backward: a backward pass follows. Otherwise `SavedForward` has no tokens and no activations.
     Returns:
-        [S, M], the sum over the experts of each token, and the input of `run_backward`.
+        [S, M], for each token the sum of its experts' results, and the tensors saved for `run_backward`.
     """
     # Expert ids and router weights of all chunks take one message before the first chunk.
-    pairs, weight_P = batch.exchange.exchange_pairs(batch.sent.code_N, weight_N, batch.sent.row_N, batch.sent.k)
+    pairs, weight_P = batch.exchange.exchange_pairs(
+        batch.sent_tokens.code_N, weight_N, batch.sent_tokens.row_N, batch.sent_tokens.k
+    )
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
     weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
     forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
@@ -113,13 +120,15 @@ def run_forward(
 def run_backward(
     batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor, shared_dy_SM: Tensor | None = None
 ) -> PlannedGradients:
-    """Send gradients through the experts in the order of the backward plan, which may have other chunks. Collective.
+    """Send gradients through the experts in the order of the backward plan. Collective.
 
-    Clears the lists of `saved`, so that each chunk frees its memory once it is done.
+    The backward plan may have another number of chunks than the forward plan. Clears the lists of `saved`, so that each
+    chunk frees its memory once it is done.
 
     Args:
         dy_SM: [S, M], gradient of the result of `run_forward`.
-        shared_dy_SM: [S, M], gradient of `saved.shared.result`, whose task then has the gradients.
+        shared_dy_SM: [S, M], gradient of the shared expert's result. The gradients of the shared expert's input and
+            parameters are then stored in `saved.shared`.
     """
     exchange, run = batch.exchange, batch.run
     # Compare calls first: a rank without a backward pass is reported before any rows are sent.
@@ -133,7 +142,7 @@ def run_backward(
         # Gradients of the weights of all chunks take one message after the last chunk.
         parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
         dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
-        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent.row_N, saved.num_weights)
+        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent_tokens.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)
@@ -153,7 +162,7 @@ class PlannedFunction(Function):
     the results are ([S, M] of the routed experts, [S, M] of the shared expert).
     """
 
-    operation = "the way through the experts of several ranks (MoELayer, moe_layer)"
+    operation = "dispatch, experts and combine on several ranks (MoELayer, moe_layer)"
 
     @staticmethod
     def forward(
@@ -230,11 +239,11 @@ class _TokensPass(PassRun):
         # streams have joined, at the end of `execute`.
         self._kept_alive: list[Tensor] = []
 
-    def start(self, task: Task) -> None:
+    def prepare_rows(self, task: Task) -> None:
         number = task.chunk or 0
         self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
 
-    def finish(self, task: Task, rows: Tensor) -> None:
+    def store_results(self, task: Task, rows: Tensor) -> None:
         self._rows[task.chunk or 0] = rows
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
@@ -277,7 +286,7 @@ class TokensBackward(_TokensPass, BackwardPass):
         weight_R: Sequence[Tensor | None],
     ) -> None:
         super().__init__(batch, row_chunks, rows_TM, weight_R)
-        # Rows of each chunk among those of the forward pass, as received and as sorted; None: the chunks are the same.
+        # Per chunk, the indices of its received tokens and sorted pairs in the forward's chunks; None: same chunks.
         self._saved_indices = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
         if self._saved_indices is None:
             for chunk, x_RM, activations in zip(self.layer_chunks.values(), saved.x_RM, saved.activations, strict=True):

@@ -1,7 +1,7 @@
-"""Values of a forward pass that an activation checkpoint needs again when it recomputes the pass.
+"""Values of a forward pass that must be the same when an activation checkpoint recomputes the pass.
 
-A value chosen once per forward (replayed experts, a padding mask) must be the same in the recomputation. It is stored
-per checkpoint and freed with it. `fusedmoe.compat.torch.checkpoints` lists the recognised kinds of checkpoints.
+Examples are replayed expert choices and a padding mask. Each value is stored per activation checkpoint and freed with
+it. `fusedmoe.compat.torch.checkpoints` lists the recognised kinds of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Value = TypeVar("Value")
 
 
 def is_counting_tokens() -> bool:
-    """Return whether to count tokens in this forward, so that each training forward is counted once.
+    """Return whether to count the tokens of this forward, so that a forward and its recomputation count once.
 
-    Only runs with gradients count. A non-reentrant checkpoint enables them in both runs; its recomputation does not
-    count. A reentrant checkpoint (torch's, Megatron's) enables them only in its recomputation, which counts.
+    Forwards without gradients do not count. A non-reentrant checkpoint enables gradients in the forward and in the
+    recomputation: the forward counts. A reentrant checkpoint (torch's, Megatron's) enables gradients only in the
+    recomputation, which counts.
     """
     if not torch.is_grad_enabled():
         return False
@@ -35,15 +36,16 @@ def is_counting_tokens() -> bool:
 
 
 def without_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Return a context in which a selective checkpoint saves nothing: it recomputes and sends everything again."""
-    # Such a checkpoint counts operators, and an exchange of sizes has other operators the second time.
+    """Return a context in which a selective checkpoint saves no results: it recomputes and sends all of them again."""
+    # Such a checkpoint matches operators by their count, and a metadata exchange runs other operators the second time.
     return disable_current_modes() if is_in_selective_checkpoint() else nullcontext()
 
 
 class CheckpointedValues(Generic[Value]):
-    """One value per forward of a module, returned again when a checkpoint recomputes that forward.
+    """One value per forward of a module, returned again when an activation checkpoint recomputes that forward.
 
-    Each checkpoint stores the values of its forwards in order and frees them with itself. Copies are empty.
+    A checkpoint may contain several forwards of the module: their values are stored in order, and freed with the
+    checkpoint. Copies of this object hold no values.
 
     Raises:
         ConfigError: the checkpoints of this PyTorch version are not recognised.
@@ -54,13 +56,14 @@ class CheckpointedValues(Generic[Value]):
         self._values_by_checkpoint: WeakKeyDictionary[Any, _ForwardValues[Value]] = WeakKeyDictionary()
 
     def __bool__(self) -> bool:
-        """Return whether a checkpoint may still need a value."""
+        """Return whether any activation checkpoint still holds a value, which its recomputation may need."""
         return any(True for _ in self._values_by_checkpoint)
 
     def __reduce__(self) -> Any:
         return CheckpointedValues, ()
 
     def store(self, value: Value, enclosing: Checkpoints) -> None:
+        """Store the value of this forward in the activation checkpoints that contain the forward."""
         current = enclosing.recomputation
         recomputed = None if current is None else self._values_by_checkpoint.get(current.checkpoint)
         for key in enclosing.forward:
@@ -69,14 +72,14 @@ class CheckpointedValues(Generic[Value]):
                 self._values_by_checkpoint.setdefault(key, _ForwardValues(enclosing.forward)).values.append(value)
 
     def stored_value(self, enclosing: Checkpoints) -> Value | None:
-        """Return the stored value of the forward that is being recomputed; None if it had none."""
+        """Return the value of the forward that is being recomputed; None if none is recomputed or it has no value."""
         if enclosing.recomputation is None:
             return None
         values = self._values_by_checkpoint.get(enclosing.recomputation.checkpoint)
         return None if values is None else values.next(enclosing.recomputation.run_id)
 
     def on_release(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as no checkpoint holds a value: immediately if none does now."""
+        """Call `call` as soon as no activation checkpoint holds a value: immediately if none holds one now."""
 
         def call_if_empty() -> None:
             if not self:
@@ -88,10 +91,10 @@ class CheckpointedValues(Generic[Value]):
 
 
 class _ForwardValues(Generic[Value]):
-    """Values stored in one checkpoint's forward, and the index of the recomputation's next value.
+    """Values of one activation checkpoint, and the index of the value that the recomputation reads next.
 
     Attributes:
-        outer: this checkpoint, and all checkpoints around its first forward.
+        outer: this checkpoint, and all checkpoints that contained its first forward.
     """
 
     def __init__(self, outer: list[Any]) -> None:

@@ -75,7 +75,7 @@ class RouteChunks:
     def indices_in(self, other: RouteChunks) -> list[Tensor]:
         """Return, per chunk, the indices of its rows in the joined chunks of `other`, which hold the same rows."""
         results = self.buffers.results
-        return match_rows(other.arrivals, self.arrivals, results.peers, results.rows.shape[2])
+        return match_rows(other.arrivals, self.arrivals, results.num_peers, results.rows.shape[2])
 
 
 class Route:
@@ -158,7 +158,7 @@ class Route:
             wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
-        # Chunks hide the dispatch otherwise. Far peers get longer runs of results if rows are in order of sources.
+        # Chunks hide the dispatch otherwise. Remote peers get longer runs of results if rows are in order of sources.
         tile = buffers.tokens.tile
         by_arrival = self.degrees == (1, 1) and buffers.network is None and self._capacity > tile
         arrival_tile = tile if by_arrival else None

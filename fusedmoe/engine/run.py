@@ -1,10 +1,10 @@
 """Tasks of a plan from dispatch to combine, forward and backward, for single layers and for blocks.
 
 Single layers (`engine/planned.py`) and blocks (`fusedmoe/blocks`) subclass `PassRun` and define the rows that a chunk
-sends (`start`) and the use of the combined rows (`finish`).
+sends (`prepare_rows`) and the use of the combined rows (`store_results`).
 
-    forward     start → dispatch → all-gather → expert → reduce-scatter → combine → finish       rows
-    backward    start → dispatch → all-gather → expert → reduce-scatter → combine → finish       gradients
+    forward     prepare_rows → dispatch → all-gather → expert → reduce-scatter → combine → store_results    rows
+    backward    prepare_rows → dispatch → all-gather → expert → reduce-scatter → combine → store_results    gradients
 
 The backward of combine is a dispatch, and the backward of dispatch is a combine: both passes share
 `PassRun.dispatch` and `PassRun.combine`.
@@ -249,16 +249,16 @@ class PassRun:
         """Return the transfers of expert replicas of the task's layer; None: static experts."""
         return self.settings.replicas
 
-    def start(self, task: Task) -> None:
-        """Set the rows that a chunk sends."""
+    def prepare_rows(self, task: Task) -> None:
+        """Set the rows that a chunk sends, at the start of its dispatch."""
         raise NotImplementedError
 
-    def finish(self, task: Task, rows: Tensor) -> None:
-        """Store the combined results of one chunk."""
+    def store_results(self, task: Task, rows: Tensor) -> None:
+        """Store the combined results of a chunk, `rows`, at the end of its combine."""
         raise NotImplementedError
 
     def dispatch(self, task: Task) -> None:
-        self.start(task)
+        self.prepare_rows(task)
         chunk = self.chunks[task.layer][task.chunk or 0]
         chunk.rows = self._transfer("dispatch", chunk.exchange.dispatch, task, chunk)
         # Expert ids and weights are dispatched in the forward pass; gradients of weights are combined in the backward.
@@ -294,7 +294,7 @@ class PassRun:
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.combine(self.keep_alive(chunk.pair_values))
         if rows is not None:
-            self.finish(task, rows)
+            self.store_results(task, rows)
 
     def _transfer(self, name: str, move: Callable[[Tensor], Tensor], task: Task, chunk: Chunk) -> Tensor:
         rows, chunk.rows = chunk.rows, None

@@ -86,7 +86,7 @@ class WrapperCheck:
         self.checked_state = (0, 0)
 
     def __call__(self) -> None:
-        """Check FSDP2, and DistributedDataParallels made before this check, if there are new modules or parameters.
+        """Check modules wrapped by FSDP2 or DistributedDataParallel, if any were added since the last check.
 
         Raises:
             ConfigError: a wrapper reduces split parameters over ranks that hold other experts.
@@ -116,7 +116,10 @@ class WrapperCheck:
         return self.has_other_experts(dist.get_process_group_ranks(wrapper.process_group))
 
     def split_parameters(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
-        """Return the parameters that ep or esp split, by module and name; adapter factors may be replicated."""
+        """Return the parameters that differ between EP or ESP ranks, by (submodule, name in it).
+
+        Parameters that the experts' `shardings` mark as replicated, such as adapter factors, are left out.
+        """
         split, shardings = {}, getattr(self._experts, "shardings", {})
         for name, parameter in self._experts.named_parameters():
             if not self._axes.isdisjoint(shardings.get(name, self._axes)):

@@ -71,7 +71,11 @@ class SoftRouting:
 
 
 def trait_applies(cls: type, trait: str, methods: Collection[str]) -> bool:
-    """Return whether the class attribute `trait` holds for `cls`: no subclass of its owner overrides any `methods`."""
+    """Return whether the class attribute `trait`, which describes some methods, is still true of `cls`.
+
+    False if `cls` inherits the attribute from a base class, and a class in between overrides one of `methods`: the
+    attribute describes the methods of its own class.
+    """
     for base in cls.__mro__:
         if trait in vars(base):
             return True

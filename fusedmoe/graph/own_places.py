@@ -242,13 +242,17 @@ class CapturedBackward:
         self._names = [describe(node) if isinstance(node, fx.Node) else "" for node in outputs]
 
     def find_differences(
-        self, run: Callable[[list[Any]], Any], outputs: Sequence[Any], replaced: Mapping[int, Tensor], tolerance: float
+        self,
+        run: Callable[[list[Any]], Any],
+        forward_outputs: Sequence[Any],
+        replaced: Mapping[int, Tensor],
+        tolerance: float,
     ) -> list[str]:
         """Return a message on the first gradient that changes if forward outputs are replaced; [] if none. Collective.
 
         `run`: the compiled pass. `tolerance`: relative to a gradient's norm.
         """
-        captured = dict(zip(self._saved, outputs, strict=True))
+        captured = dict(zip(self._saved, forward_outputs, strict=True))
         zeroed = captured | {self._saved[index]: tensor for index, tensor in replaced.items()}
         gradients: dict[str, Tensor] = {}
         for name, like in self._inputs:

@@ -120,7 +120,7 @@ def base_order_of(
 def exposed_gaps(
     instructions: Instructions, base_order: BaseOrder, comm_s: Callable[[fx.Node], float]
 ) -> tuple[list[int], list[Gap]]:
-    """Return the all-to-alls with waits and, for each, its exposed seconds and the units that may hide it."""
+    """Return the all-to-alls with waits and, for each, its seconds not hidden yet and the units that may hide them."""
     nodes = instructions.nodes
     collectives = union(1 << start | waits for start, waits in instructions.waits.items())
     starts = [

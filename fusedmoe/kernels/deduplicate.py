@@ -142,7 +142,11 @@ def decode(code_P: Tensor) -> ReceivedPairs:
 
 
 def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
-    """Concatenate codes and router weights of pairs into [N, bytes]; None if there are neither."""
+    """Return the message with one row per sent (token, k) pair: its code and its router weight, as bytes [N, bytes].
+
+    A code is a packed expert assignment (see the module). Without codes, returns the weights alone, [N, 1]; without
+    either, None.
+    """
     if code_N is None:
         return None if weight_N is None else weight_N[:, None]
     # Bytes: some backends do not support 16-bit integers.
@@ -152,7 +156,7 @@ def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
 
 
 def unpack(message_P: Tensor, code: torch.dtype, weight: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Split a message into codes and router weights, if any."""
+    """Split a message of `pack` into codes (packed expert assignments) and router weights, if any."""
     # Clone, because a contiguous slice may be unaligned.
     halves = message_P[:, : code.itemsize], message_P[:, code.itemsize :]
     code_P, weight_P = (half.clone(memory_format=torch.contiguous_format).view(-1) for half in halves)
@@ -167,7 +171,7 @@ def pairs_from_counts(counts_RE: Tensor, rows: int) -> ReceivedPairs:
 
 
 def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor, k: int) -> Tensor:
-    """Return [sources] bool: whether a source's codes contradict its announced counts of pairs and tokens."""
+    """Return [sources] bool: whether a source's codes contradict the numbers of pairs and tokens that it announced."""
     sources, experts = counts_RE.shape
     pairs_R = counts_RE.sum(1)
     source_P = torch.repeat_interleave(pairs_R, output_size=len(code_P))

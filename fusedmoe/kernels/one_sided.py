@@ -1,21 +1,24 @@
 """One-sided dispatch: data structures and row tables of kernels that write tokens directly to peer ranks' memory.
 
-The sender writes each token once to every rank that hosts one of its experts, at a place in the receiver's buffer that
-the sender selects. It also sends routing metadata: per local expert the number of rows and the first row of their
-results, then per row the token's place and its router weight. The receiver sorts rows by expert, source and sender
-order, as the collective path does.
+The sender writes each token once to every rank that hosts one of its experts, to a row of the receiver's buffer that
+the sender selects. It also sends routing metadata, in lines of two int32. The first lines are, for each expert of the
+receiver, the number of rows and the first row of their results at the sender. A line for each row follows: the buffer
+row of its token, and its router weight. The receiver sorts rows by expert, source and sender order, as the collective
+path does.
 
-Example, two ranks of one expert each, degree 1: rank 0 has tokens a, b, c with experts {0, 1}, {1}, {1}. It puts a to
-rank 0, and a, b, c to places 0, 1, 2 of rank 1. Rank 1 reads in the metadata: 3 rows of its expert, whose results
-return to rows 1, 2, 3 of rank 0's results (row 0 belongs to expert 0); then places 0, 1, 2 and the weights.
+Example, two ranks of one expert each, one chunk: rank 0 has tokens a, b, c with experts {0, 1}, {1}, {1}. It puts a to
+rank 0, and a, b, c to buffer rows 0, 1, 2 of rank 1. The metadata for rank 1 are: 3 rows of its expert, whose results
+return to rows 1, 2, 3 of rank 0's results (row 0 belongs to expert 0); then buffer rows 0, 1, 2 with the weights.
 
 With several chunks, tokens are ordered by the first chunk that needs them. If forward has r and backward r' chunks,
 tokens ordered for lcm(r, r') chunks are in order for both.
 
-A peer is far if this GPU cannot address its memory (another node). Rows for it are first stored in local NVSHMEM memory
-(staging) and then sent (`triton/one_sided/network.py`). Fields `network` are None without far peers.
+A remote peer is a rank whose memory this GPU cannot address (on another node); all other peers are near. Rows for
+remote peers are first stored in local NVSHMEM memory (staging) and then sent (`triton/one_sided/network.py`). Fields
+`network` are None without remote peers.
 
-`define_…` functions are references for the plan kernels, without host synchronization if row counts are bounds.
+`define_…` functions are the reference implementations of the plan kernels. They do not synchronize with the device if
+the row counts that they receive are upper bounds.
 """
 
 from __future__ import annotations
@@ -73,11 +76,11 @@ class RowLimit(NamedTuple):
 
 
 class Network(NamedTuple):
-    """NVSHMEM access to far peers.
+    """NVSHMEM access to remote peers.
 
     Attributes:
-        pe_W: int32, PE of each rank.
-        dummy_signal: [1] int64 in symmetric memory, write-only.
+        pe_W: int32, PE (NVSHMEM's rank number) of each rank.
+        dummy_signal: [1] int64 in symmetric memory; kernels write to it where a thread has no signal to set.
         libraries: bitcode that kernels with NVSHMEM calls are linked with.
     """
 
@@ -96,26 +99,30 @@ def nvshmem_options(network: Network | None) -> dict[str, Any]:
 
 
 def network_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return a kernel's PE table and dummy signal; (None, None) without far peers."""
+    """Return a kernel's PE table and dummy signal; (None, None) without remote peers."""
     return (None, None) if network is None else (network.pe_W, network.dummy_signal)
 
 
 class ReceiveBuffer(NamedTuple):
     """A receive buffer as passed to kernels.
 
-    Each rank has a copy. Tables contain the addresses of the ranks' copies, 0 for ranks reached over the network.
+    Every rank has a copy of the buffer, to which its peers write. A copy has several slots; an exchange uses one of
+    them. The exchanges in a slot are numbered from 1; the number is the slot's epoch.
 
     Attributes:
-        rows: [slots, W, C, M], written by the W ranks; or [slots, 1, C, M], one source for all.
-        row_table, signal_table, credit_table: [W], of `rows`, `signals` and `credits`.
-        signals: [slots, W, T] int64 of this rank; T = C / tile if tiles have signals.
+        rows: [slots, W, C, M], this rank's copy: C rows for each source rank; or [slots, 1, C, M] for a single source.
+        row_table, signal_table, credit_table: [W], addresses of `rows`, `signals` and `credits` on every rank; 0 for
+            remote peers.
+        signals: [slots, W, T] int64: a source rank sets a signal to the epoch once the rows are written. T = C / tile
+            if each tile of rows has a signal.
         tile: rows per signal.
-        credits: [slots, W] int64, the last exchange of this rank in a slot that each peer has read.
+        credits: [slots, W] int64: per peer, the epoch of the last exchange of this rank that the peer has read from the
+            slot. This rank writes to the slot again only after this credit.
         epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
-            that gives credit to a peer then increments the peer's copy.
-        me: this rank.
-        network: NVSHMEM access to far peers; None without any.
-        staging: [slots, W, C, M], outgoing rows for far peers; None without any, or if rows are staged elsewhere.
+            that sets the credit at a peer then increments the peer's copy.
+        me: this rank's index.
+        network: NVSHMEM access to remote peers; None without any.
+        staging: [slots, W, C, M], outgoing rows for remote peers; None without any, or if rows are staged elsewhere.
     """
 
     rows: Tensor
@@ -135,7 +142,7 @@ class ReceiveBuffer(NamedTuple):
         return self.rows.shape[0]
 
     @property
-    def peers(self) -> int:
+    def num_peers(self) -> int:
         return self.credits.shape[1]
 
 
@@ -144,10 +151,10 @@ class Addresses(NamedTuple):
 
     Attributes:
         peer_N: int32, destination rank.
-        store_N: int64, address the kernel stores to: at the peer, or in staging for a far peer, where consecutive rows
-            are adjacent.
-        target_N: int64, address in this rank's symmetric memory that corresponds to the row's at the far peer; 0 for
-            near peers. None without far peers.
+        store_N: int64, address to which the kernel stores the row: at a near peer, or in staging for a remote peer.
+            Consecutive rows are adjacent in staging.
+        target_N: int64, for remote peers the row's destination as NVSHMEM expects it: the corresponding address in this
+            rank's symmetric memory. 0 for near peers; None without remote peers.
     """
 
     peer_N: Tensor
@@ -157,7 +164,10 @@ class Addresses(NamedTuple):
 
 
 class PeerSignal(NamedTuple):
-    """This rank's signal at every peer: index `signal_index` of their `signals`, at addresses `table` [W]."""
+    """The signal that this rank sets at each peer: element `signal_index` of the peers' `signals`.
+
+    `table`: [W], addresses of `signals` on every rank.
+    """
 
     signals: Tensor
     signal_index: int
@@ -169,12 +179,12 @@ class Put(NamedTuple):
 
     Attributes:
         like: tensor of the rows' dtype.
-        weight_N: factors, or None for 1.
+        weight_N: factors of the rows; None for 1.
         num_rows_W: int32, number of rows for each peer.
-        counter_W: int32 zeros, count of rows done in a launch.
-        signal_W: int64, addresses of the signals to set to `epoch[0]` once all rows are written; a dummy for far peers,
-            which `peer_signal` signals.
-        epoch: int64, exchange number.
+        counter_W: int32, 0 before a launch, which counts the rows written for each peer.
+        signal_W: int64, per peer the address of the signal to set to `epoch[0]` once all its rows are written. For
+            remote peers an unused local signal; theirs are set with `peer_signal`.
+        epoch: int64, number of the exchange.
     """
 
     like: Tensor
@@ -188,11 +198,11 @@ class Put(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Rows of the receive buffer to wait for, listed by `layout.source_N`.
+    """Signals of a receive buffer that a kernel awaits before it reads rows; its `layout.source_N` lists the rows.
 
     Attributes:
-        signals, tile: [..., T] int64, in order of the buffer's rows, one per `tile` rows.
-        epoch: int64; the first element is the exchange number.
+        signals: [..., T] int64, one signal per `tile` rows, in the order of the buffer's rows.
+        epoch: int64; the first element is the number of the exchange.
         by_arrival: each expert's rows are sorted by arrival (`define_arrivals`).
     """
 
@@ -208,9 +218,10 @@ class Sends(NamedTuple):
     """Flat tables of the tokens and routing metadata that a rank puts to its peers' receive buffers.
 
     Attributes:
-        token_WC, token_used_W: int32, token at each place of a peer's buffer, and number of tokens for each peer.
-        metadata: [E + N, 2] int32, lines for all peers.
-        line_WC, line_used_W: int32, indices and number of the lines for each peer.
+        token_WC, token_used_W: int32, the token that is written to each row of a peer's buffer, and the number of
+            tokens for each peer.
+        metadata: [E + N, 2] int32, metadata lines for all peers (see the module).
+        line_WC, line_used_W: int32, the lines in `metadata` that each peer receives, and their number.
     """
 
     token_WC: Tensor
@@ -221,14 +232,14 @@ class Sends(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """One chunk of received rows, sorted by local expert, source, and sender order, or as in `define_arrivals`.
+    """Routing of one chunk of received rows, sorted by local expert, source, and sender order (`define_arrivals`).
 
     Attributes:
-        layout: its `source_N` are rows of a buffer slot; may have padding.
+        layout: sorts the rows by expert; its `source_N` are rows of a buffer slot. May have padding.
         weight_R: float32 router weights.
         peer_R: int32, source rank of each row.
-        result_row_R: int64, row of the result at the source.
-        num_rows_W: int32, number of rows of each source.
+        result_row_R: int64, row of the source's result buffer that receives the result of each row.
+        num_rows_W: int32, number of rows from each source.
     """
 
     layout: Layout
@@ -239,12 +250,12 @@ class Arrivals(NamedTuple):
 
 
 class ReturnBuffers(NamedTuple):
-    """Rows in all ranks' memory that receive one result per received row.
+    """Result buffers of all ranks, to which the experts' ranks write one result per row.
 
     Attributes:
-        own: [slots, places, width], this rank's copy.
-        table: [W] addresses of all ranks' copies, 0 for far peers.
-        staging: [rows, width], outgoing rows for far peers, of all chunks in order; None without any.
+        own: [slots, rows, width], this rank's buffer.
+        table: [W] addresses of all ranks' buffers, 0 for remote peers.
+        staging: [rows, width], outgoing rows for remote peers, of all chunks in order; None without any.
     """
 
     own: Tensor
@@ -261,8 +272,9 @@ class ArrivedChunk(NamedTuple):
     """One chunk of received rows, and the destinations of its results.
 
     Attributes:
-        results, values: addresses, by result slot, of the rows' results and of the accompanying scalars.
-        counters: per pass int32 zeros [W], counts of rows done (`Put`).
+        results, values: per slot of the result buffer, the destinations of the rows' results, and of one scalar per row
+            that is sent with them.
+        counters: `Put.counter_W` of each pass.
         tiles: row tiles by tile height.
     """
 
@@ -273,19 +285,20 @@ class ArrivedChunk(NamedTuple):
     tiles: Mapping[int, Tiles]
 
 
-def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
-    """Return the chunk of row `place` among an expert's `count` rows; chunk j starts at row ⌊count·j/degree⌋."""
-    return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
+def chunk_of(row: Tensor, count: Tensor, degree: int) -> Tensor:
+    """Return the chunk of row `row` among an expert's `count` rows; chunk j starts at row ⌊count·j/degree⌋."""
+    return ((row + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
 def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
-    """Plan the tokens this rank puts to each peer, their order, and the routing metadata.
+    """Select the tokens that this rank puts to each peer, their order, and the routing metadata.
 
     Args:
         layout: this rank's tokens over all E experts; rank p hosts experts from p·E/peers on.
         weight_SK: router weight of each pair; None for 1.
+        peers: number of ranks.
         degree: number of chunks of the receivers; determines the token order.
-        capacity, lines: places per source rank in a peer's buffers of tokens and of metadata lines.
+        capacity, lines: rows per source rank in a peer's token buffer, and lines per source in its metadata buffer.
     """
     assert layout.source_N is not None
     device, tokens, rows = layout.counts_E.device, layout.tokens, layout.rows
@@ -302,16 +315,16 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
     first_SW = first[:-1].view(tokens, peers)
     # Tiles of the first chunk are complete earliest.
     token_SW = first_SW.argsort(dim=0, stable=True)
-    place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _row_index_like(token_SW))
+    buffer_row_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _row_index_like(token_SW))
     token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
     token_WC[:, :tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
-    # A line per expert: number of rows, first row. Then a line per row: place of its token, bits of its weight.
+    # A line per expert: number of rows, first row. Then a line per row: buffer row of its token, bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
-    place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
+    buffer_row_N = buffer_row_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
-    body = torch.stack([place_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
+    body = torch.stack([buffer_row_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
     own_W1 = torch.arange(peers, device=device)[:, None]
@@ -336,17 +349,18 @@ def define_arrivals(
     rows: Sequence[int],
     arrival_tile: int | None = None,
 ) -> list[Arrivals]:
-    """Decode the routing metadata into the layout of received rows, chunk by chunk.
+    """Decode the routing metadata into the routing of the received rows, chunk by chunk.
 
     Rows beyond a chunk's bound are dropped; no rank waits for their results.
 
     Args:
-        metadata_WC2: int32, routing metadata of all ranks.
+        metadata_WC2: int32, metadata lines received from all ranks.
         experts: number of local experts.
-        capacity: places per source in a buffer slot.
+        degree: number of chunks.
+        capacity: rows per source in a buffer slot.
         rows: row count of each chunk, or upper bounds.
-        arrival_tile: sort each expert's rows by arrival, i.e. by token tile of that size, source, and sender order; for
-            one chunk.
+        arrival_tile: None: each expert's rows are sorted by source and sender order. Otherwise they are sorted by
+            expected arrival: by tile of this many tokens, then source, then sender order. Only for one chunk.
     """
     peers, device = metadata_WC2.shape[0], metadata_WC2.device
     counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
@@ -386,20 +400,23 @@ def define_arrivals(
 
 
 def define_addresses(peer_R: Tensor, result_row_R: Tensor, rows: ReturnBuffers, slot: int, first: int) -> Addresses:
-    """Compute row addresses in the peers' copies; for far peers, in staging from row `first` on."""
+    """Return the destination of each result row in its peer's result buffer (`rows`).
+
+    `first`: row of the staging buffer from which the rows for remote peers are stored.
+    """
     base_R, target_R = rows.table[peer_R.long()], (slot * rows.own.shape[1] + result_row_R) * rows.row_bytes
     if rows.staging is None:
         return Addresses(peer_R, base_R + target_R)
     staging_R = rows.staging.data_ptr() + (first + torch.arange(peer_R.numel(), device=peer_R.device)) * rows.row_bytes
-    far_R = base_R == 0
-    store_R = torch.where(far_R, staging_R, base_R + target_R)
-    return Addresses(peer_R, store_R, torch.where(far_R, rows.own.data_ptr() + target_R, 0), rows.network)
+    is_remote_R = base_R == 0
+    store_R = torch.where(is_remote_R, staging_R, base_R + target_R)
+    return Addresses(peer_R, store_R, torch.where(is_remote_R, rows.own.data_ptr() + target_R, 0), rows.network)
 
 
 def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, results_per_source: int) -> list[Tensor]:
-    """Map each row of the new chunks to its index among the old chunks' concatenated rows.
+    """Return, for each new chunk, the index of its rows among the concatenated rows of the old chunks.
 
-    Both have the same rows, identified by source and result row. Padding maps to an arbitrary row.
+    Old and new chunks contain the same rows, identified by source rank and result row. Padding gets an arbitrary index.
     """
     # Table over all result rows; padding shares the last entry.
     device = old[0].result_row_R.device
@@ -419,7 +436,7 @@ def _keys(arrivals: Arrivals, results_per_source: int, padding: int) -> Tensor:
 
 
 def without_sources(arrivals: Arrivals) -> Layout:
-    """Return the layout for rows that were copied out of the buffer into sorted order: row n is x[n]."""
+    """Return the layout of rows that were copied from the buffer into the order of the layout."""
     return replace(arrivals.layout, source_N=None)
 
 

@@ -67,7 +67,8 @@ class LayerPlans:
     Args:
         is_placed: experts are dynamically placed.
     Attributes:
-        assigned: plans that override the schedule; not copied with the layer.
+        assigned: plans that override the schedule; not copied with the layer. A recomputation reuses the plans of the
+            forward that it repeats.
         shared: the layer's shared expert, if its plans compute it; None: they do not.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
@@ -84,7 +85,7 @@ class LayerPlans:
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
         self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
-        self._plans_since_forward = ForwardDecision[AssignedPlans]()
+        self._forward_plans = ForwardDecision[AssignedPlans]()
 
     def __getstate__(self) -> dict[str, Any]:
         # Assigned plans belong to one layer of a step's plan, with its gradient reducer.
@@ -141,9 +142,9 @@ class LayerPlans:
         return self.assigned_plans()
 
     def assigned_plans(self) -> AssignedPlans | None:
-        if self.assigned is None and self._plans_since_forward.value is None:
+        if self.assigned is None and self._forward_plans.value is None:
             return None
-        return self._plans_since_forward.decide(lambda: self.assigned)
+        return self._forward_plans.decide(lambda: self.assigned)
 
 
 class PlannedLayer:
@@ -164,8 +165,8 @@ class PlannedLayer:
         return self.dispatcher.follows_plans and not self.plans.is_unplanned
 
     @property
-    def is_capturable(self) -> bool:
-        """True if a compiler can capture the exchange, because all its work consists of operators."""
+    def can_compile_exchange(self) -> bool:
+        """True if a graph of torch.compile can contain this layer's exchange, whose work then consists of operators."""
         # With several ranks only as one graph: otherwise every operator would break the graph.
         whole = self.dispatcher.collectives is None or graph_allows_dynamic_sizes()
         return self.dispatcher.compiles and whole and (not self.is_planned or self.plans.can_compile)
@@ -217,7 +218,7 @@ def is_captured(layer: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> b
     # A graph checks cu_seqlens on this rank only; other ranks would wait for it.
     if cu_seqlens is not None and layer.topology.size > 1:
         return False
-    captured: bool = not layer.hooks and layer.topology.mp.size == 1 and layer.is_capturable
+    captured: bool = not layer.hooks and layer.topology.mp.size == 1 and layer.can_compile_exchange
     return captured
 
 

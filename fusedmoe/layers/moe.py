@@ -308,7 +308,11 @@ class MoELayer(PlannedLayer, nn.Module):
         masked: bool,
         shared: SharedExpert | None,
     ) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 7; also returns the auxiliary loss, made dependent on the exchange in a graph."""
+        """Steps 4 to 7: exchange metadata, dispatch, run the experts, combine. Returns y_SM and the auxiliary loss.
+
+        In a compiled graph the returned loss may depend on the exchange: otherwise the compiler would remove an
+        exchange whose results this rank does not use, and the other ranks would wait for it.
+        """
         nonfinite, aux = self.checks.nonfinite_logits(routing), routing.aux_loss
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite, shared)
         count = None if nonfinite is None else nonfinite.number

@@ -164,7 +164,12 @@ def _schedule_names() -> tuple[str, ...]:
 
 
 class _FusedChoice(NamedTuple):
-    """Seconds of both passes with a fused operation, and its chunks forward and backward."""
+    """The chosen chunks of a fused operation.
+
+    Attributes:
+        seconds: time of both passes.
+        degrees: number of chunks in forward and in backward.
+    """
 
     seconds: float
     degrees: tuple[int, int]
@@ -173,7 +178,7 @@ class _FusedChoice(NamedTuple):
 def _best_fused(
     kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_regroup: bool
 ) -> _FusedChoice | None:
-    """Return a fused operation's fastest measured chunks, or its predicted time in one chunk if it never ran.
+    """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if it never ran.
 
     None: the operation has no costs. Different numbers of chunks add a copy of saved tensors
     (`LayerCosts.regroup_s`).

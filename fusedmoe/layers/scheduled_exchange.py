@@ -56,8 +56,8 @@ class ExternalExperts:
         return y_SM
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        chunks: Any = self.module
-        of_rows: ChunkExperts = chunks.in_chunks(x_SM)
+        module: Any = self.module
+        of_rows: ChunkExperts = module.in_chunks(x_SM)
         return of_rows
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:

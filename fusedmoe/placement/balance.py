@@ -63,8 +63,8 @@ class Balance:
 
     Attributes:
         placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
-        tokens_WE: [W, E] int64, rows of each rank for each expert.
-        computed_EV: [E, V] int64, rows of each expert that each rank computes (V = W).
+        tokens_WE: [W, E] int64, rows for each expert, by the rank whose tokens they are.
+        computed_EV: [E, V] int64, rows of each expert, by the rank that computes them.
     """
 
     placement: Placement
@@ -225,7 +225,7 @@ def auto_balance(
 
 
 def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
-    """Return the exposed seconds of transfers for replicas that are not in `before`.
+    """Return the seconds that the transfers of new replicas, those not in `before`, add to the layer's time.
 
     Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
     `before` first, then those of the new replicas.

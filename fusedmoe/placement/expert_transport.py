@@ -29,7 +29,7 @@ Transfers = Sequence[tuple[int, int, int, int]]
 
 
 class ReplicaGrads(NamedTuple):
-    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per table."""
+    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per parameter."""
 
     expert: int
     parts: tuple[Tensor, ...]
@@ -89,8 +89,8 @@ class SparseCollectives:
 
         Args:
             row_of_expert: the table row of each expert that this rank holds or receives.
-            tables: [rows, ...], contiguous, with equal trailing shapes and dtypes on every rank. Received experts are
-                written to them until the work is done.
+            tables: [rows, ...] per parameter, contiguous, with equal trailing shapes and dtypes on every rank (see
+                `ExpertTable`). Received experts are written to them until the work is done.
             recording: a context around the transfers, which measures them.
         """
         return self._start(_TransferCall("sparse all-gather", transfers, row_of_expert, tables, None, recording))
@@ -184,21 +184,21 @@ class SparseCollectives:
         return arrived
 
     def _exchange(self, call: _TransferCall) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """Send this rank's experts of one step. Returns each received expert with a part per table."""
+        """Send this rank's experts of one step. Returns the received experts, each with a tensor per parameter."""
         me, size, tables = self._group.index, self._group.size, call.tables
         sizes = [_row_bytes(table) for table in tables]
         sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)
         received = sorted((source, expert) for expert, source, target, _ in call.transfers if target == me)
-        send = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
-        recv = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
+        send_bytes = [sum(sizes) * sum(target == rank for target, _ in sent) for rank in range(size)]
+        recv_bytes = [sum(sizes) * sum(source == rank for source, _ in received) for rank in range(size)]
         sent_rows = [call.row_of_expert[expert] for _, expert in sent]
         parts = [table[row].reshape(-1).view(torch.uint8) for row in sent_rows for table in tables]
         bytes_ = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tables[0].device)
         if self._one_sided is None:
-            bytes_ = all_to_all_rows(self._group, bytes_, send, recv, call.operation)
+            bytes_ = all_to_all_rows(self._group, bytes_, send_bytes, recv_bytes, call.operation)
         else:
             most = sum(sizes) * max(Counter((source, target) for _, source, target, _ in call.transfers).values())
-            bytes_ = self._one_sided.exchange(bytes_, send, recv, most, call.operation)
+            bytes_ = self._one_sided.exchange(bytes_, send_bytes, recv_bytes, most, call.operation)
         pieces = iter(bytes_.split(sizes * len(received)))
         return [(expert, tuple(_view_as_row(next(pieces), table) for table in tables)) for _, expert in received]
 

@@ -208,7 +208,7 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
 
 
 def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
-    """Return the exposed seconds of the sparse all-gather from `before` to `after` and its reduce-scatter."""
+    """Return the seconds of the sparse all-gather from `before` to `after` and its reduce-scatter, if not hidden."""
     return 2 * transfers_s(gather_transfers(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 
@@ -290,18 +290,24 @@ def _assign_busiest(
     free_W: NDArray[np.int64],
     nodes: Nodes,
 ) -> NDArray[np.int64]:
-    """Choose the owners of the busiest experts, -1 in `others_LE`. Returns the owners of all experts, [L, E].
+    """Choose the owners of the t busiest experts of each layer. Returns the owners of all experts, [L, E].
 
     A busiest expert stays with its owner in `before_LE` if that rank has a free slot and few other busiest experts.
+
+    Args:
+        before_LE: owners before the resharding.
+        others_LE: new owners of all other experts, and -1 for the busiest.
+        busiest_LT: the t busiest experts of each layer, the busiest first.
+        free_W: free slots of each rank for owned experts.
     """
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
     # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.
     to_reassign = []
-    for place in range(t):
-        for layer, expert in enumerate(busiest_LT[:, place].tolist()):
+    for column in range(t):
+        for layer, expert in enumerate(busiest_LT[:, column].tolist()):
             rank = int(before_LE[layer, expert])
             # An owner of many of a layer's t busiest experts would send them all, and sum their gradients.
-            is_crowded = (owner_LE[layer, busiest_LT[layer, :place]] == rank).sum() * nodes.ranks >= t
+            is_crowded = (owner_LE[layer, busiest_LT[layer, :column]] == rank).sum() * nodes.ranks >= t
             if free_W[rank] > 0 and not is_crowded:
                 owner_LE[layer, expert] = rank
                 free_W[rank] -= 1

@@ -304,7 +304,9 @@ class PlacedExperts:
     def call(
         self, run: Callable[[Experts, ReplicaCall], T], *, wait_first: bool = False, fetch_first: bool = True
     ) -> T:
-        """Return `run(experts, replicas)`, where the experts' parameters are the tables with replicas. Collective.
+        """Return `run(experts, replicas)`, during which the experts' parameters are the tables. Collective.
+
+        A table has the rows of owned experts, then of replicas (`ExpertTable`).
 
         `wait_first`: wait for replicas before `run`. `fetch_first`: start fetching them before `run`; False: a plan's
         task fetches them during `run`.
@@ -344,7 +346,10 @@ class PlacedExperts:
         return y
 
     def _attach_tables(self, tables: Sequence[Tensor]) -> tuple[list[Tensor], SendGradients | None]:
-        """Attach the tables to the parameters in autograd. Also returns the sender of gradients, None if frozen."""
+        """Connect the tables to the parameters in autograd (`attach_tables`).
+
+        Also returns the function that sends gradients to the owners; None if all parameters are frozen.
+        """
         if self._gradient_route is None:  # `begin` was not called with gradients enabled
             self._create_gradient_route()
         assert self._gradient_route is not None

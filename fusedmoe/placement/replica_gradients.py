@@ -1,9 +1,12 @@
 """Autograd of replicas: forward maps owned parameters to the rank's tables, backward sends gradients to the owners.
 
+A table has the weights of all experts that a rank holds, for one parameter: the rows of its own experts, then the rows
+of replicas (`ExpertTable`).
+
 The backward of `attach_tables` sends replica gradients once the layer's backward is done. The backward of
-`receive_gradients` waits for them and adds them to the owners' gradients. It runs before the whole model in forward, so
-last in backward, and the backward of other layers hides the transfers (Hecate, section 4.1). Gradient hooks and `.grad`
-see complete gradients.
+`receive_gradients` waits for the gradients from other ranks and adds them to the owners' gradients. Its forward runs
+before the whole model, so its backward runs last, and the backward of other layers hides the transfers (Hecate, section
+4.1). Gradient hooks and `.grad` see complete gradients.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from torch import Tensor
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.placement.expert_transport import SparseWork
 
-# Starts sending gradients of a rank's tables, [rows, ...] for each parameter that requires gradients.
+# Starts sending the replica rows of table gradients: [rows, ...] for each parameter that requires gradients.
 SendGradients = Callable[[Sequence[Tensor]], SparseWork]
 
 
 class GradientRoute:
-    """State of one forward's gradient transfers, shared by `receive_gradients` and `attach_tables`.
+    """Transfers of replica gradients to the owners that belong to one forward pass.
+
+    `attach_tables` starts the transfers in backward, `receive_gradients` waits for them.
 
     Attributes:
         row_of_expert: row of each owned expert in the parameters.
         needs_grad: per parameter, whether it requires gradients.
-        works: started transfers.
+        works: transfers that were started and not yet awaited.
         is_sent: a task of a plan has sent the gradients; autograd must not send them again.
     """
 
@@ -42,16 +47,21 @@ class GradientRoute:
 
 
 def receive_gradients(parameters: Sequence[Tensor], route: GradientRoute) -> tuple[Tensor, ...]:
-    """Identity on the parameters. Its backward waits for replica gradients and adds them. Saves no tensors."""
+    """Return aliases of the parameters. Backward waits for the gradients of their replicas and adds them."""
     return _ReceiveGradients.apply(route, *parameters)
 
 
 def attach_tables(
     parameters: Sequence[Tensor], tables: Sequence[Tensor], route: GradientRoute, send: SendGradients
 ) -> tuple[Tensor, ...]:
-    """Attach the tables to the parameters in autograd. Backward sends replica rows' gradients to the owners.
+    """Return the tables with the parameters as their inputs in the autograd graph.
 
-    `parameters`: outputs of `receive_gradients`, [owned, ...]. `tables`: [rows, ...], owned rows, then replica rows.
+    Backward passes the gradients of owned rows to the parameters, and sends the gradients of replica rows to the ranks
+    that own these experts.
+
+    Args:
+        parameters: [owned, ...], outputs of `receive_gradients`.
+        tables: [rows, ...], for each parameter the owned rows, then the replica rows.
     """
     return _AttachTables.apply(route, send, list(tables), *parameters)
 
@@ -62,9 +72,11 @@ def send_accumulated(
     inputs: Sequence[Tensor | None],
     totals: Sequence[Tensor | None] | None,
 ) -> SparseWork:
-    """Compute the gradients of the tables, and send those of replicas with `send`.
+    """Compute the gradients of the tables from the gradients of the experts' inputs, and send those of replica rows.
 
-    `totals`: gradients of `inputs`, which depend on the tables (for example the tables cast under autocast).
+    Args:
+        inputs: the weights that the experts used, which depend on the tables (for example cast under autocast).
+        totals: gradients of `inputs`, summed over chunks; None: there are none.
     """
     tables = [table for table in tables if table.requires_grad]
     pairs = zip(inputs, totals or [None] * len(inputs), strict=True)
@@ -80,7 +92,7 @@ def send_accumulated(
 
 
 def before_backward(y: Tensor, call: Callable[[], None]) -> Tensor:
-    """Identity on `y`. Its backward first calls `call`, for example to fetch released replicas."""
+    """Return `y`. Backward calls `call` before the backward of `y`, for example to fetch released replicas."""
     return _BeforeBackward.apply(y, call)
 
 

@@ -66,7 +66,8 @@ class _ReplicaSearch:
 
     A placement is rated by a vector [C] of token counts in one all-to-all: [W] that each rank computes, [W] that it
     receives from other nodes, and [N] that each rank of a node sends to other nodes. A change of one expert is (expert,
-    from, to): the rank that loses and the rank that gets a replica; W means no rank.
+    from, to): the rank that loses and the rank that gets a replica; W means no rank. A step consists of one change or
+    two. Axes: A, the candidates of a kind of step; V, the ranks and W (no rank).
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class _ReplicaSearch:
         for _ in range(_MAX_STEPS):
             counts_EC[stale] = self.token_counts(holds_EW[stale], self.rank_load_E[stale])
             goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
-            place, source = np.nonzero(goes_AV)
-            expert = stale[place]
+            index, source = np.nonzero(goes_AV)
+            expert = stale[index]
             sets_AVW = (holds_EW[expert] & ~one_rank_VW[source])[:, None] | one_rank_VW
             counts_AVC = self.token_counts(sets_AVW, self.rank_load_E[expert, None])
             change_EVVC[expert, source] = counts_AVC - counts_EC[expert, None]
@@ -113,7 +114,7 @@ class _ReplicaSearch:
     def best_steps(
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
-        """Yield the best step of each kind: the objective after it, and its changes."""
+        """Yield the best step of each kind (one replica, a replacement, a swap): its objective and its changes."""
         ranks, none = self.nodes.ranks, self.nodes.ranks
         extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.rank_load_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
@@ -153,12 +154,18 @@ class _ReplicaSearch:
     def best_step(
         self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], steps: list[tuple[NDArray[np.int64], ...]]
     ) -> tuple[float, list[tuple[int, int, int]]]:
-        """Return the lowest objective after one of the steps `changes_AC`, and the changes of that step."""
+        """Return the lowest objective that a candidate step reaches, and the changes of that step.
+
+        Args:
+            total_C: token counts of the current placement.
+            changes_AC: per candidate, the step's changes of these counts.
+            steps: one or two changes of all candidates: arrays [A] of experts, source ranks and target ranks.
+        """
         if not len(changes_AC):
             return np.inf, []
         objective_A = self.objective(total_C + changes_AC)
-        place = int(objective_A.argmin())
-        return float(objective_A[place]), [(int(e[place]), int(a[place]), int(b[place])) for e, a, b in steps]
+        best = int(objective_A.argmin())
+        return float(objective_A[best]), [(int(e[best]), int(a[best]), int(b[best])) for e, a, b in steps]
 
     def token_counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
         """Return token counts [..., C] of experts on ranks [..., W], with `each_X` tokens per rank and expert."""
@@ -206,13 +213,13 @@ def add_node_local(
     crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
     order_x = np.argsort(-crossing_X, kind="stable")
-    for place in order_x[crossing_X[order_x] > least].tolist():
-        expert, node = divmod(place, nodes.count)
+    for index in order_x[crossing_X[order_x] > least].tolist():
+        expert, node = divmod(index, nodes.count)
         inside = slice(node * nodes.per_node, (node + 1) * nodes.per_node)
         if room_N[node]:
             rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
             holds_EW[expert, rank] = True
             room_W[rank] -= 1
             room_N[node] -= 1
-            work_W[rank] += crossing_X[place]
+            work_W[rank] += crossing_X[index]
     return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement

@@ -1,4 +1,8 @@
-"""Row counts per rank and expert, rebalanced incrementally over owners and replicas (used by `balance`)."""
+"""Row counts per rank and expert, rebalanced incrementally over owners and replicas (used by `balance`).
+
+Axes: V, the ranks that compute rows; W, the ranks whose tokens they are; E, all experts. A rank holds an expert if it
+owns it or has a replica of it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,10 @@ from fusedmoe.placement.placement import Nodes, Placement
 
 
 def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
-    """Return [E, V], the rows of each expert on each rank if every row is computed by the nearest holder.
+    """Return [E, V], the rows of each expert on each rank if every row is computed by the nearest rank that holds it.
 
-    The nearest holder is the row's own rank. Without it, rows are split evenly over holders on the node, or over all.
+    Nearest is the row's own rank, if it holds the expert. Otherwise rows are split evenly over the holders on the row's
+    node, or over all holders if the node has none.
     """
     holds_EW = placement.holds_EW
     if not any(placement.replicas):
@@ -33,7 +38,20 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
 
 
 class RowSharing:
-    """State of the search: rows that each rank computes per expert, [V, E], and the experts that each rank holds."""
+    """State of the search: how the rows of each expert are shared among the ranks that hold it.
+
+    Args:
+        tokens_WE: rows of each expert, by the rank whose tokens they are.
+        before: the placement at the start.
+        m: maximum number of replicas per rank.
+    Attributes:
+        holds_VE: bool, whether a rank holds an expert.
+        computed_VE: rows of an expert that a rank computes.
+        work_V: rows that a rank computes, summed over experts.
+        free_slots_V: number of replicas that can be added to a rank.
+        can_move_VV: bool [V, V], whether rows can move from the first rank to the second: the first computes rows of an
+            expert that the second holds.
+    """
 
     def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, nodes: Nodes, m: int) -> None:
         self.before, self.holds_VE = before, before.holds_EW.T.copy()
@@ -42,12 +60,11 @@ class RowSharing:
         self.free_slots_V = np.maximum(m - before.extra_W(), 0)
         self._node_V = np.arange(nodes.ranks) // nodes.per_node
         self._inside_VV = self._node_V[:, None] == self._node_V
-        # [V, V]: the first rank computes rows of an expert that the second rank holds.
         held_EV = self.holds_VE.T.astype(np.float32)
         self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
     def copy(self, max_replicas: int | None = None) -> RowSharing:
-        """Return a copy. `max_replicas`: maximum number of replicas per rank; None: unchanged."""
+        """Return an independent copy. `max_replicas`: another maximum number of replicas per rank; None: the same."""
         made = copy(self)
         for name in ("computed_VE", "holds_VE", "work_V", "free_slots_V", "can_move_VV"):
             setattr(made, name, getattr(self, name).copy())
@@ -57,7 +74,7 @@ class RowSharing:
 
     @property
     def max_new_rank_replicas(self) -> int:
-        """Maximum number of replicas on a rank, over ranks with new replicas."""
+        """The largest number of replicas on a rank that has received a new replica; 0 without new replicas."""
         new_V = self.holds_VE.sum(axis=1) - self.before.holds_EW.sum(axis=0)
         return int((self.before.extra_W() + new_V)[new_V > 0].max(initial=0))
 
@@ -72,19 +89,19 @@ class RowSharing:
         return Placement.holding(self.before.owners, self.holds_VE.T)
 
     def reach_limit(self, row_limit: int) -> bool:
-        """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`. True on success."""
+        """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`. Returns True on success."""
         self.augment(row_limit, self._inside_VV)
         return self.augment(row_limit) <= row_limit
 
     def reach_lowest_limit(self, row_limit: int) -> None:
-        """Move rows between holders until no rank exceeds `row_limit`, or the lowest possible maximum."""
+        """Move rows between holders until no rank exceeds `row_limit`, or else the lowest maximum that is possible."""
         while (least := self.augment(row_limit)) > row_limit:
             row_limit = least
 
     def replicate(self, row_limit: int, *, inside: bool = False) -> None:
-        """Add replicas until no rank exceeds `row_limit` rows, or the lowest possible maximum.
+        """Add replicas until no rank exceeds `row_limit` rows, or else the lowest maximum that is possible.
 
-        `inside`: only on nodes that hold the expert, which avoids inter-node transfers.
+        `inside`: add replicas only on nodes that hold the expert, which avoids inter-node transfers.
         """
         self.add_replicas(row_limit, inside=inside)
         while (least := self.augment(row_limit)) > row_limit:
@@ -94,8 +111,13 @@ class RowSharing:
     def augment(self, row_limit: int, among_VV: NDArray[np.bool_] | None = None) -> int:
         """Move rows between holders by augmenting paths until no rank computes more than `row_limit`.
 
-        Returns `row_limit`, or a lower bound above it for the busiest rank under any sharing of rows.
-        `among_VV`: pairs of ranks between which rows may move.
+        A path moves rows from an overloaded rank through other ranks to a rank below the limit.
+
+        Args:
+            among_VV: bool, pairs of ranks between which rows may move; None: all pairs.
+        Returns:
+            `row_limit` on success. Otherwise a number above it: however these rows move, some rank computes at least as
+            many.
         """
         work_V = self.work_V
         if work_V.max() <= row_limit:
@@ -181,7 +203,10 @@ class RowSharing:
                 insort(room, (space - moved, target))
 
     def _add_bridge(self, row_limit: int) -> bool:
-        """Add a replica on a full rank that can pass rows on to a rank with room. False without such a rank."""
+        """Add a replica of an overloaded rank's expert to a rank that can take its rows, directly or by passing on.
+
+        A rank at the limit passes other rows on to ranks below the limit. Returns False if no rank can take rows.
+        """
         can_pass_on_V = self.work_V < row_limit
         while (more_V := self.can_move_VV[:, can_pass_on_V].any(axis=1) & ~can_pass_on_V).any():
             can_pass_on_V |= more_V

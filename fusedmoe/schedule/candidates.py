@@ -64,7 +64,7 @@ def family_candidates(
     costs: StepCosts, limit: int, samples: int | None, progress: Callable[[int, int], None]
 ) -> list[PlanCandidate]:
     """Return the best plan of each policy and the empty plan, by predicted time. Arguments: see `PlanSearch`."""
-    plans = PlanSearch(costs, limit, samples, progress).families
+    plans = PlanSearch(costs, limit, samples, progress).joint_candidates
     whole = micro_batch_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in plans.items()]
     candidates.append(PlanCandidate(OFF, Plan(), False, makespan(plans["sequential"], costs)))

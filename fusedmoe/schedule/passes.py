@@ -33,7 +33,13 @@ Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 def three_queues(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Return an order in which both kinds of links work concurrently. `kinds`: parts of `PIPELINE` in the layer."""
+    """Return an order in which intra-node and inter-node collectives run concurrently, each in its own queue.
+
+    Args:
+        kinds: kinds of tasks that the layer has, out of `PIPELINE`.
+        degree: number of chunks.
+        buckets: gradient all-reduces, between the dispatches and the combines.
+    """
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
     return {"compute": experts, "intra": gathered + reduced, "inter": [*there, *buckets, *back]}
 
@@ -51,7 +57,7 @@ def alternating(
 def one_queue(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
-    """Return an order in which collectives never overlap; each all-gather follows its dispatch."""
+    """Return an order in which collectives never overlap: all are in one queue, each all-gather after its dispatch."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
     return {"compute": experts, "inter": [*_interleave(there, gathered), *buckets, *_interleave(reduced, back)]}
 
@@ -163,7 +169,12 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
 class Partition(NamedTuple):
     """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
 
-    0: no bucket. Remaining bytes are reduced at the end.
+    Only gradients of later layers are complete by then, so the last layer reduces nothing. Remaining bytes are reduced
+    at the end of the backward pass.
+
+    Attributes:
+        pipeline_bytes: by layer, reduced between the last dispatch and the first combine; 0: no bucket.
+        dense_bytes: by layer, reduced after the last combine.
     """
 
     pipeline_bytes: tuple[float, ...]

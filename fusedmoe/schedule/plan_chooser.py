@@ -58,7 +58,8 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 class PlanSource:
     """Make plans for a `PlanChooser` and apply them. Subclasses override the methods they support.
 
-    All ranks call a method in the same step and must get the same result. `slowest` receives each rank's step times.
+    All ranks call a method in the same step, and it must return the same result on all ranks. Only the argument of
+    `slowest` differs between ranks.
     """
 
     @property
@@ -93,7 +94,10 @@ class PlanSource:
         """Called when a plan is chosen by measurement."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Return a context around all other calls after a step, which propagates failures to all ranks."""
+        """Return a context in which the chooser calls the other methods after a step.
+
+        A failure inside the context must stop all ranks (`Topology.guard`).
+        """
         return nullcontext()
 
     def now_s(self, chooser: PlanChooser) -> float:

@@ -281,7 +281,13 @@ def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
 
 
 def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
-    """Fit the time of a part to `points`: seconds of a chunk by number of chunks."""
+    """Fit the time of a pipeline stage to measurements.
+
+    Args:
+        part: the predicted time, returned unchanged without measurements.
+        points: measured seconds of one chunk, by the number of chunks of the pass.
+        row_ratio: measured rows divided by the rows of `part`.
+    """
     if not points:
         return part
     # Several numbers of chunks separate start-up from work. A single one only scales the prediction.
@@ -295,7 +301,7 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float)
 
 
 def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
-    """Fit a stage time to `points`: seconds by fraction of all rows. `start_s`: predicted start-up."""
+    """Fit a stage time to `points`: pairs of a fraction of all rows and its seconds. `start_s`: predicted start-up."""
     if fit(points).alpha_s >= 0:
         line = fit_nonnegative_line(points)
         return StageTime(line.alpha_s, line.beta_s)

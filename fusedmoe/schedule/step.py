@@ -43,7 +43,7 @@ def step_plan(
         forward, backward: the pass of each layer.
         partition: gradient bytes to reduce during and after each backward pass. The rest is reduced in one piece after
             the last combine.
-        exposed: reduce all gradients after the backward pass, layer by layer.
+        exposed: reduce all gradients after the backward pass, layer by layer, so that no computation hides it.
     Raises:
         ConfigError: not one `ChunkedPass` per layer and phase.
     """

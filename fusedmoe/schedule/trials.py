@@ -18,7 +18,7 @@ SHARE, STEPS = 0.02, 500
 _TOO_SLOW = 1.5
 # Assumed relative error of predictions compared with each other.
 _PREDICTION_ERROR = 0.1
-# Steps of each of two plans before their medians are compared, and before the simpler plan must be as fast.
+# Minimum steps of each of two plans before their medians are compared, and maximum before the comparison is final.
 _MIN_STEPS, _MAX_STEPS = 4, 8
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
 _MEDIAN_DEVIATION = 1.25
@@ -31,7 +31,7 @@ class Entry:
     candidate: PlanCandidate
     seconds: list[float] = field(default_factory=list)  # without the first step
     first_s: float | None = None  # seconds of the first step
-    rounds: int = 0  # rounds it took part in
+    rounds: int = 0  # trial rounds that included this candidate
 
     @property
     def median_s(self) -> float:
@@ -68,7 +68,9 @@ class TriedPlan(NamedTuple):
 
 
 class Trials:
-    """Candidates of one search with their step times. Equal times give equal results on every rank.
+    """Candidates of one search, their step times and the trial budget.
+
+    All methods are deterministic: ranks that pass equal times get equal results.
 
     Attributes:
         entries: candidates tried or to be tried.
@@ -82,12 +84,12 @@ class Trials:
         self._charged_s = 0.0
 
     def begin_search(self, candidates: Sequence[PlanCandidate]) -> None:
-        """Replace the entries. Costs of earlier searches stay charged to the budget."""
+        """Start a search among new candidates. Seconds spent by earlier searches stay charged to the budget."""
         self._charged_s, self._tried_before = self.spent_s, self.num_tried
         self.entries = [Entry(candidate) for candidate in candidates]
 
     def charge(self, seconds: float) -> None:
-        """Charge further seconds to the budget, in addition to the time lost to slower plans."""
+        """Charge seconds to the budget, in addition to the time that steps with slower plans have cost."""
         self._charged_s += seconds
 
     @property
@@ -97,7 +99,7 @@ class Trials:
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent in excess of the best plan, and by `charge`."""
+        """Seconds charged to the budget: the excess of measured steps over the best median, plus `charge`."""
         best_s = self.best_median_s
         if not math.isfinite(best_s):
             return self._charged_s
@@ -118,17 +120,20 @@ class Trials:
 
     @property
     def noise(self) -> float:
-        """Relative noise of steps with the same plan, from the median difference of consecutive steps."""
+        """Standard deviation of step times with the same plan, relative to their median.
+
+        Estimated from the median difference of consecutive steps.
+        """
         shares = [abs(b - a) / entry.median_s for entry in self.entries for a, b in pairwise(entry.seconds)]
         # For normal numbers with a deviation of 1, the median difference is √2 · 0.6745.
         return statistics.median(shares) / (math.sqrt(2) * 0.6745) if shares else 0.0
 
     def noise_between(self, first: Entry, second: Entry) -> float:
-        """Relative standard deviation of the difference of two medians."""
+        """Standard deviation of the difference of two entries' medians, relative to a step time."""
         return self.noise * _MEDIAN_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
 
     def is_affordable(self, entry: Entry) -> bool:
-        """Return whether the budget covers the expected excess of the entry's next step."""
+        """Return whether the budget covers the time by which the entry's next step should exceed the best median."""
         least = min(self.entries, key=lambda other: other.median_s)
         if not least.seconds or entry is least:
             return True
@@ -140,11 +145,16 @@ class Trials:
         return not is_too_slow and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
 
     def is_too_slow(self, entry: Entry) -> bool:
-        """Return whether a candidate is dropped from its round."""
+        """Return whether the entry's expected step time exceeds the best median by the factor `_TOO_SLOW`."""
         return entry.expected_s > _TOO_SLOW * self.best_median_s
 
     def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
-        """Return the faster half, including the simplest entry that is as fast as the best; of two, only this entry."""
+        """Return the faster half of the pool (successive halving).
+
+        Entries as fast as the best within the noise are tied. The simplest of them is always kept; if it is in the
+        slower half, it replaces the slowest entry of the faster half. Of two entries, only the simplest tied one is
+        kept.
+        """
         ranked = sorted(pool, key=lambda entry: (entry.median_s, *entry.simplicity))
         if len(ranked) < 2:
             return ranked
@@ -155,7 +165,7 @@ class Trials:
         return half if simplest in half and len(half) > 1 else [*half[:-1], simplest]
 
     def is_undecided(self, first: Entry, second: Entry) -> bool:
-        """Return whether more steps are needed to decide if the simpler of two entries is as fast."""
+        """Return whether two entries need more steps to decide if the simpler one is as fast as the other."""
         simpler, larger = sorted((first, second), key=lambda entry: entry.simplicity)
         steps = min(len(first.seconds), len(second.seconds))
         if self.remaining_s <= 0 or steps >= _MAX_STEPS or simpler.median_s <= larger.median_s:
@@ -169,13 +179,13 @@ class Trials:
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
     def likely_fastest(self) -> Entry:
-        """Return the most likely fastest entry if there are too few steps to decide by medians."""
+        """Return the entry that is probably fastest, from medians of few steps weighted with the predictions."""
         tried = [entry for entry in self.entries if entry.seconds]
         scale = statistics.median(entry.median_s / max(entry.candidate.predicted_s, 1e-12) for entry in tried)
 
         # The weight of the prediction grows with the noise.
         def likely_s(entry: Entry) -> float:
-            chance = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
-            return (entry.median_s + chance * scale * entry.candidate.predicted_s) / (1 + chance)
+            prediction_weight = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
+            return (entry.median_s + prediction_weight * scale * entry.candidate.predicted_s) / (1 + prediction_weight)
 
         return min(tried, key=likely_s)

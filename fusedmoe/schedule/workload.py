@@ -56,9 +56,9 @@ class Workload:
     Attention is split over the same number of ranks as an expert (N_MP = N_ESP).
 
     Experts compute one row for each (token, k) pair. `share` is the number of rows sent per pair: 1 in the papers, less
-    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: they add no backward
-    computation, and if all are frozen there are no W tasks. `dense`: the block's dense part; None: that of the papers,
-    attention with four M×M projections and M channels.
+    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes no
+    weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks. `dense`: the block's
+    dense part; None: that of the papers, attention with four M×M projections and M channels.
 
     Raises `ConfigError` for a number that is not positive, or an unknown expert network or matrix.
     """
@@ -187,10 +187,10 @@ class Workload:
 
         blocks = [self.dense_flop(dense) for dense in (*before, self.dense)]
         attention = stage("gemm", sum(map(sum, blocks)), _ATTENTION_GEMMS * len(blocks))
-        shared = StageTime(0.0, 0.0)
+        mp_transfers = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            shared = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
+            mp_transfers = stage("all-gather/esp", rows_bytes) + stage("reduce-scatter/esp", rows_bytes)
         chunks: dict[str, dict[str, StageTime]] = {}
         dense: dict[str, dict[str, StageTime]] = {}
         expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
@@ -198,7 +198,7 @@ class Workload:
             # Backward of attention and of fully trained experts takes twice the forward time (F13).
             chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
-            dense[phase] = {TaskKind.ATTENTION: attention * times + shared}
+            dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
         # Half of the backward products of a weight are its gradient.
         projections = stage("gemm", sum(flop for flop, _ in blocks), _PROJECTIONS * len(blocks))
         weights: dict[str, StageTime] = {TaskKind.ATTENTION: projections}
@@ -267,7 +267,7 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     Times with more chunks can only be measured (`CostModel.observed`). Bytes take the time β·n of the corresponding
     collective; a signal per part replaces the start-up α. Kernels work tile by tile: the product that consumes received
     rows computes a tile once its rows have arrived, and the product that produces results sends each finished tile.
-    These two overlap with the link (`overlapped_s`); the rest does not:
+    These two overlap with the link (`tile_pipeline_s`); the rest does not:
 
         forward     signal + [there | up] + signal + [down | back]
         backward    signal + [there | down] + signal + [up | back] + weight gradients
@@ -290,7 +290,7 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
         up_s = whole_s - down_s
         steps = ((there, up_s), (down_s, back)) if phase == "forward" else ((there, down_s), (up_s, back))
         apart_s = parts[TaskKind.EXPERT].seconds(1) - whole_s  # start-up times and weight gradients
-        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(overlapped_s(step, tile) for step in steps)
+        seconds[phase] = apart_s + 2 * model.fused.signal_s[link] + sum(tile_pipeline_s(step, tile) for step in steps)
     return seconds
 
 
@@ -300,8 +300,8 @@ def costs_of_tokens(costs: CostModel, workload: Workload) -> CostModel:
     return replace(costs, observed={} if seen is None else {workload.shapes: replace(seen, rows=None)})
 
 
-def overlapped_s(stages_s: Sequence[float], tile: float) -> float:
-    """Return the time of a tile pipeline: the longest stage, plus one tile of the other stages.
+def tile_pipeline_s(stages_s: Sequence[float], tile: float) -> float:
+    """Return the seconds of a pipeline over tiles: those of the longest stage, plus one tile of each other stage.
 
     `stages_s`: seconds of all rows per stage. `tile`: fraction of all rows in a tile.
     """

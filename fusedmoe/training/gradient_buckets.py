@@ -204,12 +204,12 @@ class GradientBuckets:
             yield item, start, end
 
     def _reduce_parts(self, parts: Sequence[tuple[_BucketedParameter, int, int]]) -> None:
-        first = parts[0][0]
-        group = first.replica.group
+        first_item = parts[0][0]
+        group = first_item.replica.group
         sizes = [end - start for _, start, end in parts]
         begun = [item for item, start, _ in parts if start == 0]
         # Ranks without a gradient send zeros and no flag: the reduced flag counts the ranks with a gradient.
-        buffer = torch.zeros(sum(sizes) + len(begun), dtype=first.dtype, device=device_of(group))
+        buffer = torch.zeros(sum(sizes) + len(begun), dtype=first_item.dtype, device=device_of(group))
         *places, flags = buffer.split([*sizes, len(begun)])
         for item, flag in zip(begun, flags, strict=True):
             item.is_sent = item.is_ready  # read once: autograd may set it concurrently

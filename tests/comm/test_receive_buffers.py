@@ -34,7 +34,7 @@ def buffers() -> ReceiveBuffers:
     return ReceiveBuffers(HalfHeap(0, 4, []), SIZES)
 
 
-def test_results_for_far_peers_are_staged(buffers: ReceiveBuffers) -> None:
+def test_results_for_remote_peers_are_staged(buffers: ReceiveBuffers) -> None:
     peer_R = torch.tensor([1, 1, 2, 2, 3], dtype=torch.int32)
     result_row_R = torch.tensor([4, 5, 0, 1, 7])
     for rows, size in (
@@ -66,7 +66,7 @@ def test_staging_fits_rows_of_all_chunks(buffers: ReceiveBuffers) -> None:
             assert staging.data_ptr() <= int(last) <= staging.data_ptr() + staging.numel() * staging.itemsize - size
 
 
-def test_far_peers_use_dummy_signal_address(buffers: ReceiveBuffers) -> None:
+def test_remote_peers_use_dummy_signal_address(buffers: ReceiveBuffers) -> None:
     signal = buffers.result_signal(2, 0)
     assert signal.signals is buffers.results.signals and signal.signal_index == (0 * 4 + 0) * 3 + 2
     own, near, *far = buffers.result_signal_addresses(signal).tolist()

@@ -1,4 +1,4 @@
-"""Launchers that put, wait and signal launch only kernels that are compiled ahead of time, for near and far peers."""
+"""Launchers that put, wait and signal launch only kernels compiled ahead of time, for near and remote peers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 class Flight(NamedTuple):
-    """Signals that launches wait for, and puts: from and to far peers if there is a network."""
+    """Signals that launches wait for, and puts: from and to remote peers if there is a network."""
 
     wait: Wait
     put: Put
@@ -216,7 +216,7 @@ def test_gluon_launches_are_compiled_ahead_of_time(launches: list[Launch], monke
 
 
 def test_in_flight_launches_are_compiled_ahead_of_time(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near and far peers, for the variants that represent the rest; each launch that puts is completed by another."""
+    """Near and remote peers, for the variants that represent the rest; a launch that puts is completed by another."""
     finished: list[Put] = []
     monkeypatch.setattr(product, "finish_put", finished.append)
     cases = {case.name: case for case in aot_cases() if " in flight" in case.name}

@@ -38,7 +38,7 @@ def test_case_without_library_is_skipped_with_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_communicating_kernels_have_near_and_far_cases() -> None:
-    """Each case for far peers has a counterpart for near peers, with another constexpr and no library."""
+    """Each case for remote peers has a counterpart for near peers, with another constexpr and no library."""
     cases = {case.name: case for _, case in aot.cases()}
     linked = {name: case for name, case in cases.items() if name.endswith("nvshmem")}
     kernels = {case.kernel.__name__ for case in linked.values()}
@@ -148,7 +148,7 @@ def test_put_follows_barrier_after_row_stores(nvshmem_site: Path) -> None:
     call = code.index("nvshmemi_transfer_put_signal")
     stored = code.rindex("st.global", 0, call)
     assert "bar.sync" in code[stored:call]
-    # A near peer needs one release for the whole system; for a far peer NVSHMEM sets the signal, once.
+    # A near peer needs one release for the whole system; for a remote peer NVSHMEM sets the signal, once.
     assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", code)) == 1
     assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_put_signal", code)) == 1
     assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_amo_nonfetch", code)) == 1

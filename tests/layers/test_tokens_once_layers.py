@@ -324,4 +324,4 @@ def test_invalid_positions_of_peer_end_all_ranks(cluster: Cluster, wrong: str, c
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, (rank, wrong)
         kind, text, _ = outcome.error
-        assert kind == "RankError" and f"rank {culprit} failed in exchange of places" in text, text
+        assert kind == "RankError" and f"rank {culprit} failed in exchange of destination ranks" in text, text

@@ -100,6 +100,21 @@ def test_joint_includes_registered_policies(mine: str) -> None:
     assert makespan(PlanSearch(COSTS).plan("joint"), COSTS) <= makespan(cheap, COSTS)
 
 
+def test_registered_policy_that_raises_stops_joint(mine: str) -> None:
+    register_policy(mine, lambda workload, costs: costs.layers[7])  # type: ignore[arg-type,return-value]
+    with pytest.raises(IndexError) as caught:
+        POLICIES["joint"].plan(COSTS)
+    assert caught.value.__notes__ == [f"in policy {mine}"]
+
+
+def test_description_of_joint_names_its_candidates(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    found = capsys.readouterr().out
+    (line,) = (line for line in found.splitlines() if line.startswith("  joint "))
+    assert "all policies' plans" in line and "local search" in line and "all degrees" not in found
+
+
 def plan_without_kind(kind: str) -> Plan:
     orders = {
         on: [task for task in sequential(COSTS).on(on) if task.kind != kind] for on in ("compute", "intra", "inter")
@@ -179,8 +194,8 @@ def test_registered_traits_select_planning_scope() -> None:
         with pytest.raises(ConfigError, match="split plans whole models"):
             Schedule("split")
         # Its plans are excluded from the comparison where layers cannot be split.
-        assert "split" not in PlanSearch(COSTS).families
-        assert PlanSearch(whole).families["split"] == split(WORK, whole)
+        assert "split" not in PlanSearch(COSTS).joint_candidates
+        assert PlanSearch(whole).joint_candidates["split"] == split(WORK, whole)
         plan = by_rows(WORK, COSTS)
         beside = neighbour_candidates(PlanCandidate("varied", plan, False, makespan(plan, COSTS)), COSTS, 16, None)
         assert beside and all(one.plan.degrees != plan.degrees for one in beside)

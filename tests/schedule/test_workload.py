@@ -16,7 +16,7 @@ from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import Degrees, pass_tasks
 from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
+from fusedmoe.schedule.workload import Workload, one_sided_s, tile_pipeline_s
 from tests.schedule.test_cost import MODEL as LINES_BY_HAND
 
 
@@ -146,7 +146,7 @@ def test_overlapped_time_equals_tile_pipeline():
     for _ in range(200):
         tiles = rng.randint(1, 30)
         stages = [rng.choice([0.0, rng.random(), 10 ** rng.uniform(-3, 1)]) for _ in range(rng.randint(1, 3))]
-        assert overlapped_s(stages, 1 / tiles) == pytest.approx(tile_by_tile(stages, tiles), rel=1e-9)
+        assert tile_pipeline_s(stages, 1 / tiles) == pytest.approx(tile_by_tile(stages, tiles), rel=1e-9)
 
 
 @pytest.mark.parametrize(

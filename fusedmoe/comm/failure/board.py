@@ -1,8 +1,10 @@
 """The failure board: ranks report failures and detect dead peers through the job's store.
 
-A failed rank writes a verdict; the first one stands. A waiting rank polls the board and raises the verdict. It also
-records the operation it waits for, from which a rank that times out determines the missing ranks. The board works when
-the data path does not.
+A failed rank writes a verdict, a record of the rank at fault and its error; a job has one verdict, the first. A waiting
+rank polls the board and raises the verdict. It also records the operation it waits for, from which a rank that times
+out determines the missing ranks. The board works when the data path does not.
+
+A refusal rejects one operation: all its ranks raise the reason, and the job can continue.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ class Board:
             self._request(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
-        """Write a verdict unless one stands; return the standing verdict."""
+        """Write a verdict if the job has none yet; return the job's verdict."""
         own = Verdict(rank, operation, message)
         words = json.dumps(own._asdict())
         return self._read_verdict(lambda store: store.compare_set("verdict", "", words)) or own
@@ -193,7 +195,7 @@ class Board:
         return f"{host} failed in hosting the job's store: {store_failure}. {_CURE}" if store_failure else str(verdict)
 
     def refuse(self, operation: str, message: str, num_readers: int) -> None:
-        """Record why this rank refuses an operation, whose `num_readers` ranks all read the reason."""
+        """Record why this rank refuses an operation of `num_readers` ranks, which all raise this reason."""
         own = json.dumps(Verdict(self.rank, operation, message)._asdict())
         key = f"refusal/{self.rank}"
         # Other ranks read the refusal when they time out (`final_verdict`), unless this rank continues first.
@@ -219,7 +221,7 @@ class Board:
         return Verdict(**json.loads(stored)) if stored else Verdict(rank, "something", "see its log")
 
     def read(self, wait_s: float = 0.0) -> Verdict | None:
-        """Return the standing verdict or None; polls for up to `wait_s` seconds."""
+        """Return the job's verdict, or None; polls the store for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
             standing = self.standing_verdict or self._read_verdict(
@@ -240,8 +242,11 @@ class Board:
         return self.standing_verdict
 
     def wait_until_verdict_is_read(self, deadline: float) -> None:
-        """Wait until all ranks have read the verdict or ended, or until `deadline`. Only the store's host waits."""
-        # A rank without store and verdict would blame the store's host.
+        """Keep the store available until all ranks have read the verdict or ended, at most until `deadline`.
+
+        Only the rank that hosts the store waits: ranks that lose the store before they have read the verdict would name
+        this rank as the failed one.
+        """
         if self.rank != _STORE_HOST or _has_agent_store():
             return
         pending = tuple(range(dist.get_world_size()) if dist.is_initialized() else self._processes)
@@ -253,7 +258,10 @@ class Board:
             time.sleep(0.01)
 
     def final_verdict(self) -> Verdict | None:
-        """Return the standing verdict, for a rank that must stop. Without one, posts and returns an unread refusal."""
+        """Return the verdict that a rank raises when it must stop; None if nothing was reported.
+
+        If no verdict stands but some rank's refusal was not read by all ranks, posts the refusal as the verdict.
+        """
         stored = None if self.read() else self._get("unheard")
         return self.post(**json.loads(stored)) if stored else self.standing_verdict
 

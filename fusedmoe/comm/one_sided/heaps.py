@@ -171,14 +171,14 @@ class SymmHeap(Heap):
         # Other backends than "CUDA" may lack addresses of peers that only their own functions can reach.
         has_addresses = all(addresses) and addresses[handle.rank] == own.data_ptr()
         # The gather is also the barrier after which all copies are zero.
-        without = [
+        ranks_without_addresses = [
             rank for rank, knows in zip(self.group.ranks, self._all_gather(has_addresses), strict=True) if not knows
         ]
-        if without:
+        if ranks_without_addresses:
             raise ConfigError(
                 f"rank {self.group.job.rank}: PyTorch symmetric memory has no addresses of all peers on ranks "
-                f"{without}, so kernels cannot reach them. Leave its backend at CUDA (TORCH_SYMMMEM), or use "
-                "backend='nvshmem'."
+                f"{ranks_without_addresses}, so kernels cannot reach them. Leave its backend at CUDA (TORCH_SYMMMEM), "
+                "or use backend='nvshmem'."
             )
         return own, addresses
 

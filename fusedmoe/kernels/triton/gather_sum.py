@@ -22,10 +22,10 @@ _ZERO_PROGRAMS = 1024
 
 @jit
 def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: tl.constexpr):
+    """Write row source[n] of x to row n of `rows_ptr`, and zeros to rows from `kept` on (padding)."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(source_ptr + n)
-    # Padding rows write zeros.
     kept = tl.where(n < tl.load(kept_ptr), M, 0)
     x = tl.load(x_ptr + source * stride + column, mask=column < kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)

@@ -163,7 +163,7 @@ def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None
 
 @_policy(uses_micro_batches=True, order=three_queues)
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The least simulated step time over the plans of all policies, orders, degrees, buckets and W tasks."""
+    """Fastest by simulation: all policies' plans, FSMoE's in other orders, a local search over micro-batches."""
     return PlanSearch(costs, limit, samples).plan("joint")
 
 
@@ -242,8 +242,8 @@ class PlanSearch:
         return self._plans[name]
 
     @cached_property
-    def families(self) -> dict[str, Plan]:
-        """The plans among which policy "joint" selects, by policy; key "joint": the plan of its own search."""
+    def joint_candidates(self) -> dict[str, Plan]:
+        """The plans among which policy "joint" selects, by policy name; "joint": the plan of its own search."""
         plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
         plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
         if self._costs.can_split:
@@ -276,11 +276,11 @@ class PlanSearch:
         return plan
 
     def _joint(self) -> Plan:
-        plans = list(self.families.values())
+        plans = list(self.joint_candidates.values())
         if self._costs.can_split:
             plans += self.ablation.values()
         best = fastest_plan(plans, self._costs)
-        if self._costs.can_split and best != self.families["joint"]:
+        if self._costs.can_split and best != self.joint_candidates["joint"]:
             best = improved_order(best, self._costs)
         self._num_done = self._num_parts
         self._report_progress()

@@ -42,7 +42,7 @@ class StepSplit(NamedTuple):
     Attributes:
         forward, backward: number of micro-batches in each pass, for all layers or per layer.
         bucket_bytes: bytes of a gradient all-reduce (S_p); None: one bucket per layer.
-        weights: weight gradients are W tasks.
+        weights: weight gradients are separate tasks (W tasks).
     """
 
     forward: int | tuple[Degrees, ...]
@@ -105,7 +105,10 @@ def micro_schedule(costs: StepCosts, split: StepSplit, cutoff_s: float = math.in
 
 
 def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
-    """Return the plan of a split step that reduces its gradients after the backward pass."""
+    """Return the plan of a step in micro-batches whose gradient all-reduces start after the backward pass.
+
+    No computation hides the all-reduces: their communication is exposed.
+    """
     late = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.OPTIMIZER)
     every = list(split.tasks(costs))
     tasks = [task for task in every if task.kind not in late]
@@ -115,12 +118,12 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
 
 
-#: Seconds of a split step, and a function that makes its plan.
+#: Seconds of a step with a `StepSplit`, and a function that makes its plan.
 Evaluation = tuple[float, Callable[[], Plan]]
 
 
 def _evaluate_list_schedule(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """Evaluate a split by list scheduling. Seconds above `best_s` may be inaccurate."""
+    """Evaluate a `StepSplit` by list scheduling. Seconds above `best_s` may be inaccurate."""
     schedule = micro_schedule(costs, split, best_s * _CUTOFF)
     seconds = schedule.makespan_s()
     # Contention adds time and needs the event loop: skip it for splits that are no better without it.

@@ -23,10 +23,14 @@ from fusedmoe.schedule.task import PHASES
 
 
 def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
-    """Return the plan with the best order and degree of each layer and pass, and the best partition of gradients.
+    """Return the plan with the fastest order and degree for each layer and pass, and the fastest gradient partition.
 
-    If different degrees in the two passes cost copies of rows, also plans equal degrees and returns the faster plan;
-    ties go to the plan with fewer tasks.
+    If different degrees in the two passes cost time for copies of saved tensors (`LayerCosts.regroup_s`), the function
+    also makes a plan with one degree per layer for both passes. It returns the faster of the two plans, on a tie the
+    plan with fewer tasks.
+
+    Args:
+        limit: maximum degree.
     """
     own = _plan_with(costs, orders, lambda layer: (1, limit))
     if not any(layer.regroup_s for layer in costs.layers):

@@ -385,13 +385,13 @@ class StateReader:
             fetched |= dict(zip(streams[stream], pieces, strict=True))
         return fetched
 
-    def _source_rank(self, place: PartKey, reader: int) -> int:
+    def _source_rank(self, key: PartKey, reader: int) -> int:
         """Return the rank that sends a part to a reader; deterministic on all ranks."""
         # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
-        holding_nodes = sorted({held.node for held in self._state.parts[place]})
-        chance = zlib.crc32(repr(place).encode())
-        ranks = self._nodes.ranks(holding_nodes[chance % len(holding_nodes)])
-        return ranks[(chance // len(holding_nodes) + reader) % len(ranks)]
+        holding_nodes = sorted({held.node for held in self._state.parts[key]})
+        part_hash = zlib.crc32(repr(key).encode())
+        ranks = self._nodes.ranks(holding_nodes[part_hash % len(holding_nodes)])
+        return ranks[(part_hash // len(holding_nodes) + reader) % len(ranks)]
 
     def _read_bytes(self, held: StoredPart | None) -> Tensor:
         assert held is not None

@@ -63,7 +63,7 @@ def size_of(handle: ProcessGroup | None) -> int:
 
 
 def as_group(handle: ProcessGroup | None) -> Group:
-    """Return the group with waits bounded by TUTEL_GLOBAL_TIMEOUT_SEC and errors that name ranks."""
+    """Wrap a process group as a `Group`: waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and errors name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
     world: Any = dist.group.WORLD
@@ -75,11 +75,14 @@ _TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = 
 
 
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
-    """Return the topology for experts shared by `shards` consecutive ranks (s) of a group. Collective on first use.
+    """Return the topology of a group in which s = `shards` consecutive ranks share an expert. Collective on first use.
 
-    The work of an expert is split into r = `degree` parts: the s ranks form r blocks of s/r ranks. A block holds one
-    part (gathered from its ranks), and its ranks share the tokens. ep enumerates (expert, index in the block), esp the
-    blocks.
+    The weights of an expert are split into r = `degree` parts, one for each block of s/r consecutive ranks. The ranks
+    of a block gather the weights of their part and compute it for different tokens. An ESP group has one rank of each
+    block of an expert. An EP group has all ranks with the same part of their expert.
+
+    Example, W = 8, s = 4, r = 2: ranks 0–3 share an expert, in blocks 0, 1 and 2, 3. The ESP groups are (0, 2), (1, 3),
+    (4, 6) and (5, 7), the EP groups (0, 1, 4, 5) and (2, 3, 6, 7).
     """
     W = get_world_size(handle)
     if W == 1:
@@ -90,11 +93,9 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     # Topologies of a destroyed world hold dead process groups.
     for old in [known for known in _TOPOLOGIES if known is not world]:
         del _TOPOLOGIES[old]
-    made, key = (
-        _TOPOLOGIES.setdefault(world, {}),
-        (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node),
-    )
-    if key not in made:
+    topologies = _TOPOLOGIES.setdefault(world, {})
+    key = (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node)
+    if key not in topologies:
         experts = (
             torch.arange(W, device="cpu")
             .view(W // shards, degree, shards // degree)
@@ -102,8 +103,8 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
             .reshape(-1, degree)
         )
         timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
-        made[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
-    return made[key]
+        topologies[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
+    return topologies[key]
 
 
 class ParallelEnv(SimpleNamespace):
@@ -126,8 +127,8 @@ def create_groups_from_world(
     Collective over the parent's ranks; equal arguments return the same object.
 
     Args:
-        include_init: backend to initialise from the launcher's environment ("nccl", "gloo"); without a launcher, a
-            single process. None uses the existing initialisation.
+        include_init: "nccl" or "gloo": initialise torch.distributed with this backend from the launcher's environment
+            variables. Without a launcher, the job is a single process. None: do not initialise it.
         parent_group: group to split instead of the world; ranks are then indices in it.
     Raises:
         ConfigError: groups of unequal size; a backend other than before; "nccl" without a GPU.
@@ -168,10 +169,10 @@ def _initialise(backend: str) -> None:
     # Open MPI's launcher sets neither RANK nor MASTER_PORT.
     if "LOCAL_RANK" not in os.environ and "OMPI_COMM_WORLD_SIZE" in os.environ:
         size = read_integer("OMPI_COMM_WORLD_SIZE", 1, 1)
-        places = {"rank": read_integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
-        where = os.environ.get("MASTER_ADDR", "localhost")
+        rank_and_size = {"rank": read_integer("OMPI_COMM_WORLD_RANK", 0, 0, size - 1), "world_size": size}
+        address = os.environ.get("MASTER_ADDR", "localhost")
         port = read_integer("MASTER_PORT", 23456, 1, 65535)
-        init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **places, address=where, port=port)
+        init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC, **rank_and_size, address=address, port=port)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         init_process_group(backend, TUTEL_GLOBAL_TIMEOUT_SEC)
 
@@ -222,12 +223,12 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
     if world is None or len(grid) == 1:
         return world
     timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
-    of_place = dist.get_process_group_ranks(world)
-    lines = [[of_place[place] for place in line] for line in grid]
+    global_ranks = dist.get_process_group_ranks(world)
+    groups = [[global_ranks[rank] for rank in ranks] for ranks in grid]
     if world is dist.group.WORLD:
         # `new_group` is collective over the world: every rank creates every group.
-        return [dist.new_group(ranks=line, timeout=timeout) for line in lines][own]
-    return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
+        return [dist.new_group(ranks=ranks, timeout=timeout) for ranks in groups][own]
+    return dist.new_group(ranks=groups[own], timeout=timeout, use_local_synchronization=True)
 
 
 def _local(what: str, default: int, least: int) -> int:
@@ -241,7 +242,7 @@ def _part_length(length: int, group: Group) -> int:
 
 
 def _swap_parts(group: Group, rows: Tensor) -> Tensor:
-    """All-to-all of equal parts of [W·n, …] along dimension 0. Its own adjoint."""
+    """All-to-all of equal parts of [W·n, …] along dimension 0. Its backward is the same all-to-all."""
     counts = [_part_length(len(rows), group)] * group.size
     return collectives.all_to_all_rows(group, rows, counts, counts)
 
@@ -366,9 +367,11 @@ def all_to_all(
     background: bool = False,
     use_2dh: bool = False,
 ) -> Any:
-    """Split `output_dim` over the ranks and concatenate the received parts along `input_dim`.
+    """All-to-all: split `input` along `output_dim` over the ranks, and concatenate received parts along `input_dim`.
 
-    `background`: start now and return a function that waits and returns the result. `use_2dh`: two-level algorithm.
+    Args:
+        background: start the all-to-all and return a function that waits for it and returns the result.
+        use_2dh: use the two-level algorithm.
     """
     members = as_group(group)
     if input_dim == output_dim or members.size == 1:
@@ -424,7 +427,10 @@ def _own_copy(members: Group, rows: Tensor) -> Tensor:
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """Join a tensor from its flat parts; `full_shape` removes padding. By default dimension 0 is concatenated."""
+    """All-gather a tensor from its flat parts. The inverse of `zero_scatter`.
+
+    `full_shape`: shape of the result, without the padding; None: the parts are concatenated along dimension 0.
+    """
     members = as_group(group)
     shape = list(full_shape) if full_shape else [input.shape[0] * members.size, *input.shape[1:]]
     flat = all_gather(input.reshape(-1), 0, fused=True, group=group)
@@ -434,7 +440,7 @@ def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: P
 def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """Return `scatter_fn` (e.g. `simple_split`) of the flat tensor, padded to equal parts, and the original shape."""
+    """Flatten a tensor, pad it to equal parts, and return `scatter_fn` of it (e.g. `simple_split`) and its shape."""
     flat = input.reshape(-1)
     return scatter_fn(torch.nn.functional.pad(flat, (0, -len(flat) % size_of(group))), group=group), input.shape
 
@@ -450,8 +456,12 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """All-to-all of flat tensors of equal length, `partition_sizes[i]` elements for rank i; return received sizes, too.
+    """All-to-all of flat tensors of equal length with parts of any size.
 
+    Args:
+        partition_sizes: number of elements sent to each rank.
+    Returns:
+        the received tensors, and the number of elements received from each rank.
     Raises:
         ConfigError: the number of sizes differs from the number of ranks, or a tensor's length from their sum. Nothing
             is sent.

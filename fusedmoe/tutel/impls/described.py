@@ -69,12 +69,12 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
 
 
 def experts_per_rank(description: Description) -> float:
-    """Return the number of experts per rank, or −n or 1/n if n ranks share one."""
+    """Return the number of experts per rank as the description gives it; −n and 1/n both mean n ranks per expert."""
     return next((description[name] for name in _COUNTS if name in description), 1)
 
 
 def count_global_experts(per_rank: float, ranks: int) -> int:
-    """Return E for n experts per rank; −n and 1/n mean that n ranks share one."""
+    """Return the number of experts over all ranks. `per_rank`: as returned by `experts_per_rank`."""
     require_within("moe_layer", num_experts_per_device=per_rank)
     if 0 < per_rank < 1:
         per_rank = -round(1 / per_rank)

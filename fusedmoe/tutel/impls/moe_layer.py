@@ -340,10 +340,10 @@ class MOELayer(Constructed, nn.Module):
             self._compare_gates()
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
-                made = LayerDispatcher(Topology(), peers=topology_of(self.group))
+                dispatcher = LayerDispatcher(Topology(), peers=topology_of(self.group))
             else:
-                made = LayerDispatcher(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
-            self._dispatchers[r] = made
+                dispatcher = LayerDispatcher(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
+            self._dispatchers[r] = dispatcher
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
@@ -380,9 +380,9 @@ class MOELayer(Constructed, nn.Module):
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
         # Gather the weights of shared experts once: inside chunks, gathers would run concurrently with exchanges of
         # other chunks, in different orders on different ranks.
-        joined = module.join(self) if fused is None and hasattr(module, "join") else None
+        joined_weights = module.join(self) if fused is None and hasattr(module, "join") else None
         blocks = partial(self.expert_local, reserve_shape=token_shape)
-        return LocalExperts(count, fused, blocks, module, joined)
+        return LocalExperts(count, fused, blocks, module, joined_weights)
 
     def expert_local(self, x: Tensor, reserve_shape: Sequence[int], joined: Any = None) -> Tensor:
         """Run the experts on [e, C, D], custom experts on [e, C, *reserve_shape]; return [e, C, …].

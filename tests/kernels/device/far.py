@@ -1,6 +1,6 @@
 """Ranks of two nodes on one host: a symmetric heap that hides peers, and a simulated NVSHMEM to reach them.
 
-The kernels are the real kernels for far peers, in Triton's interpreter; only NVSHMEM's device functions are replaced
+The kernels are the real kernels for remote peers, in Triton's interpreter; only NVSHMEM's device functions are replaced
 (`Wire`). The replacements allow everything that NVSHMEM does not forbid: put data is read late and arrives in any order
 that no fence forbids; the reader's GPU does not see it before it asks (`arrived`); and a put from memory that is not
 symmetric is an error.

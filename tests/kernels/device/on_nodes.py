@@ -19,7 +19,7 @@ APART = (0, 1)
 
 
 def count_puts(rank: int, world: int, tokens: int) -> tuple[list[int], int]:
-    """Return the sizes of one forward pass's puts to the far peer, and the number of NVSHMEM arrival queries."""
+    """Return the sizes of one forward pass's puts to the remote peer, and the number of NVSHMEM arrival queries."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     with FarHeap(topology.ep, CPU, APART) as heap:
         buffers = ReceiveBuffers(heap, BufferSizes(tokens, SLOTS, EXPERTS, WIDTH, torch.float32))

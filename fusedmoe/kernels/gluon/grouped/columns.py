@@ -1,7 +1,7 @@
 """Epilogues on some columns of a tile: bias, activation and stores, by 16 bytes per thread or by boxes.
 
-A box is an asynchronous bulk copy out of shared memory. Threads store a box that extends past an expert's last row: a
-bulk copy would overwrite the next expert's rows.
+A box is a piece of a tile in shared memory, stored by one asynchronous bulk copy (TMA's term). Threads store a box that
+extends past an expert's last row: a bulk copy would overwrite the next expert's rows.
 """
 
 from __future__ import annotations

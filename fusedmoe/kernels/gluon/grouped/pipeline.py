@@ -1,4 +1,4 @@
-"""Ring of stages between the producer partition and the two consumer groups.
+"""Ring of stages in shared memory between the producer partition and the two consumer warp groups.
 
 Step `it`, counted over all tiles of a program, uses stage it % STAGES. A stage's `full` barrier completes when a step
 is loaded, `empty` when all its consumers have read it.
@@ -146,7 +146,10 @@ def multiply(
     bufs, ring, it, depth,
     GROUP: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of a tile's GEMM that belong to group 0 or 1; return them and the index of the next step.
+    """Main loop of a GEMM: compute the rows of a tile that belong to consumer warp group GROUP (0 or 1).
+
+    Returns the accumulator [rows, bn] and the index of the next ring step. `it`: index of the tile's first ring step;
+    `depth`: K of the GEMM.
 
     A stage holds a as [bm, bk], or transposed [bk, bm], and b as [bk, bn], or transposed [bn, bk]. One MMA is in flight
     while the next stage is awaited, so a stage is released one step late.

@@ -18,9 +18,11 @@ def _finish(
     PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Store H and A for WIDTH columns of a tile. The boxes of these columns are numbered from PART on.
+    """Compute H and A from the accumulators g and u for WIDTH columns of a tile, and store them.
 
-    `slot`: the group's first box in shared memory. u is unused without GATED.
+    H are the pre-activations: g, with GATED also u. A are the activations. The columns are stored in boxes of WIDE
+    columns (`columns`), which the warp group numbers from PART on; `slot` is the index in `boxes` of its first box. The
+    function halves WIDTH recursively until it is at most WIDE.
     """
     HALVES: gl.constexpr = 2 if GATED else 1
     if WIDTH > WIDE:

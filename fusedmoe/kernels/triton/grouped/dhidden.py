@@ -28,6 +28,7 @@ _PART = 32
 
 @triton.jit
 def _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT: tl.constexpr, GATED: tl.constexpr):
+    """Store dH and s·A of a tile. `row`: row index of each of the tile's BM rows; `inside`: whether the row exists."""
     mask = inside[:, None] & (column < H)[None, :]
     if GATED:
         offset = row[:, None] * (2 * H) + column[None, :]
@@ -144,9 +145,10 @@ def dhidden(
     needs_grad: NeedsGrad = ALL,
     wait: Wait | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dH [N, (2·)H], s·A [N, H], and the router weights' gradient [N] without the output bias's part.
+    """Return the gradients of the hidden layer: dH, s·A and ds, each None if no requested gradient needs it.
 
-    Each is None if no requested gradient needs it.
+    dH [N, H], or [N, 2·H] if gated, is the gradient of the pre-activations. s·A [N, H] are the activations times the
+    router weights s, from which dW2 is computed. ds [N] is the gradient of s, without the term of the output bias.
     """
     layout, dim, hidden = call.layout, dy_SM.shape[1], weights.w2.shape[2]
     dy_SM, h, w2 = aligned(dy_SM), aligned(h), aligned(weights.w2)

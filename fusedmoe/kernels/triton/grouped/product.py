@@ -2,9 +2,9 @@
 
 B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`).
 
-Results may be put directly to other ranks (`PUT`). For far peers (`NVSHMEM`) programs store them in staging. The last
-program to finish a row tile puts its whole rows while other tiles are still computed: a program's part of a row, a few
-hundred bytes, is too small for a put.
+Results may be put directly to other ranks (`PUT`). For remote peers (`NVSHMEM`) programs store them in staging. The
+last program to finish a row tile puts its whole rows while other tiles are still computed: a program's part of a row, a
+few hundred bytes, is too small for a put.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def product_kernel(
     tiles_ptr, ends_ptr, n_row_tiles, K, N, bias_start, bias_columns,
     # For puts: addresses, weights, peers, and the counters and signals of completed peers.
     address_ptr, weight_ptr, peer_ptr, counter_ptr, num_rows_ptr, signal_ptr,
-    # For far peers: count of finished tiles per row tile, addresses at the peer, PEs.
+    # For remote peers: count of finished tiles per row tile, addresses at the peer, PEs.
     done_ptr, target_ptr, pe_ptr, epoch_ptr, W,
     TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PUT: tl.constexpr, NVSHMEM: tl.constexpr, WEIGHTED: tl.constexpr,
     # ALIGNED: all addresses are multiples of 16 bytes.

@@ -1,4 +1,4 @@
-"""Rows and signals to far peers, whose memory this GPU cannot address, by NVSHMEM's device functions.
+"""Rows and signals to remote peers, whose memory this GPU cannot address, by NVSHMEM's device functions.
 
 The network card reads rows asynchronously from symmetric memory, where kernels store them first (staging,
 `Addresses.store_N`). Every put is a request to NVSHMEM's proxy thread and covers all rows contiguous at both ends:
@@ -118,7 +118,7 @@ def arrived(signal_ptr, value):
 
 @triton.jit
 def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS: tl.constexpr):
-    """Put a range of rows to far peers, after the whole program has stored them; rows of near peers are skipped.
+    """Put a range of rows to remote peers, after the whole program has stored them; rows of near peers are skipped.
 
     Args:
         address_ptr, target_ptr, peer_ptr: as in `Addresses`.
@@ -155,7 +155,7 @@ def signal_far_kernel(signals_ptr, signal_index, table_ptr, pe_ptr, dummy_ptr, e
 
 
 def signal_far(peers: PeerSignal, epoch: Tensor, network: Network) -> None:
-    """Set this rank's signal at far peers, after all puts of earlier launches on the stream."""
+    """Set this rank's signal at remote peers, after all puts of earlier launches on the stream."""
     signal_far_kernel[(peers.table.numel(),)](
         peers.signals, peers.signal_index, peers.table, network.pe_W, network.dummy_signal, epoch,
         num_warps=1, **network.options,

@@ -6,9 +6,9 @@ every result slot and both passes, and the row tiles of each height that the gro
 precedes it if rows are sorted by arrival.
 
 Sends: (1) Each block of tokens computes, per peer, the first chunk that needs each token, and counts tokens by chunk.
-(2) Each block sums the counts of the blocks before it; a token's place follows the tokens of earlier chunks and, within
-its chunk, earlier tokens. For few tokens every block counts all of them: one launch. Rows are compared with the first
-rows of a peer's experts, without an expert table.
+(2) Each block sums the counts of the blocks before it; a token's buffer row follows the tokens of earlier chunks and,
+within its chunk, earlier tokens. For few tokens every block counts all of them: one launch. Rows are compared with the
+first rows of a peer's experts, without a table of experts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def place_tokens_kernel(
     mine = ((first[:, None] == d[None, :]) & (first < degree)[:, None]).to(tl.int32)
     place = tl.sum(mine * (before[None, :] + tl.cumsum(mine, 0) - 1), 1)
     tl.store(token_ptr + peer.to(tl.int64) * C + place, s, mask=first < degree)
-    # Metadata line of a row: place of its token, bits of its weight.
+    # Metadata line of a row: buffer row of its token, bits of its weight.
     first_row, rows = tl.load(offsets_ptr + peer * local), tl.sum(count, 0)
     for k in range(K):
         row = tl.load(row_ptr + s.to(tl.int64) * K + k, mask=s < S, other=-1).to(tl.int32)
@@ -278,7 +278,7 @@ def read_metadata_kernel(
     inside = row + tl.sum(tl.where(mine, inside_G[None, :], 0), 1)
     line = inside + tl.sum(tl.where(mine, line_G[None, :], 0), 1)
     place = inside + tl.sum(tl.where(mine, result_G[None, :], 0), 1)
-    # Padding reads the first place of source 0 and has no destination.
+    # Padding reads the first buffer row of source 0 and has no destination.
     is_kept, stored = row < kept, row < bound
     place = tl.where(is_kept, place, 0).to(tl.int64)
     line_ptr = metadata_ptr + 2 * line.to(tl.int64)
@@ -356,11 +356,11 @@ def read_metadata(
         results, values: destinations of the rows' results and of a scalar per row.
         heights: row-tile heights, each twice the previous one.
         limit: limit on the rows of all chunks; a fault is recorded beyond it.
-        arrival_tile: as in `define_arrivals`; without far peers.
+        arrival_tile: as in `define_arrivals`; without remote peers.
     """
     assert arrival_tile is None or (degree == 1 and results.staging is None)
     peers, lines, _ = metadata_WC2.shape
-    slots, places, _ = results.own.shape
+    slots, rows_per_slot, _ = results.own.shape
     far, bound = results.staging is not None, -(-rows // 4) * 4
     blocks = {"LP": triton.next_power_of_2(experts), "WP": triton.next_power_of_2(peers)}
     block = rows_of_program(blocks["LP"] * blocks["WP"])
@@ -369,7 +369,7 @@ def read_metadata(
     addresses = 2 * slots * (2 if far else 1)
     vectors = degree * (2 + addresses)
     *long, pair_R = _parts(metadata_WC2, torch.int64, *[experts] * degree, *[bound] * (vectors + 1))
-    count, source, place, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
+    count, source, result_row, *addressed = (long[first : first + degree] for first in range(0, len(long), degree))
     weight = _parts(metadata_WC2, torch.float32, *[bound] * degree)
     lowest, *others = heights
     assert others == [lowest << 1 + number for number in range(len(others))]
@@ -395,10 +395,10 @@ def read_metadata(
         )  # fmt: skip
     read_metadata_kernel[(tiles * degree,)](
         metadata_WC2, position,
-        *(of[0] for of in (count, offsets, num_rows, counter, later_counter, source, place, weight, peer)), pair_R,
+        *(of[0] for of in (count, offsets, num_rows, counter, later_counter, source, result_row, weight, peer)), pair_R,
         *destinations[0], *destinations[1], row_tiles[0].used,
         *((None, 0, 0) if limit is None else (limit.fault_word, limit.max_rows, limit.message)),
-        lines, capacity, experts, peers, degree, bound, tiles, places, results.row_bytes, values.row_bytes,
+        lines, capacity, experts, peers, degree, bound, tiles, rows_per_slot, results.row_bytes, values.row_bytes,
         BLOCK=block, **blocks, SLOTS=slots, FAR=far,
         LOWEST=lowest, HEIGHTS=len(heights), BT=block_sizes(experts)[1], num_warps=4,
     )  # fmt: skip
@@ -409,7 +409,7 @@ def read_metadata(
             Addresses(peer[chunk], store[chunk], targets[number][chunk] if far else None, results.network)
             for number, store in enumerate(stores)
         ]
-        arrivals = Arrivals(layout, weight[chunk], peer[chunk], place[chunk], num_rows[chunk])
+        arrivals = Arrivals(layout, weight[chunk], peer[chunk], result_row[chunk], num_rows[chunk])
         of_chunk = dict(zip(heights, row_tiles[chunk::degree], strict=True))
         chunks.append(
             ArrivedChunk(

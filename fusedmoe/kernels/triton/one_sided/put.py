@@ -91,7 +91,7 @@ def _put_tile(
 
 @jit(do_not_specialize=[*_DYNAMIC_ARGUMENTS, "second_slot"])
 def put_rows_kernel(
-    # Rows, their indices and number for each peer; the receive buffer (`ReceiveBuffer`), staging for far peers.
+    # Rows, their indices and number for each peer; the receive buffer (`ReceiveBuffer`), staging for remote peers.
     x_ptr, source_ptr, used_ptr,
     rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M,
     # A second set of rows and buffer; None without.
@@ -195,8 +195,9 @@ def credit_kernel(
 def signal_peers(peer, inside, parts, counter_ptr, num_rows_ptr, signal_ptr, epoch, W):
     """Add a tile's rows to each peer's count, and signal peers whose count has reached `parts` times their rows.
 
-    `signal_ptr`: [W] signal addresses, dummies for far peers, which `signal_far` signals later. A reader that acquires
-    the last program's release sees all tiles: each counted itself with a release that the last one acquired.
+    `signal_ptr`: [W] signal addresses; for remote peers of unused local signals, because `signal_far` signals them
+    later. A reader that acquires the last program's release sees all tiles: each program counted its tile with a
+    release that the last program acquired.
     """
     # All stores of the program precede its count.
     tl.debug_barrier()
@@ -254,9 +255,9 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
     if second is not None:
         programs += _tiles(second)
         second_shape = second.buffer.tile, columns(second.buffer.rows.shape[-1], second.buffer.tile)["BLOCK"]
-    put_rows_kernel[(buffer.peers * programs,)](
+    put_rows_kernel[(buffer.num_peers * programs,)](
         *_arguments(first), *(nothing if second is None else _arguments(second)),
-        *network_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.peers,
+        *network_pointers(buffer.network), bounds.stop, bounds.record, buffer.me, bounds.limit_ns, buffer.num_peers,
         TILE=buffer.tile, **shape, SECOND_TILE=second_shape[0], SECOND_BLOCK=second_shape[1],
         **nvshmem_options(buffer.network), INTERPRET=INTERPRET, **launch_options(has_long_code),
     )  # fmt: skip
@@ -281,7 +282,7 @@ def give_credit(
     With `faults`, also checks the fault words received from peers (`send_faults`): a fault ends all waits and is
     recorded.
     """
-    credit_kernel[(buffer.peers,)](
+    credit_kernel[(buffer.num_peers,)](
         *credit_arguments([(buffer, slot), *others], faults),
         *network_pointers(buffer.network),
         buffer.me,
@@ -313,7 +314,7 @@ def send_faults(faults: Faults, me: int, network: Network | None) -> None:
 
 
 def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
-    """Put x_R[i] to its address for i < rows[0]. At far peers they precede later signals (`finish_put`)."""
+    """Put x_R[i] to its address for i < rows[0]. At remote peers they precede later signals (`finish_put`)."""
     if x_R.numel():
         block = 256 if not INTERPRET else triton.next_power_of_2(x_R.numel())
         peer_N, store_N, target_N, network = addresses

@@ -95,7 +95,7 @@ def receive(
         block, warps = columns(dim)
         receive_kernel[(min(tokens, PROGRAMS), triton.cdiv(dim, block))](
             rows_RM, row_SK, y_SM, tokens, dim, value_R, value_SK, None if apart else done,
-            *credit_arguments([] if apart else read, None if apart else faults), buffer.me, buffer.peers,
+            *credit_arguments([] if apart else read, None if apart else faults), buffer.me, buffer.num_peers,
             K=k, TOTAL=accumulation_dtype(rows_RM.dtype), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if apart:

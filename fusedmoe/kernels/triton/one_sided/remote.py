@@ -110,7 +110,7 @@ def wait(ptr, index, mask, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: tl.
             late = tl.sum((seen < epoch).to(tl.int32), 0)
 
 
-# Launches that wait for data put by other ranks, without blocking the host. Data from a far peer is read only after
+# Launches that wait for data put by other ranks, without blocking the host. Data from a remote peer is read only after
 # NVSHMEM has been called (`arrived`).
 
 
@@ -170,9 +170,9 @@ def wait_metadata(
     capacity = metadata.rows.shape[2]
     tiles = capacity // metadata.tile
     credit = (None, None, 0) if results is None else (results[0].credits, results[0].epochs[results[1]], results[1])
-    wait_metadata_kernel[(metadata.peers,)](
+    wait_metadata_kernel[(metadata.num_peers,)](
         metadata.rows, metadata.signals, metadata.epochs[slot], slot, *credit,
-        bounds.stop, bounds.record, bounds.limit_ns, metadata.peers, capacity, tiles, experts,
+        bounds.stop, bounds.record, bounds.limit_ns, metadata.num_peers, capacity, tiles, experts,
         TILE=metadata.tile, TILES=triton.next_power_of_2(tiles), EP=triton.next_power_of_2(experts),
         **nvshmem_options(metadata.network), INTERPRET=INTERPRET, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def wait_signals(
 ) -> None:
     """Wait until the signals at these int32 indices reach the exchange `epoch[0] - behind`.
 
-    `network`: given if data of far peers is read afterwards.
+    `network`: given if data of remote peers is read afterwards.
     """
     block = min(1024, max(16, triton.next_power_of_2(index.numel())))
     if index.numel():
