@@ -57,8 +57,9 @@ class Workload:
 
     Experts compute one row for each (token, k) pair. `share` is the number of rows sent per pair: 1 in the papers, less
     if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes no
-    weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks. `dense`: the block's
-    dense part; None: that of the papers, attention with four M×M projections and M channels.
+    weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks.
+
+    `dense`: the block's dense part; None: that of the papers, attention with four M×M projections and M channels.
 
     Raises `ConfigError` for a number that is not positive, or an unknown expert network or matrix.
     """
