@@ -54,6 +54,8 @@ from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+# On one node both groups of links are inside it.
+ONE_NODE = RESOURCES | {"inter": "links of EP and DP", "intra": "links of ESP and MP"}
 
 
 class PlanReport:
@@ -93,6 +95,9 @@ class PlanReport:
         self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
+        self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
+        self._tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
+        self._settings = settings
         self._model, self._costs, self._passes = settings.model, costs, layer_passes(self.plan, self.timeline)
         copies = None
         # Only Hecate fills the idle links; other policies send as many experts as they need.
@@ -164,6 +169,11 @@ class PlanReport:
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
         console.print(describe(self._model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
+        model, step_s = self._model, facts["step_s"]
+        console.print(
+            f"per replica and step {model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
+            f"{self._tokens / step_s:,.0f} tokens/s by {self.policy}"
+        )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:
             print_answer(console, answer)
@@ -186,7 +196,7 @@ class PlanReport:
             ("critical path by resource", "critical_path_by_resource_s", self.timeline.end_s),
             ("utilization", "busy_s", self.drawn_timeline.end_s),
         ):
-            shares = {RESOURCES.get(part, part): seconds / end_s for part, seconds in facts[name].items()}
+            shares = {self._resources.get(part, part): seconds / end_s for part, seconds in facts[name].items()}
             console.print(f"{title}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items() if share > 0)}")
         console.print(self._policies_table())
 
@@ -217,10 +227,16 @@ class PlanReport:
         ):
             alike = list(group)
             layers = sorted(layer_pass.layer for layer_pass in alike)
-            shares = {name: alike[0].critical_s[resource] / alike[0].seconds for resource, name in RESOURCES.items()}
-            named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
+            shares = {
+                name: alike[0].critical_s[resource] / alike[0].seconds for resource, name in self._resources.items()
+            }
+            named = [
+                f"{name.removeprefix('links ').removeprefix('of ')} {share:.0%}"
+                for name, share in shares.items()
+                if share >= 0.005
+            ]
             span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
-            table.add_row(span, phase, str(degree), time, ", ".join(named), RESOURCES[bound_by])
+            table.add_row(span, phase, str(degree), time, ", ".join(named), self._resources[bound_by])
         return table
 
     def _policies_table(self) -> Table:

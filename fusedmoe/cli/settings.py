@@ -378,7 +378,10 @@ def add_flags(
 
 
 def _model_name(text: str) -> str:
-    return next((name for name in MODELS if name.lower() == text.lower()), text)
+    try:
+        return named_model(text).name
+    except ConfigError:
+        return text  # argparse lists the names
 
 
 def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:

@@ -244,8 +244,12 @@ MODELS: dict[str, ModelConfig] = {
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name."""
+    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name.
+
+    FSMoE calls Mixtral 8x7B "Mixtral-7B"; both names are known.
+    """
+    key = "mixtral-7b" if name.lower() == "mixtral-8x7b" else name.lower()
     for known, model in MODELS.items():
-        if known.lower() == name.lower():
+        if known.lower() == key:
             return model
     raise ConfigError(f"no model is called {name!r}; known: {', '.join(MODELS)}")
