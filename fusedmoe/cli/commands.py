@@ -40,6 +40,7 @@ All files are written to a run folder, by default runs/<date-time>:
   loads.json       expert loads by step; drawn in loads.png
   costs.json, plan.txt, schedule.json    schedule that a resumed job reuses
   parts.txt        the recorded step compared with its prediction
+  launch.json      under torchrun: the launch, whose later attempts (--max-restarts) continue here
 
 --placement fssdp stores each expert once in the world and replicates popular experts in each step
 on ranks that would otherwise send them tokens (Hecate). The losses do not change.

@@ -26,6 +26,7 @@ from fusedmoe.cli.job import (
     process_group,
     resolve_sizes,
 )
+from fusedmoe.cli.restart import Attempt, describe_restart, find_attempt, write_launch
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, followed_policy, follows_plan, format_rows
@@ -77,13 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
         if survivor is not None:
             # A restarted rank has only its flags; the note in the node's memory has the job's settings.
             settings, sizes = survivor.settings, survivor.sizes
+        # --resume and --survive find their run folder themselves.
+        searches = survivor is None and arguments.resume is None
+        attempt = find_attempt(arguments.run_dir, settings.timeout_s) if searches else Attempt()
+        if attempt.settings is not None:
+            # As with --resume: the number of ranks may have changed, but not the model.
+            sizes, settings = resolve_sizes(attempt.settings.changed(changes), launch)
         topology = make_topology(sizes, settings.timeout_s)
         try:
             # An exception in the block terminates the other ranks with its text, wherever they wait.
             with topology.guard("fusedmoe train"):
                 if survivor is not None:
                     survivor.join(topology)
-                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
+                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor, attempt)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
@@ -118,8 +125,9 @@ class TrainingJob:
         device: torch.device,
         stop: StopRequest,
         survivor: Survivor | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
-        self.settings, self.launch, self.sizes = settings, launch, sizes
+        self.settings, self.launch, self.sizes, self.attempt = settings, launch, sizes, attempt or Attempt()
         self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
         self._gemm_flop_per_s: float | None = None
 
@@ -142,7 +150,7 @@ class TrainingJob:
             self.folder = RunDir(resume)
             done = self._load()
         else:
-            self.folder = self._new_folder(run_dir)
+            done = self._start(run_dir)
         if self.survivor is not None:
             # From here on a restart finds the job; before the first refresh it restarts in the same folder from step 0.
             self.survivor.write_note(self.folder.path)
@@ -328,6 +336,19 @@ class TrainingJob:
         if self.topology.is_first:
             ranks = format_ranks(self.topology.size)
             print(printable(f"survival: {ranks} continue after step {done} with the state from {source}"), flush=True)
+        return done
+
+    def _start(self, run_dir: Path | None) -> int:
+        """Start a new run, or continue the run of an earlier attempt. Return its number of completed steps."""
+        earlier, done = self.attempt.earlier, 0
+        self.folder = self._new_folder(run_dir) if earlier is None else RunDir(earlier)
+        has_checkpoint = earlier is not None and find_checkpoint(self.folder.checkpoint) is not None
+        if has_checkpoint:
+            done = self._load()
+        if self.topology.is_first:
+            write_launch(self.folder.path, self.attempt.agents)
+            if line := describe_restart(self.attempt, self.folder.path, done, has_checkpoint):
+                print(line, flush=True)
         return done
 
     def _load(self) -> int:
