@@ -53,7 +53,10 @@ cached. The most promising plans are then tried in the first steps, and the fast
 or node, torchrun restarts the ranks on the remaining nodes, and they continue from the copy. A node
 that returns joins again. The cost of a copy is printed after the first step.
 
-Ctrl-C finishes the step, saves a checkpoint and exits; --resume continues with the same losses.
+Ctrl-C finishes the step, saves a checkpoint and exits; --resume on as many ranks continues with the
+same losses. On another number of ranks the sequences per step (--batch per data-parallel rank) and
+their text change: train prints the --batch that keeps their number. --ep, --esp and --mp must divide
+the new number of ranks. After a restart by torchrun (--max-restarts), train continues by itself.
 """
 
 _TRAIN_EXAMPLES = """\

@@ -130,6 +130,7 @@ class TrainingJob:
         self.settings, self.launch, self.sizes, self.attempt = settings, launch, sizes, attempt or Attempt()
         self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
         self._gemm_flop_per_s: float | None = None
+        self._saved: int | None = None  # step of the last checkpoint; None while a save may replace it
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Train until the last step, `stop_at` or a stop request, then compute the held-out loss."""
@@ -147,8 +148,7 @@ class TrainingJob:
             self.folder = RunDir(self.survivor.run_dir)
             done = self._restore(self.survivor)
         elif resume is not None:
-            self.folder = RunDir(resume)
-            done = self._load()
+            done = self._resume(RunDir(resume))
         else:
             done = self._start(run_dir)
         if self.survivor is not None:
@@ -179,7 +179,8 @@ class TrainingJob:
                 topology.stop(writing, error)
                 message = f"rank {topology.rank} failed {writing}: {error.strerror or error}. Free some space there"
             if find_checkpoint(self.folder.checkpoint) is not None:
-                message += f". The last checkpoint is intact. Continue with: {self._resume_command()}"
+                step = "" if self._saved is None else f" (step {self._saved})"
+                message += f". The last checkpoint{step} is intact. Continue with: {self._resume_command()}"
             raise RankError(message) from error
         loss = None
         if not stopped and done == settings.steps:
@@ -199,7 +200,11 @@ class TrainingJob:
         arguments = f"train --resume {shlex.quote(str(self.folder.path))}"
         # The rendezvous flags of a surviving job are not in its environment.
         surviving = f"torchrun … -m fusedmoe {arguments}"
-        return surviving if self.settings.survive else launch_command(self.topology.size, arguments)
+        if self.settings.survive:
+            return surviving
+        fixed = [f"--{axis}" for axis in ("ep", "esp", "mp") if (getattr(self.settings, axis) or 1) > 1]
+        hint = f" (on fewer ranks, change {', '.join(fixed)} to divide them)" if fixed else ""
+        return launch_command(self.topology.size, arguments) + hint
 
     def _follow_plan(self) -> None:
         """Let the trainer follow its policy's plan, with the costs of the run folder or newly measured costs."""
@@ -312,7 +317,9 @@ class TrainingJob:
         trainer, extra = self.trainer, self._extra(done)
         # Before each checkpoint: the file must have every step that a resumed job skips.
         self.loads.flush()
+        self._saved = None
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+        self._saved = done
         # The copy in memory must never be older than the disk: a restart prefers memory.
         if self.survivor is not None and done % self.settings.survive:
             self.survivor.refresh(trainer, done, extra)
@@ -344,20 +351,34 @@ class TrainingJob:
         self.folder = self._new_folder(run_dir) if earlier is None else RunDir(earlier)
         has_checkpoint = earlier is not None and find_checkpoint(self.folder.checkpoint) is not None
         if has_checkpoint:
-            done = self._load()
+            done = self._resume(self.folder)
         if self.topology.is_first:
             write_launch(self.folder.path, self.attempt.agents)
             if line := describe_restart(self.attempt, self.folder.path, done, has_checkpoint):
                 print(line, flush=True)
         return done
 
+    def _resume(self, folder: RunDir) -> int:
+        """Load a run's checkpoint and print changes of the layout. Return its number of completed steps."""
+        self.folder = folder
+        done = self._load()
+        if self.topology.is_first and (
+            line := folder.layout_change(self.settings, self.launch, self.sizes, self._sequences_per_step)
+        ):
+            print(line, flush=True)
+        return done
+
+    @property
+    def _sequences_per_step(self) -> int:
+        return self.settings.model.batch * self.trainer.batches_per_step
+
     def _load(self) -> int:
         if find_checkpoint(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first save; start anew")
         trainer = self.trainer
-        return self._apply_extra(
-            load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
-        )
+        extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
+        self._saved = self._apply_extra(extra)
+        return self._saved
 
     def _apply_extra(self, extra: dict[str, Any]) -> int:
         """Validate and apply the extra values of a checkpoint. Return the number of completed steps."""
@@ -382,7 +403,7 @@ class TrainingJob:
             "device": str(self.device),
             "torch": torch.__version__,
         }
-        self.folder.write_config(settings, self.launch, sizes, facts)
+        self.folder.write_config(settings, self.launch, sizes, self._sequences_per_step, facts)
         self.folder.drop_metrics_after(done)
         nodes = topology.size // sizes.ranks_per_node
         print(describe(settings.model))
