@@ -111,7 +111,7 @@ class LostStoreBoard:
     def is_disconnected(self) -> bool:
         return self._clock.now_s >= self._until_s
 
-    def blame(self, rank: int, operation: str, message: str) -> str:
+    def blame(self, rank: int, operation: str, message: str, is_absent: bool = False) -> str:
         return "rank 0 failed in hosting the job's store" if self.is_disconnected else f"rank {rank} failed"
 
     def final_verdict(self) -> None: ...
