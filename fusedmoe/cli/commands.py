@@ -168,7 +168,8 @@ Run training steps and compare their timeline with the prediction.
 
 Run training steps of a model on random text and compare the median step with the prediction of
 the simulator. Writes a figure with one group of rows per rank and a trace for ui.perfetto.dev and
-chrome://tracing. Prints predicted and measured times and their ratio.
+chrome://tracing. Prints predicted and measured times, their ratio, and exposed communication: the
+time in which a link is in use and computation waits.
 
 The prediction uses task times measured in this model's own steps; they are measured once and
 cached. With --costs it uses matrix products and collectives only: the predicted step ends when
