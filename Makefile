@@ -60,7 +60,7 @@ help:
 	@echo '                     make bench-cluster ARGS="--settings layer computed:job --minutes 20"    ARGS=--show    ARGS=--help'
 	@echo '  make bench-placement  simulate expert placements on synthetic loads'
 	@echo '  make bench-report  print the latest GPU results as tables and a picture    make bench-report ARGS=--help'
-	@echo '  make reproduce  reproduce the tables of the four papers (ten minutes on two cores)'
+	@echo '  make reproduce  reproduce the tables of the four papers, and predict published steps (ten minutes on two cores)'
 	@echo '                     make reproduce ARGS="--only fsmoe-table5"    ARGS=--help'
 	@echo '  make peer-suites  run the tests of transformers, peft and others with and without fusedmoe'\''s experts'
 	@echo '                     make peer-suites ARGS="peft --minutes 10"    ARGS=--help'

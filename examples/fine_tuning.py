@@ -8,9 +8,9 @@ Needs `pip install '.[hf]' peft`. With a real model, replace `small_model` by it
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -129,4 +129,6 @@ def loss(model: torch.nn.Module) -> float:
 
 if __name__ == "__main__":
     fusedmoe.keep_memory()
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 24)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int, nargs="?", default=24, help="optimizer steps (default: 24)")
+    main(parser.parse_args().steps)

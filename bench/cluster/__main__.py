@@ -38,6 +38,7 @@ _SECONDS = 1800  # timeout of a setting, or twice the estimate of its parts
 # Seconds per part for five rounds on an idle machine of two cores, if there are no earlier results.
 _PART_S = dict(
     layer=120,
+    shared=150,
     model=240,
     job=480,
     price=600,

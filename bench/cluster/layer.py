@@ -94,7 +94,12 @@ def both_passes(plans: Plans, costs: StepCosts) -> Plan:
     return Plan.from_orders(orders)
 
 
-def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:
+def make_layer(
+    setting: Setting,
+    topology: Topology | None,
+    schedule: Schedule | None,
+    shared: fusedmoe.experts.Experts | None = None,
+) -> fusedmoe.MoELayer:
     """Create the setting's layer; without a topology, all experts are local and nothing is sent."""
     torch.manual_seed(0)
     experts = fusedmoe.experts.FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
@@ -105,6 +110,7 @@ def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule |
         topology=topology,
         mp_input="split",
         schedule=schedule,
+        shared=shared,
     )
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fusedmoe
-from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, stacks, tokens
+from bench.cluster import balance, blocks, captured, doors, job, model, placed, price, shared, stacks, tokens
 from bench.cluster import layer as layers
 from bench.cluster.network import set_rate
 from bench.cluster.profile import StackProfile, profile_stack
@@ -76,6 +76,9 @@ class Parts:
 
     def tokens(self) -> dict[str, Any]:
         return tokens.measure(self._setting, self._topology, self._rounds)
+
+    def shared(self) -> dict[str, Any]:
+        return shared.measure(self._setting, self._topology, self._rounds)
 
     def doors(self) -> dict[str, Any]:
         setting, off = self._door

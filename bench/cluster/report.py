@@ -27,6 +27,7 @@ MEASURED = (
 
 _TITLES = {
     "layer": "MoELayer, forward and backward",
+    "shared": "MoELayer with a shared expert, forward and backward",
     "model": "a step of a model of the library's layers, which waits in place of computing",
     "job": "fusedmoe train, a whole step with its optimizer",
     "captured": "a step of a model in plain PyTorch, captured by torch.compile",
@@ -100,6 +101,9 @@ def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         for schedule, wanted in zip(("off", "auto"), least, strict=True):
             ratio = found["ratios"][schedule]
             yield Goal(f"{schedule}: at least {wanted} times as fast as with pairs", f"{ratio:.2f}", ratio >= wanted)
+    if part == "shared":
+        for size, hidden in found["hidden"].items():
+            yield Goal(f"shared expert, {size}: at least 80% hidden", f"{hidden:.0%}", hidden >= 0.8)
     if part == "doors":
         faster = rows["auto"]["over_off"]
         yield Goal("auto: at least 1.3 times as fast as off", f"{faster:.2f}", faster >= 1.3)

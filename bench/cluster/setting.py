@@ -74,7 +74,7 @@ class Setting:
         if self.door is not None:
             return ("doors", "tuning")
         if self.alone:
-            return ("layer",)
+            return ("layer", "shared")
         real = ("job", "price") if self.emulated_flops is None and not self.blocks else ()
         if self.emulated_flops is not None:
             real = ("model",) if self.blocks else ("layer", "model")

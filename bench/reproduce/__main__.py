@@ -1,7 +1,8 @@
 """`make reproduce`: compare the four papers' figures with this library's, with a reason for each difference.
 
 Takes about ten minutes on two cores, without a GPU. Figures are computed from definitions, simulated with published
-costs, or measured here. Parts that need root (two emulated nodes) are skipped with a message otherwise.
+costs, or measured here. Parts that need root (two emulated nodes) are skipped with a message otherwise. The tables
+"end-to-end" predict steps that other projects have published, from their model and machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.table import Table as Shown
 
 from bench.gpu.process import ROOT
 from bench.provenance import provenance
-from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
+from bench.reproduce import flowmoe, fsmoe, hecate, lancet, published, testbed
 from bench.reproduce.page import page
 from bench.reproduce.table import HOW, PAPERS, Part, Table, cells
 from fusedmoe.runtime.progress import ProgressBar
@@ -33,7 +34,14 @@ PAGE = ROOT / "docs/reproduction.md"
 MEASURED = ("fusedmoe/schedule", "fusedmoe/placement", "fusedmoe/training", "bench/reproduce", "bench/paper_degree.py")
 
 #: All parts; the one that measures steps is last.
-PARTS: tuple[Part, ...] = (*fsmoe.PARTS, *lancet.PARTS, *flowmoe.PARTS, *hecate.PARTS, *testbed.PARTS)
+PARTS: tuple[Part, ...] = (
+    *fsmoe.PARTS,
+    *lancet.PARTS,
+    *flowmoe.PARTS,
+    *hecate.PARTS,
+    *published.PARTS,
+    *testbed.PARTS,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=known,
         default=["all"],
         metavar="NAME",
-        help="tables or papers (fsmoe, lancet, flowmoe, hecate) to run (default: all); others are kept",
+        help="tables or papers (fsmoe, lancet, flowmoe, hecate, end-to-end) to run (default: all); others are kept",
     )
     parser.add_argument(
         "--show", action="store_true", help="print existing tables and write the page without running anything"
@@ -147,7 +155,7 @@ def _epilog() -> str:
             for head in part.heads:
                 if head.paper == paper:
                     lines.append(f"  {head.name:24}{part.takes_s:4.0f} s  {head.source}: {head.title}")
-    lines += ["", "columns:", "  paper        typed from the paper; – where it prints none"]
+    lines += ["", "columns:", "  paper        typed from the paper or report; – where it prints none"]
     lines += [f"  {how:13}{what.removeprefix(how).lstrip(': ')}" for how, what in HOW.items()]
     lines += [
         "  why          numbers of the reasons below a table; a table that needs more than there is here says so",

@@ -348,8 +348,8 @@ TUNING = Table(
     text=f"The same {CASES} layers of each testbed with FlowMoE's chunks. Eight samples for Bayesian optimisation and "
     "for the grid; random: a new S_p in every step. The paper's figure is the mean over its four models.",
     reasons=(
-        "Start-up costs of all-reduces on FlowMoE's clusters are not printed. With those of FSMoE's testbeds most "
-        "sizes are nearly as good as the best.",
+        "Start-up costs of all-reduces on FlowMoE's clusters are not printed. With the start-up costs of FSMoE's "
+        "testbeds, most sizes are nearly as good as the best.",
     ),
 )
 # Printed milliseconds: Bayesian optimisation, grid search, random search.

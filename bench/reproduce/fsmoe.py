@@ -32,7 +32,7 @@ TABLE_2 = Table(
     "computed",
     ("by the lines",),
     text="B = 4, L = 1024. Each time is α + β·n with the coefficients of Fig. 5; all-to-all is dispatch and combine "
-    "together, all-gather and reduce-scatter those of the expert shards and of model parallelism. Of Table 2 only "
+    "together, all-gather and reduce-scatter are over expert shards and model-parallel ranks. Of Table 2 only "
     "these columns can be computed: no coefficients are printed for routing, ordering and attention.",
     reasons=(
         "The paper prints neither k nor f of this table; k = 2 and f = 1 fit Mixtral-7B on testbed A. On testbed B its "
@@ -181,7 +181,7 @@ ALGORITHM_1 = Table(
     "FSMoE",
     "§4.2, Algorithm 1",
     "computed",
-    text="The exact time is that of first-in-first-out links, which the closed form of this library gives and "
+    text="The exact time assumes first-in-first-out links, which the closed form of this library gives and "
     "simulation confirms. Regret: how much longer a pass takes with the chosen degree than with the best one, in the "
     "mean over the passes of Table 4's layers, backward with the layer's own all-reduce.",
     reasons=(

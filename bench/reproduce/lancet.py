@@ -91,7 +91,7 @@ EXPOSED = Table(
     "simulated",
     ("costs of A", "costs of B"),
     text=f"{{cases}} of the layers of FSMoE's Table 4 on each of its testbeds, a step of {LAYERS} layers, gradient "
-    "all-reduces included; exposed is what is on a link while nothing computes. Lancet prints no times of operators, "
+    "all-reduces included; exposed is communication while nothing computes. Lancet prints no times of operators, "
     "so its own clusters (A100, V100) cannot be simulated; these are others.",
     reasons=(
         "Other machines and models: FSMoE's layers are split over the GPUs of a node, so half of the communication is "

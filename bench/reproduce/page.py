@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.reproduce import flowmoe, fsmoe, hecate, lancet
+from bench.reproduce import flowmoe, fsmoe, hecate, lancet, published
 from bench.reproduce.table import HOW, PAPERS, Table, cells
 
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -13,12 +13,14 @@ _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "Lancet": lancet.LEFT_OUT,
     "FlowMoE": flowmoe.LEFT_OUT,
     "Hecate": hecate.LEFT_OUT,
+    "End-to-end": published.LEFT_OUT,
 }
 _CITED = {
     "FSMoE": "Pan et al., ASPLOS 2025",
     "Lancet": "Jiang et al., MLSys 2024",
     "FlowMoE": "Gao et al., NeurIPS 2025",
     "Hecate": "Qing et al., 2025",
+    "End-to-end": "Results that other projects publish, predicted from their model and machine",
 }
 
 _HEAD = """\
@@ -26,15 +28,16 @@ _HEAD = """\
 
 Tables and figures of the four papers that can be reproduced from the printed data, next to the values of this library.
 `make reproduce` writes `bench/results/reproduce.json` and this page; `make reproduce ARGS=--help` lists the parts. The
-tables below took {minutes} min in total. No GPU is needed. The speeds of the authors' clusters are not reproduced.
+tables below took {minutes} min in total. No GPU is needed. The speeds of the authors' clusters are not reproduced. The
+last section predicts results that other projects publish.
 
-- **paper**: the value printed in the paper, at the place given below the title. A dash: not printed.
+- **paper**: the value printed in the paper or report, at the place given below the title. A dash: not printed.
 - **ours** (all other columns): *computed* from definitions; *simulated* with plans and placements of this library under
   published costs or synthetic loads; or *measured* on the machine of the run. Each table states which.
 - **why**: the reasons for a difference, numbered below the table.
 
-One row is sent per (token, k) pair, as in the papers. The library's layers send one row per token and rank; in the
-simulated layers, with one expert per rank, that is the same number.
+One row is sent per (token, k) pair, as in the papers, unless a row states otherwise. The library's layers send one row
+per token and rank; in the simulated layers, with one expert per rank, that is the same number.
 """
 
 

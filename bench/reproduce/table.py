@@ -16,8 +16,8 @@ HOW = {
     "measured": "measured on the machine of this run",
 }
 
-#: Papers in display order.
-PAPERS = ("FSMoE", "Lancet", "FlowMoE", "Hecate")
+#: Papers in display order, then public reports of whole training steps.
+PAPERS = ("FSMoE", "Lancet", "FlowMoE", "Hecate", "End-to-end")
 
 Figure = float | int | None
 """A figure; None: there is none."""

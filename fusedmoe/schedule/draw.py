@@ -1,6 +1,7 @@
 """Figures of timelines: a group of rows per rank, a row per resource, a bar per span.
 
     draw(timelines, "step.png", title="Step 200")
+    draw({"fsmoe": simulate(one, costs), "mine": simulate(two, costs)}, "policies.png")
 
 Colours encode kinds of tasks, with different lightness on one row for colour-blind readers. The legend shows the
 symbols used in narrow bars. A shaded background marks the backward pass; its lightness alternates between layers, in
@@ -13,7 +14,7 @@ utilization of each resource is on the right, the exposed communication of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,6 +57,8 @@ _BAND = 0.12
 
 # In inches: horizontal, then vertical.
 _WIDTH, _LEFT, _RIGHT = 15.0, 1.75, 0.75
+# Width of a group's label, left of the resources' names; bold text is up to a sixth wider than `text_width`.
+_LABEL = 0.8
 _ROW, _ROW_GAP, _STRIP, _GROUP_GAP, _LANE_MIN = 0.34, 0.05, 0.2, 0.2, 0.17
 _DPI = 130
 
@@ -64,24 +67,31 @@ _INK, _FAINT, _RULE, _ROW_GROUND, _BACKWARD = "#1a1a1a", "#5c5c5c", "#d8d8d8", "
 _ODD = {"forward": "#e3e8f0", "backward": "#cdc7b6"}
 
 
-def draw(timelines: Timeline | Sequence[Timeline], path: str | Path, *, title: str = "Timeline") -> None:
+#: Timelines by label, or labelled by their ranks (and sources, for several timelines of one rank).
+Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline]
+
+
+def draw(timelines: Timelines, path: str | Path, *, title: str = "Timeline") -> None:
     """Write the figure of the timelines to `path`; its suffix selects the format (.png, .svg, .pdf).
 
-    Aligns timelines (`timeline.align`). Several timelines of one rank (predicted and measured) are separate groups, in
-    the given order. Raises `ConfigError` for more than `MAX_TIMELINES`.
+    Aligns timelines (`timeline.align`). Each timeline is a group of rows, in the given order. Its label is its key in a
+    mapping, such as the policy's name; otherwise its rank and, if a rank has several timelines, its source. Raises
+    `ConfigError` for more than `MAX_TIMELINES`.
     """
     figure(timelines, title=title).savefig(path, dpi=_DPI)
 
 
-def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline") -> Figure:
+def figure(timelines: Timelines, *, title: str = "Timeline") -> Figure:
     """Return the figure of `draw` without writing it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
+    given = [*timelines.values()] if isinstance(timelines, Mapping) else timelines
+    aligned = align([given] if isinstance(given, Timeline) else given)
     if len(aligned) > MAX_TIMELINES:
         raise ConfigError(f"draw: {len(aligned)} timelines are too many for a figure; pass at most {MAX_TIMELINES}")
-    groups, rows_height = _lay_out(aligned)
+    labels = [*timelines] if isinstance(timelines, Mapping) else _rank_labels(aligned)
+    groups, rows_height = _lay_out(aligned, labels)
     kinds = [kind for kind in KINDS if any(span.kind == kind for t in aligned for span in t.spans)]
     has_backward = any(span.phase == "backward" for t in aligned for span in t.spans)
     span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
@@ -149,13 +159,17 @@ class _Group(NamedTuple):
         return "" if any(other.layer is not None for other in self.runs) else name
 
 
-def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
+def _rank_labels(timelines: Sequence[Timeline]) -> list[str]:
+    several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
+    return [f"rank {t.rank}" + (f"\n{t.source}" if several else "") for t in timelines]
+
+
+def _lay_out(timelines: Sequence[Timeline], labels: Sequence[str]) -> tuple[list[_Group], float]:
     used = {resource for timeline in timelines for resource in timeline.resources}
     shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
-    several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
     groups: list[_Group] = []
     y = 0.0
-    for timeline in timelines:
+    for timeline, label in zip(timelines, labels, strict=True):
         top, runs = y, _runs(timeline)
         y += _STRIP
         rows = []
@@ -164,7 +178,6 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
             height = max(_ROW, len(parts) * _LANE_MIN)
             rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP
-        label = f"rank {timeline.rank}" + (f"\n{timeline.source}" if several else "")
         note = f"{ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
         groups.append(_Group(label, note, top, rows, runs))
         y += _GROUP_GAP - _ROW_GAP
@@ -244,7 +257,8 @@ def _draw_group(
     from matplotlib.patches import Rectangle
 
     middle = head + (group.rows[0].top + group.bottom) / 2
-    page.text(0.15, middle, group.label, size=10, weight="bold", color=_INK, va="center")
+    size = 10.0 * _LABEL / max(_LABEL, *(text_width(line, 10.0) for line in group.label.split("\n")))
+    page.text(0.15, middle, group.label, size=size, weight="bold", color=_INK, va="center", parse_math=False)
     below = middle + 0.1 + 0.09 * group.label.count("\n")
     page.text(0.15, below, group.note, size=7.5, color=_FAINT, va="top")
     page.text(_WIDTH - 0.1, head + group.top + 0.1, "busy", size=7, color=_FAINT, ha="right", va="center")

@@ -53,11 +53,15 @@ class Testbed:
 
 
 class Datum(NamedTuple):
-    """A value and its source. `estimate`: the source neither measures nor specifies it."""
+    """A value and its source.
+
+    `estimate`: the source neither measures nor specifies it. `bounds`: lowest and highest published value, if known.
+    """
 
     value: float
     source: str
     estimate: bool = False
+    bounds: tuple[float, float] | None = None
 
 
 _NCCL = "NCCL, src/graph/tuning.cc"
@@ -71,12 +75,19 @@ _NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by versi
 _NETWORK_S = Datum(2.7e-6, f"{_NCCL}: a step over the network")
 _LAUNCH_S = Datum(5e-6, "a kernel's launch and end", True)
 _CONTENTION = Datum(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
-# Kernels of collectives use multiprocessors and memory bandwidth. With NCCL on two H100s, a matrix product of 1.18 ms
-# took 2.08 ms during a collective.
-_COMPUTES_BESIDE = Datum(1 / 1.189, "arXiv 2507.03114, H100, A100, MI250 and MI210: slowed by 18.9% on average", True)
+# Kernels of collectives use multiprocessors and memory bandwidth. Bounds: with NCCL on two H100s, a matrix product of
+# 1.18 ms took 2.08 ms during a collective; with 16 of 132 multiprocessors of an H200 held by another kernel, Triton's
+# grouped products took 1.1 times as long.
+_COMPUTES_BESIDE = Datum(
+    1 / 1.189,
+    "arXiv 2507.03114, H100, A100, MI250 and MI210: slowed by 18.9% on average",
+    True,
+    (1.18 / 2.08, 1 / 1.1),
+)
 _LINKS_BESIDE = Datum(1.0, "kernels of collectives keep their multiprocessors, and links are slower than memory", True)
 _SPREAD = Datum(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
-_NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes")
+# Bounds: 40 to 47 of 50 GB/s per GPU, over InfiniBand or RoCE.
+_NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes", bounds=(0.8, 0.94))
 
 
 @dataclass(frozen=True)
@@ -314,12 +325,18 @@ MACHINES = {
         "DGX H100, 8 GPUs per node, InfiniBand NDR",
         8,
         "bf16",
-        flops=Datum(7.94e14, f"{_HERE}: 8192³ product"),
+        flops=Datum(7.94e14, f"{_HERE}: 8192³ product", bounds=(6.5e14, 8e14)),  # bounds: grouped products
         copied_bytes_per_s=Datum(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
         intra=Link(
             _NVLINK_S,
             Datum(450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"),
-            Datum(0.77, f"{_DEEPEP}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100", True),
+            # Bounds: one-sided stores between two H100s reach 419 of 450 GB/s.
+            Datum(
+                0.77,
+                f"{_DEEPEP}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100",
+                True,
+                (0.77, 0.93),
+            ),
         ),
         inter=Link(_NETWORK_S, Datum(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
         cards=Datum(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),

@@ -163,7 +163,12 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
 class Partition(NamedTuple):
     """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
 
-    0: no bucket. Remaining bytes are reduced at the end.
+    Only gradients of later layers are complete by then, so the last layer reduces nothing. Remaining bytes are reduced
+    at the end of the backward pass.
+
+    Attributes:
+        pipeline_bytes: by layer, reduced between the last dispatch and the first combine; 0: no bucket.
+        dense_bytes: by layer, reduced after the last combine.
     """
 
     pipeline_bytes: tuple[float, ...]

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusedmoe
 from fusedmoe import autograd
-from fusedmoe.autograd import exchange_operators
+from fusedmoe.autograd import exchange_operators, parallel  # noqa: F401, define operators
 from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.engine import scheduled_operator  # noqa: F401, defines operators

@@ -34,7 +34,7 @@ def test_random_faults_end_in_correct_result_or_error(cases: int, longer_timeout
     results = run(Campaign(seed, faults=FAULTS, scenes=SCENES), cases, 300.0, teams=1)
     bad = [f"{r.outcome}: seed {seed}, {r.case}\n{r.text}" for r in results if r.outcome in FAILURES]
     assert not bad, "\n".join(bad)
-    assert sum(result.fired for result in results) > cases // 2
+    assert sum(result.fired for result in results) >= cases // 2
 
 
 @pytest.mark.slow

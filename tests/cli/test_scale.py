@@ -41,7 +41,7 @@ def test_scale_predicts_8_to_4096_ranks(
     for most in (1.05, 2.4, 17.0):
         assert all(float(tick).is_integer() for tick in chunks.yaxis.get_major_locator().tick_values(0.0, most))
     assert data["machine"] == "dgx-h100" and data["policy"] == "fsmoe" and data["model"]["name"] == "Mixtral-7B"
-    assert data["figures"]["cards"].keys() == {"value", "source", "estimate"}
+    assert data["figures"]["cards"].keys() == {"value", "source", "estimate", "bounds"}
     assert [point["ranks"] for point in data["points"]] == [8 * 2**power for power in range(10)]
     for point in data["points"]:
         assert point.keys() == {
@@ -73,7 +73,7 @@ def test_scale_for_one_rank_count_reports_layout_and_figures(capsys: pytest.Capt
     data = plan_json(capsys, *flags)
     assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
     assert data["figures"].keys() == dict(MACHINES["fsmoe-b"].figures()).keys()
-    assert data["figures"]["spread"] == {"value": 0.0, "source": "as given", "estimate": False}
+    assert data["figures"]["spread"] == {"value": 0.0, "source": "as given", "estimate": False, "bounds": None}
     assert "not measured" in data["machine"] and data["policies_s"].keys() == POLICIES.keys()
     # The same testbed by its measured lines; only two of them differ.
     measured = plan_json(capsys, *MODEL, "--testbed", "B")

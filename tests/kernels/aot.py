@@ -17,10 +17,12 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import Any
 
 from bench.aot.compiling import WITHOUT_LINES, processes
 from bench.aot.machine_code import judge
-from bench.aot.standin import driving
+from bench.aot.standin import TARGETS, driving
 from fusedmoe.errors import ConfigError
 from tests.kernels.cases import AotCase
 
@@ -85,7 +87,7 @@ def check(
     rare: bool = False,
     module: str = "",
     part: slice = slice(None),
-    progress: bool = False,
+    report: Callable[[int, int, str, int, dict[str, Any]], None] = lambda *_: None,
 ) -> Found:
     """(case, target) -> the measured values; "error" if it failed.
 
@@ -94,7 +96,7 @@ def check(
         quick: only the small selection.
         rare: include the cases that are otherwise compiled only when requested by name.
         part: of all these, in their order.
-        progress: report progress on stderr.
+        report: called after each case with its index from 1, the number of cases, name, target and values.
     """
     tasks = [
         (found_in, case.name, at)
@@ -104,12 +106,13 @@ def check(
         if (case.quick or not quick) and (rare or not case.rare) and not absent(case)
     ]
     tasks = tasks[part]
-    found, start = {}, time.monotonic()
+    found: Found = {}
+    if not tasks:  # starting the processes takes seconds
+        return found
     with processes(environment=WITHOUT_LINES) as pool:
-        for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks, chunksize=4), strict=True):
+        for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks), strict=True):
             found[name, at] = result
-            if progress and len(found) % 100 == 0:
-                print(f"{len(found)} of {len(tasks)}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+            report(len(found), len(tasks), name, at, result)
     return found
 
 
@@ -187,23 +190,52 @@ def in_question() -> dict[tuple[str, int], None]:
     return {(case.name, at): None for _, case in cases() if not case.rare for at in case.targets}
 
 
-def main() -> int:
-    words, start = sys.argv[1:], time.monotonic()
-    writes = not words or words[0] == "--write"
-    words = [word for word in words if word != "--write"]
-    only, target = words[0] if words else "", int(words[1]) if len(words) > 1 else None
-    found = check(only, target, rare=bool(words) and not writes, progress=not words)
+def no_case_error(only: str, target: int | None, record: bool) -> str:
+    """Return the reason why no case was compiled, with names near to `only`."""
+    named = [case for _, case in cases() if only in case.name]
+    if any(target in (None, *case.targets) and not (record and case.rare) for case in named):
+        return ""  # skipped cases, reported by `left_out`
+    if named and target is not None and all(target not in case.targets for case in named):
+        return f"{only}: no case for sm_{target}; its targets: {sorted({at for case in named for at in case.targets})}"
+    if named:
+        return f"{only}: only rare cases, which the record omits; compile them without --write"
+    operations = sorted({case.name.split()[0] for _, case in cases()})
+    near = get_close_matches(only, operations, n=5)
+    listed = f"operations with near names: {', '.join(near)}" if near else f"operations: {', '.join(operations)}"
+    return f"no case name contains {only!r}; {listed}. Functions aot_cases() in tests/kernels/cases/ define the cases"
+
+
+def main(words: list[str]) -> int:
+    summary, _, text = (__doc__ or "").partition("\n")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.kernels.aot", None, summary, text, formatter_class=formatter)
+    parser.add_argument("only", nargs="?", default="", metavar="PART", help="part of the case names; default: all")
+    parser.add_argument("target", nargs="?", type=int, choices=TARGETS, help="compute capability; default: all")
+    parser.add_argument(
+        "--write", action="store_true", help="merge the results into bench/aot.json; implied without PART"
+    )
+    chosen = parser.parse_args(words)
+    only, target, start = chosen.only, chosen.target, time.monotonic()
+    writes = chosen.write or not only
+
+    def report(index: int, number: int, name: str, at: int, result: dict[str, Any]) -> None:
+        if only:
+            print(f"{index}/{number} {name} @ sm_{at}: {result}", flush=True)
+        elif index % 100 == 0:
+            print(f"{index} of {number}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+    found = check(only, target, rare=not writes, report=report)
     bad, without = errors(found), left_out(only)
-    if words:
-        for (name, at), result in found.items():
-            print(f"{name} @ sm_{at}: {result}")
+    if not found and (nothing := no_case_error(only, target, writes)):
+        parser.error(nothing)
     if writes and not bad and not without:
-        write(beside_others(found) if words else found)
-    print(*bad, *(f"left out: {why}" for why in without), sep="\n")
+        write(beside_others(found) if only else found)
+    for line in [*bad, *(f"left out: {why}" for why in without)]:
+        print(line)
     most = max((result.get("registers", 0) for result in found.values()), default=0)
     print(f"{len(found)} compiled, {len(bad)} failed, {most} registers at most, {time.monotonic() - start:.0f} s")
     return 1 if bad or (writes and without) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -60,6 +60,37 @@ def test_recorded_kernels_neither_spill_nor_exceed_limits() -> None:
         assert 0 < found["registers"] <= 255 and 0 <= found["shared"] <= machine_code.SHARED[at], (name, at)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--write", "gather_sun"], "no case name contains 'gather_sun'; operations with near names: gather_sum"),
+        (["nonsense", "90"], "no case name contains 'nonsense'; operations: "),
+        (["gluon", "80"], "gluon: no case for sm_80; its targets: [90]"),
+        (["gather_sum", "70"], "invalid choice: 70"),
+    ],
+)
+def test_part_without_cases_is_an_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        aot.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_rare_part_is_not_recorded() -> None:
+    recorded = [name for name, _ in aot.in_question()]
+    rare = next(case for _, case in aot.cases() if case.rare and not any(case.name in name for name in recorded))
+    assert "only rare cases" in aot.no_case_error(rare.name, None, record=True)
+    assert aot.no_case_error(rare.name, None, record=False) == ""
+
+
+@pytest.mark.slow
+def test_command_reports_each_case_as_it_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    name, at = next((case.name, case.targets[-1]) for _, case in aot.cases() if case.quick and not aot.absent(case))
+    assert aot.main([name, str(at)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1/") and f"{name} @ sm_{at}: {{'registers': " in lines[0]
+    assert " compiled, 0 failed, " in lines[-1]
+
+
 def test_every_kernel_has_cases() -> None:
     """Launched kernels are named accordingly; the other device functions are parts of them."""
     written = {

@@ -14,7 +14,17 @@ import pytest
 from matplotlib.colors import to_hex
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.draw import _ROW_GROUND, COLOURS, MAX_TIMELINES, draw, figure, free_of, ground_of, stripes_of
+from fusedmoe.schedule.draw import (
+    _ROW_GROUND,
+    COLOURS,
+    MAX_TIMELINES,
+    Timelines,
+    draw,
+    figure,
+    free_of,
+    ground_of,
+    stripes_of,
+)
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline, align, trace
 from tests.schedule.test_timeline import check_format
@@ -67,7 +77,7 @@ def pixels(timelines: Timeline | list[Timeline]) -> np.ndarray:
     return np.asarray(picture.canvas.buffer_rgba())[..., :3]
 
 
-def texts(timelines: Timeline | list[Timeline], **options: str) -> list[str]:
+def texts(timelines: Timelines, **options: str) -> list[str]:
     return [text.get_text() for axes in figure(timelines, **options).axes for text in axes.texts]
 
 
@@ -193,6 +203,21 @@ def test_measured_and_predicted_timelines_are_labelled():
     both = [training_step(rng), training_step(rng, source="predicted", anchor_s=None)]
     assert {"rank 0\nmeasured", "rank 0\npredicted"} <= set(texts(both))
     assert "rank 0" in texts(both[:1])
+
+
+def test_mapping_labels_timelines_of_equal_rank():
+    rng = random.Random()
+    of_policies = {name: training_step(rng, source="predicted", anchor_s=None) for name in ("fsmoe", "my_$policy$")}
+    found = texts(of_policies)
+    assert {*of_policies} <= set(found) and not any(text.startswith("rank ") for text in found)
+
+
+def test_long_label_ends_before_names_of_resources():
+    chosen = figure({"two_micro_batches_with_buckets": training_step(random.Random())})
+    chosen.draw_without_rendering()
+    page, renderer = chosen.axes[0], chosen.canvas.get_renderer()
+    boxes = {text.get_text(): text.get_window_extent(renderer) for text in page.texts}
+    assert boxes["two_micro_batches_with_buckets"].x1 < min(boxes[name].x0 for name in ("compute", "intra", "inter"))
 
 
 def test_unused_links_have_no_row():

@@ -173,6 +173,11 @@ def test_invalid_spread_is_rejected(spread: float) -> None:
 _SHARES = ("intra.reached", "inter.reached", "contention", "computes_beside", "links_beside")
 
 
+def test_published_bounds_contain_their_value() -> None:
+    bounded = [figure for machine in MACHINES.values() for _, figure in machine.figures() if figure.bounds is not None]
+    assert bounded and all(low <= figure.value <= high for figure in bounded for low, high in (figure.bounds,))
+
+
 def test_all_machine_figures_have_sources() -> None:
     for machine in MACHINES.values():
         figures = dict(machine.figures())

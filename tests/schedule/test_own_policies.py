@@ -100,6 +100,21 @@ def test_joint_includes_registered_policies(mine: str) -> None:
     assert makespan(PlanSearch(COSTS).plan("joint"), COSTS) <= makespan(cheap, COSTS)
 
 
+def test_registered_policy_that_raises_stops_joint(mine: str) -> None:
+    register_policy(mine, lambda workload, costs: costs.layers[7])  # type: ignore[arg-type,return-value]
+    with pytest.raises(IndexError) as caught:
+        POLICIES["joint"].plan(COSTS)
+    assert caught.value.__notes__ == [f"in policy {mine}"]
+
+
+def test_description_of_joint_names_its_candidates(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    found = capsys.readouterr().out
+    (line,) = (line for line in found.splitlines() if line.startswith("  joint "))
+    assert "all policies' plans" in line and "local search" in line and "all degrees" not in found
+
+
 def plan_without_kind(kind: str) -> Plan:
     orders = {
         on: [task for task in sequential(COSTS).on(on) if task.kind != kind] for on in ("compute", "intra", "inter")

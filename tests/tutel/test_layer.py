@@ -53,8 +53,13 @@ def test_layer_rejects_invalid_arguments() -> None:
     for count in (0, 2.5, -0.5):
         with pytest.raises(ConfigError, match=f"num_experts_per_device = {count}; give a count"):
             make(experts={"num_experts_per_device": count})
-    with pytest.raises(ConfigError, match="no option 'kk'"):
+    with pytest.raises(ConfigError, match="no option 'kk'; it has type, k, fp32_gate, capacity_factor, gate_noise$"):
         make({"type": "top", "kk": 2})
+    wrong = {"type": "cosine_top", "normalize_gate": False, "noise": 1.0}
+    with pytest.raises(
+        ConfigError, match="'normalize_gate', 'noise'; it has .* proj_dim, init_t, .* moe_layer itself$"
+    ):
+        make(wrong)
     with pytest.raises(ConfigError, match="cannot share"):
         make(experts={"num_experts_per_device": -3})
     with pytest.raises(ConfigError, match="gate_noise > 0"):

@@ -163,7 +163,7 @@ def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None
 
 @_policy(uses_micro_batches=True, order=three_queues)
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The least simulated step time over the plans of all policies, orders, degrees, buckets and W tasks."""
+    """Fastest by simulation: all policies' plans, FSMoE's in other orders, a local search over micro-batches."""
     return PlanSearch(costs, limit, samples).plan("joint")
 
 

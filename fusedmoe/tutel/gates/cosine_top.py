@@ -41,7 +41,7 @@ class CosineTopKGate(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        refuse_unknown(options)
+        refuse_unknown(options, "proj_dim", "init_t")
         self.top_k = experts_of_a_token(k, num_global_experts)
         self.fp32_gate = fp32_gate
         made: dict[str, Any] = {"device": device, "dtype": dtype}

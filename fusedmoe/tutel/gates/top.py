@@ -97,6 +97,9 @@ class Float32Linear(nn.Linear):
 # Options of a gate description that the layer reads; gates ignore them.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
+# Arguments of `moe_layer` that describe its routing, often put into gate_type.
+_ARGUMENTS_OF_THE_LAYER = ("batch_prioritized_routing", "is_gshard_loss", "is_postscore", "normalize_gate")
+
 
 class Router(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
@@ -140,10 +143,16 @@ class LinearTopKGate(nn.Module):
         return self.wg(x)
 
 
-def refuse_unknown(options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in OF_THE_LAYER:
-            raise ConfigError(f"this gate has no option {name!r}; besides its own it takes {', '.join(OF_THE_LAYER)}")
+def refuse_unknown(options: dict[str, Any], *own: str) -> None:
+    """Raise `ConfigError` for options of gate_type that neither the gate (`own`) nor the layer reads."""
+    unknown = [name for name in options if name not in OF_THE_LAYER]
+    misplaced = [name for name in unknown if name in _ARGUMENTS_OF_THE_LAYER]
+    if unknown:
+        known = ("type", "k", "fp32_gate", *own, *OF_THE_LAYER)
+        raise ConfigError(
+            f"gate_type: this gate has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}"
+            + (f". Pass {', '.join(misplaced)} to moe_layer itself" if misplaced else "")
+        )
 
 
 Gate = LinearTopKGate

@@ -93,7 +93,7 @@ def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tenso
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
     batch = PlannedBatch(sent, exchange, experts, run)
-    y = PlannedFunction.apply(x, take_pairs(weight, layout), batch, *experts.parameters)
+    y = PlannedFunction.apply(x, take_pairs(weight, layout), batch, None, *experts.parameters)
     return results(y, x, weight, experts, case.dy_SM)
 
 
