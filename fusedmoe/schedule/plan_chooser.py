@@ -236,11 +236,16 @@ class PlanChooser:
         unsure = f" (noise {trials.noise:.0%} per step)" if trials.noise > _UNSURE else ""
         first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s per step"
         last = f"{trials.num_tried} steps tried, {trials.spent_s:.2g} s spent{unsure}"
-        why = ""
-        if best.candidate.family != OFF and (off := others.get(OFF)) and self._is_within_spread(off):
-            reason = "lower median" if best.median_s <= off.median_s else "better prediction"
-            why = f"no gain over off measurable; {best.candidate.family} runs by its {reason}"
-        return "; ".join(filter(None, (first, than, why, last)))
+        return "; ".join(filter(None, (first, than, self._reason(), last)))
+
+    def _reason(self) -> str:
+        """State why the best plan runs although `OFF` is as fast within the spread; "" otherwise."""
+        best, family = self.best, self.best.candidate.family
+        off = next((entry for entry in self.trials.entries if entry.candidate.family == OFF and entry.seconds), best)
+        if off is best or not self._is_within_spread(off):
+            return ""
+        reason = "lower median" if best.median_s <= off.median_s else "better prediction"
+        return f"no gain over off measurable; {family} runs by its {reason}"
 
     def _is_within_spread(self, entry: Entry) -> bool:
         return abs(entry.median_s / self.best.median_s - 1) <= 2 * self.trials.noise_between(entry, self.best)

@@ -61,8 +61,7 @@ def connection_lost_error(
     else:
         culprit = board.rank
         text = f"it lost its connection to one of ranks {list(peers)}; see their logs for the first error"
-    verdict = board.blame(culprit, operation, f"{text} ({reason})", is_absent)
-    return _verdict_error(board, operation, where, verdict)
+    return _verdict_error(board, operation, where, board.blame(culprit, operation, f"{text} ({reason})", is_absent))
 
 
 def timeout_error(
@@ -86,7 +85,7 @@ def timeout_error(
     )
     culprit = [*absent, *stopped, *sort_by_suspicion(note_by_rank)][0]
     is_absent = culprit in now and now[culprit].operation != call
-    verdict = board.final_verdict() or board.blame(culprit, operation, text, is_absent)
+    verdict: object = board.final_verdict() or board.blame(culprit, operation, text, is_absent)
     return _verdict_error(board, operation, where, verdict)
 
 
