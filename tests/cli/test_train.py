@@ -195,7 +195,9 @@ def test_resume_reports_changed_layout_and_batch_that_keeps_it(
     run = tmp_path / "run"
     flags = ["train", *TINY, "--steps", "2", "--data", str(text), "--timeline-step", "1000000", "--batch", "6"]
     layout = ["--ep", "2", "--esp", "1", "--mp", "1"]
-    _, out, _ = cluster.run(2, command, str(tmp_path), *flags, *layout, "--run-dir", str(run), "--stop-at", "1")[0]
+    first = [*flags, *layout, "--run-dir", str(run), "--stop-at", "1"]
+    code, out, error = cluster.run(2, command, str(tmp_path), *first)[0]
+    assert code == 0, error
     assert out.splitlines()[-1].endswith(f"--resume {run} (on fewer ranks, change --ep to divide them)")
     resumed = cluster.run(2, command, str(tmp_path), "train", "--resume", str(run), "--stop-at", "1")[0]
     assert "Note: the saved run" not in resumed[1]
