@@ -203,7 +203,7 @@ def test_missing_rank_times_out_and_is_named(cluster: Cluster) -> None:
     assert last.error is None
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None and outcome.error[0] == "RankError", outcome.error
-        match = rf"rank {rank}: exchange of counts .* because rank 3 failed .* within 4 s: rank 3 is not waiting"
+        match = rf"rank {rank}: exchange of counts .* because rank 3 did not join .* within 4 s: rank 3 is not waiting"
         assert re.search(match, outcome.error[1]), outcome.error
 
 
