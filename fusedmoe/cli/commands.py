@@ -40,6 +40,7 @@ All files are written to a run folder, by default runs/<date-time>:
   loads.json       expert loads by step; drawn in loads.png
   costs.json, plan.txt, schedule.json    schedule that a resumed job reuses
   parts.txt        the recorded step compared with its prediction
+  launch.json      under torchrun: the launch, whose later attempts (--max-restarts) continue here
 
 --placement fssdp stores each expert once in the world and replicates popular experts in each step
 on ranks that would otherwise send them tokens (Hecate). The losses do not change.
@@ -52,7 +53,10 @@ cached. The most promising plans are then tried in the first steps, and the fast
 or node, torchrun restarts the ranks on the remaining nodes, and they continue from the copy. A node
 that returns joins again. The cost of a copy is printed after the first step.
 
-Ctrl-C finishes the step, saves a checkpoint and exits; --resume continues with the same losses.
+Ctrl-C finishes the step, saves a checkpoint and exits; --resume on as many ranks continues with the
+same losses. On another number of ranks the sequences per step (--batch per data-parallel rank) and
+their text change: train prints the --batch that keeps their number. --ep, --esp and --mp must divide
+the new number of ranks. After a restart by torchrun (--max-restarts), train continues by itself.
 """
 
 _TRAIN_EXAMPLES = """\
@@ -173,7 +177,8 @@ Run training steps and compare their timeline with the prediction.
 
 Run training steps of a model on random text and compare the median step with the prediction of
 the simulator. Writes a figure with one group of rows per rank and a trace for ui.perfetto.dev and
-chrome://tracing. Prints predicted and measured times and their ratio.
+chrome://tracing. Prints predicted and measured times, their ratio, and exposed communication: the
+time in which a link is in use and computation waits.
 
 The prediction uses task times measured in this model's own steps; they are measured once and
 cached. With --costs it uses matrix products and collectives only: the predicted step ends when

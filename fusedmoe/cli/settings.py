@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
-from fusedmoe.errors import ConfigError, printable
+from fusedmoe.errors import TIMEOUT_CURE, ConfigError, printable
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
 from fusedmoe.names import ACTIVATIONS, ALGORITHMS, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
@@ -420,6 +420,11 @@ def _option(text: str) -> tuple[str, Any]:
         return name.replace("-", "_"), json.loads(value)
     except (ValueError, RecursionError):
         return name.replace("-", "_"), value
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's text on one line, with the command's flag instead of the library's argument as its fix."""
+    return printable(str(error)).replace(TIMEOUT_CURE, "use a larger --timeout")
 
 
 def describe(model: ModelConfig) -> str:
