@@ -8,6 +8,9 @@ import warnings
 # Control and format characters (terminal sequences, bidirectional overrides), surrogates, and line separators.
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
+#: Fix in errors of late ranks. The command replaces it by its flag.
+TIMEOUT_CURE = "give Topology a larger timeout_s"
+
 
 def printable(text: str) -> str:
     r"""Escape characters that a terminal interprets: ESC as \x1b, a line feed as \n.

@@ -361,8 +361,8 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Itera
     CPU.
 
     Args:
-        path: output file; with several ranks each writes its own, step.rank0.json and so on. Existing files are
-            replaced; ".json.gz" compresses.
+        path: output file. With several ranks, each writes its own and none has this name: "step.json" becomes
+            step.rank0.json, step.rank1.json and so on. Existing files are replaced; ".json.gz" compresses.
         model: number its `MoELayer`s in order, for the ranges; models of `fusedmoe.models` are numbered already.
     Yields:
         The path of this rank's file. It is written at the end, unless the enclosed code raises.

@@ -26,11 +26,11 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3172,
+    ".": 3175,
     "autograd": 2391,
     "blocks": 2837,
-    "cli": 3992,
-    "comm": 4354,
+    "cli": 4782,
+    "comm": 4360,
     "compat": 866,
     "engine": 3335,
     "experts": 1468,
@@ -39,10 +39,10 @@ BUDGETS = {
     "hf": 1806,
     "kernels": 9384,
     "layers": 2545,
-    "models": 867,
+    "models": 1616,
     "placement": 3999,
-    "runtime": 1618,
-    "schedule": 6387,
+    "runtime": 1620,
+    "schedule": 6528,
     "training": 5904,
     "tutel": 3274,
 }

@@ -23,6 +23,7 @@ from bench.placement.exact import price_gap
 from bench.placement.made_loads import make_loads
 from bench.provenance import provenance
 from fusedmoe.placement.balance import balance, cheapest_balance
+from fusedmoe.placement.expert_map import balance_experts
 from fusedmoe.placement.hecate import materialise
 from fusedmoe.placement.placement import Nodes, Placement
 
@@ -110,6 +111,11 @@ def balanced(ranks: int, experts: int) -> dict[str, Any]:
             "over_mean_before": balance(before, tokens_WE, nodes, 0).max_rank_rows * ranks / int(tokens_WE.sum()),
             "new_copies": int((exact.placement.extra_W() - before.extra_W()).sum()),
         }
+    quick = balance_experts(tokens_WE, replicas=m, ranks_per_node=8)
+    found["no copies"] |= {
+        "quick_s": _median_s(lambda: balance_experts(tokens_WE, replicas=m, ranks_per_node=8)),
+        "quick_over_mean": quick.balance.max_rank_rows * ranks / int(tokens_WE.sum()),
+    }
     return found
 
 

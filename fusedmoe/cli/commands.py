@@ -40,6 +40,7 @@ All files are written to a run folder, by default runs/<date-time>:
   loads.json       expert loads by step; drawn in loads.png
   costs.json, plan.txt, schedule.json    schedule that a resumed job reuses
   parts.txt        the recorded step compared with its prediction
+  launch.json      under torchrun: the launch, whose later attempts (--max-restarts) continue here
 
 --placement fssdp stores each expert once in the world and replicates popular experts in each step
 on ranks that would otherwise send them tokens (Hecate). The losses do not change.
@@ -52,7 +53,10 @@ cached. The most promising plans are then tried in the first steps, and the fast
 or node, torchrun restarts the ranks on the remaining nodes, and they continue from the copy. A node
 that returns joins again. The cost of a copy is printed after the first step.
 
-Ctrl-C finishes the step, saves a checkpoint and exits; --resume continues with the same losses.
+Ctrl-C finishes the step, saves a checkpoint and exits; --resume on as many ranks continues with the
+same losses. On another number of ranks the sequences per step (--batch per data-parallel rank) and
+their text change: train prints the --batch that keeps their number. --ep, --esp and --mp must divide
+the new number of ranks. After a restart by torchrun (--max-restarts), train continues by itself.
 """
 
 _TRAIN_EXAMPLES = """\
@@ -131,6 +135,12 @@ a published testbed (--testbed) or a machine model (--machine); with the last th
 plans for any number of ranks. Task times measured in the model's own steps are included if fusedmoe
 train or trace has cached them, and in the costs.json of a run.
 
+--config FILE reads the model of a job that trains with another framework, and its batch and parallel
+sizes if the file states them. With --machine, sizes that are not given are chosen: the fastest that
+fit the memory of a GPU. The output answers what to change: parallel sizes, memory per rank, chunks,
+and whether overlap, two-level dispatch (--dispatch 2dh) and expert replicas gain more than the error
+of the prediction; if not, leave them off. What the file leaves open is printed as an assumption.
+
 --machine NAME models a machine from data sheets and published measurements; their sources are
 printed. fusedmoe/schedule/machines.py models collectives on many ranks, including the wait for the
 slowest rank. --scale prints step time, tokens per second, speed-up, exposed communication and chunks
@@ -155,6 +165,9 @@ examples:
     fusedmoe plan --model DeepSeek-V3 --machine gb200-nvl72 --scale --png scale.png
   your own layer, by its sizes (flags override those of --model):
     fusedmoe plan --machine dgx-h100 --ranks 16 --model-dim 2048 --hidden 1408 --experts 64 --k 6 --ep 16 --esp 1 --mp 1
+  a job of another framework, with parallel sizes that fit the memory:
+    fusedmoe plan --config config.json --machine dgx-h100 --ranks 64
+    fusedmoe plan --config pretrain.sh --machine dgx-h100 --ranks 64 --batch 2
   this machine, from cached or new measurements:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe plan --ranks-per-node 2
 """
@@ -164,7 +177,8 @@ Run training steps and compare their timeline with the prediction.
 
 Run training steps of a model on random text and compare the median step with the prediction of
 the simulator. Writes a figure with one group of rows per rank and a trace for ui.perfetto.dev and
-chrome://tracing. Prints predicted and measured times and their ratio.
+chrome://tracing. Prints predicted and measured times, their ratio, and exposed communication: the
+time in which a link is in use and computation waits.
 
 The prediction uses task times measured in this model's own steps; they are measured once and
 cached. With --costs it uses matrix products and collectives only: the predicted step ends when
@@ -262,6 +276,13 @@ def _add_plan(commands: Commands) -> None:
     head = "policies (--schedule; auto: joint here, the fastest in measured steps in train)"
     epilog = f"{_PLAN_EXAMPLES}\n{head}:\n{policies}\n\nmachines:\n{machines}"
     parser = add_parser(commands, "plan", _PLAN, epilog, "fusedmoe.cli.plan_command")
+    parser.add_argument_group("job").add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="model and sizes of another framework's job: config.json of Hugging Face transformers, TOML of "
+        "torchtitan, or arguments of Megatron-core as YAML or a command line. Other flags override them",
+    )
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--costs", type=Path, metavar="FILE", help="costs file of fusedmoe profile (--json or cached)")

@@ -17,6 +17,7 @@ from typing import Any
 
 from fusedmoe import __version__
 from fusedmoe.cli.commands import add_commands
+from fusedmoe.cli.settings import describe_error
 from fusedmoe.environment import read_integer
 from fusedmoe.errors import ConfigError, RankError, printable
 
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     except RankError as error:
-        print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"fusedmoe: error: {describe_error(error)}", file=sys.stderr, flush=True)
         # Other ranks may be waiting for this rank: they raise the same error.
         import_module("fusedmoe.comm.failure.board").post_fatal_exception(error)
         return 1

@@ -11,7 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
+from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
+from fusedmoe.cli.layouts import chosen_settings, layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
 from fusedmoe.cli.settings import (
     Settings,
@@ -25,6 +27,7 @@ from fusedmoe.cli.step_plans import (
     expert_bytes,
     followed_policy,
     follows_plan,
+    head_s,
     make_console,
     make_meta_model,
     make_table,
@@ -34,6 +37,9 @@ from fusedmoe.cli.step_plans import (
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError
+from fusedmoe.models.job_files import ExternalJob
+from fusedmoe.models.read_job import read_job
+from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
@@ -48,6 +54,8 @@ from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+# On one node both groups of links are inside it.
+ONE_NODE = RESOURCES | {"inter": "links of EP and DP", "intra": "links of ESP and MP"}
 
 
 class PlanReport:
@@ -74,24 +82,31 @@ class PlanReport:
         machine: Machine | None = None,
         *,
         again: bool = False,
+        job: ExternalJob | None = None,
+        compared: int = 0,
+        meta: Transformer | None = None,
     ) -> None:
         self.policy = followed_policy(settings, sizes)
-        meta = make_meta_model(settings)
+        meta = meta or make_meta_model(settings)
         plans = plans_by_policy(settings, launch, sizes, costs, meta, again=again)
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
-        self.step_s = {name: makespan(*planned) + after.seconds for name, planned in plans.items()}
+        fixed_s = after.seconds + head_s(settings, sizes, costs)
+        self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
+        self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
+        self._tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
+        self._settings = settings
         self._model, self._costs, self._passes = settings.model, costs, layer_passes(self.plan, self.timeline)
         copies = None
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
             copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] += after.seconds
+            copies["step_s"] += fixed_s
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
         bound = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
-        bound += after.seconds
+        bound += fixed_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Several tasks of the path may run at once; `busy_intervals` counts each moment once.
@@ -122,6 +137,14 @@ class PlanReport:
             "fingerprint": self.plan.fingerprint,
             "copies": copies,
         }
+        if job is not None:
+            replicas = None
+            if sizes.ep > 1 and COMPARED in plans:
+                of_layers = plans[COMPARED]
+                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, simulate(*of_layers))
+                replicas["step_s"] += fixed_s
+            planning = Planning(settings, launch, sizes, costs, machine, meta)
+            self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
         """Return the number of micro-batches of each layer; 1 if the layer is not split."""
@@ -146,7 +169,16 @@ class PlanReport:
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
         console.print(describe(self._model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
+        model, step_s = self._model, facts["step_s"]
+        console.print(
+            f"per replica and step {model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
+            f"{self._tokens / step_s:,.0f} tokens/s by {self.policy}"
+        )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
+        if (answer := facts.get("answer")) is not None:
+            print_answer(console, answer)
+            console.print(self._policies_table())
+            return
         console.print(self._passes_table())
         console.print(self._splitting(), markup=False, soft_wrap=True)
         if not facts["followed"]:
@@ -164,7 +196,7 @@ class PlanReport:
             ("critical path by resource", "critical_path_by_resource_s", self.timeline.end_s),
             ("utilization", "busy_s", self.drawn_timeline.end_s),
         ):
-            shares = {RESOURCES.get(part, part): seconds / end_s for part, seconds in facts[name].items()}
+            shares = {self._resources.get(part, part): seconds / end_s for part, seconds in facts[name].items()}
             console.print(f"{title}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items() if share > 0)}")
         console.print(self._policies_table())
 
@@ -195,10 +227,16 @@ class PlanReport:
         ):
             alike = list(group)
             layers = sorted(layer_pass.layer for layer_pass in alike)
-            shares = {name: alike[0].critical_s[resource] / alike[0].seconds for resource, name in RESOURCES.items()}
-            named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
+            shares = {
+                name: alike[0].critical_s[resource] / alike[0].seconds for resource, name in self._resources.items()
+            }
+            named = [
+                f"{name.removeprefix('links ').removeprefix('of ')} {share:.0%}"
+                for name, share in shares.items()
+                if share >= 0.005
+            ]
             span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
-            table.add_row(span, phase, str(degree), time, ", ".join(named), RESOURCES[bound_by])
+            table.add_row(span, phase, str(degree), time, ", ".join(named), self._resources[bound_by])
         return table
 
     def _policies_table(self) -> Table:
@@ -250,7 +288,13 @@ def _describe_replicas(copies: dict[str, Any], step_s: float) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     launched, changes = Launch.from_environment(), given_settings(arguments)
-    settings = Settings(schedule="auto").changed(changes)
+    settings, job = Settings(schedule="auto"), None
+    if arguments.config is not None:
+        if "model" in changes:
+            raise ConfigError("--config and --model both describe the model; leave one out")
+        job = read_job(arguments.config.expanduser())
+        settings = settings.changed({"model": job.model, **job.settings})
+    settings = settings.changed(changes)
     if settings.schedule == "off":
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     if arguments.machine is None and (arguments.scale or arguments.spread is not None):
@@ -262,11 +306,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
     launch, settings = _resolve_launch(arguments, launched, settings)
+    number, meta = 0, None
+    if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
+        meta = make_meta_model(settings)
+        found = layouts(settings, launch, machine, job.state, meta)
+        number, settings = len(found), chosen_settings(settings, found[0])
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:
         return 0
-    report = PlanReport(settings, launch, sizes, costs, machine, again=arguments.again)
+    report = PlanReport(
+        settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number, meta=meta
+    )
     if arguments.png is not None:
         draw(report.drawn_timeline, arguments.png, title=report.title)
     if arguments.json:
@@ -274,7 +325,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.facts | figures, indent=2))
         return 0
     report.print()
-    if machine is not None:
+    if machine is not None and job is None:
         make_console().print(figures_table(machine))
     return 0
 

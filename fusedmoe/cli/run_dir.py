@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedmoe import Topology
-from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.job import Launch, Sizes, format_ranks
 from fusedmoe.cli.load_trace import LoadTrace, plot_loads
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, warn
-from fusedmoe.files import dump_with_digest, read_text, write_text
+from fusedmoe.files import dump_with_digest, parse_json, read_text, write_text
 from fusedmoe.metrics import JsonLines
 
 #: Steps between gatherings of loads: a killed job loses at most this many steps of the log.
@@ -68,12 +68,38 @@ class RunDir:
             path = first.with_name(f"{first.name}_{number}")
         return cls(path)
 
-    def write_config(self, settings: Settings, launch: Launch, sizes: Sizes, facts: dict[str, Any]) -> None:
+    def write_config(
+        self, settings: Settings, launch: Launch, sizes: Sizes, sequences_per_step: int, facts: dict[str, Any]
+    ) -> None:
         """Write config.json: the settings that `--resume` reads, and the values chosen at startup."""
         layout = {"ranks": launch.ranks, **vars(sizes)}
-        chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
+        chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps, "sequences_per_step": sequences_per_step}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
         write_text(self.path / "config.json", dump_with_digest(config, indent=2) + "\n")
+
+    def layout_change(self, settings: Settings, launch: Launch, sizes: Sizes, sequences_per_step: int) -> str:
+        """Return a line about a layout or number of sequences per step that differs from config.json; "" if equal."""
+        path = self.path / "config.json"
+        saved = parse_json(read_text(path), str(path))
+        axes = ("ranks", "ep", "esp", "mp")
+        before, now = saved["layout"], {"ranks": launch.ranks, **vars(sizes)}
+        dp_before, dp = (layout["ranks"] // layout["mp"] for layout in (before, now))
+        # Files of earlier versions lack the number of sequences.
+        kept = saved["chosen"].get("sequences_per_step", saved["settings"]["model"]["batch"] * dp_before)
+        if kept == sequences_per_step and all(before[axis] == now[axis] for axis in axes):
+            return ""
+        was, this = (
+            f"{format_ranks(layout['ranks'])} (ep {layout['ep']}, esp {layout['esp']}, mp {layout['mp']}) with "
+            f"{number} sequences per step"
+            for layout, number in ((before, kept), (now, sequences_per_step))
+        )
+        # Each data-parallel rank draws its own text.
+        differ = "will differ" if (kept, dp_before) != (sequences_per_step, dp) else "may differ"
+        line = f"Note: the saved run trained on {was}, this job on {this}: losses {differ}."
+        if kept == sequences_per_step:
+            return line
+        batch, rest = divmod(kept * settings.model.batch, sequences_per_step)
+        return f"{line} " + (f"No --batch keeps {kept} on these ranks." if rest else f"--batch {batch} keeps {kept}.")
 
     def drop_metrics_after(self, step: int) -> None:
         """Drop metrics of steps after `step`, which will be repeated, and of the end of the job."""

@@ -17,7 +17,15 @@ from rich.text import Text
 
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings, describe
-from fusedmoe.cli.step_plans import followed_policy, make_meta_model, make_table, plans_by_policy, unplanned_gradients
+from fusedmoe.cli.step_plans import (
+    followed_policy,
+    head_s,
+    machine_costs,
+    make_meta_model,
+    make_table,
+    plans_by_policy,
+    unplanned_gradients,
+)
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.schedule import CostModel, simulate
 from fusedmoe.schedule.draw import ms
@@ -42,7 +50,7 @@ def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) ->
         raise ConfigError(f"{experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {experts}")
     if settings.model.hidden % sizes.esp:
         raise ConfigError(f"esp = {sizes.esp} does not divide the expert hidden dimension {settings.model.hidden}")
-    return sizes, machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp)
+    return sizes, machine_costs(machine, settings, sizes, ranks)
 
 
 def simulate_point(
@@ -67,7 +75,8 @@ def simulate_point(
     none, timeline = (simulate(*plans[name]) for name in ("sequential", policy))
     layers = len({task.layer for task in plan if task.layer is not None})
     after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
-    sequential_s, step_s = none.end_s + after.seconds, timeline.end_s + after.seconds
+    fixed_s = after.seconds + head_s(settings, sizes, costs)
+    sequential_s, step_s = none.end_s + fixed_s, timeline.end_s + fixed_s
     return {
         "ranks": ranks,
         **vars(sizes),

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
-from fusedmoe.errors import ConfigError, printable
+from fusedmoe.errors import TIMEOUT_CURE, ConfigError, printable
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
 from fusedmoe.names import ACTIVATIONS, ALGORITHMS, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
@@ -232,6 +232,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("model.model_dim", "model dimension M"),
         Flag("model.heads", "number of attention heads"),
         Flag("model.kv_heads", "number of key/value heads", default_help="--heads"),
+        Flag("model.head_dim", "channels of a head", default_help="model dim / heads"),
+        Flag("model.vocab_size", "number of symbols of embedding and head", default_help="256, of bytes"),
+        Flag("model.dense_layers", "number of leading blocks without experts"),
+        Flag("model.dense_hidden", "hidden dimension of blocks without experts", default_help="--hidden"),
         Flag("model.norm", "normalization: LayerNorm or RMSNorm", str, NORMS),
         Flag("model.positions", "position embedding: learned or rotary", str, POSITIONS),
         Flag("model.bias", "add biases to attention and experts", bool),
@@ -331,8 +335,9 @@ def add_parser(
 #: Flags that affect a training step and its plan.
 STEP_FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--recompute", "--objective", "--layers", "--model-dim", "--heads"),
-    *("--kv-heads", "--norm", "--positions", "--bias", "--expert", "--activation", "--hidden", "--experts"),
-    *("--experts-per-rank", "--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
+    *("--kv-heads", "--head-dim", "--vocab-size", "--norm", "--positions", "--bias", "--expert", "--activation"),
+    *("--hidden", "--experts", "--dense-layers", "--dense-hidden", "--experts-per-rank"),
+    *("--moe-every", "--shared-hidden", "--gate", "--k", "--capacity-factor", "--order"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--dispatch", "--wire-dtype", "--schedule", "--device", "--timeout"),
 )
 
@@ -373,7 +378,10 @@ def add_flags(
 
 
 def _model_name(text: str) -> str:
-    return next((name for name in MODELS if name.lower() == text.lower()), text)
+    try:
+        return named_model(text).name
+    except ConfigError:
+        return text  # argparse lists the names
 
 
 def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> None:
@@ -412,6 +420,11 @@ def _option(text: str) -> tuple[str, Any]:
         return name.replace("-", "_"), json.loads(value)
     except (ValueError, RecursionError):
         return name.replace("-", "_"), value
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's text on one line, with the command's flag instead of the library's argument as its fix."""
+    return printable(str(error)).replace(TIMEOUT_CURE, "use a larger --timeout")
 
 
 def describe(model: ModelConfig) -> str:

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,28 @@ from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts.networks import Place
+from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts, make_gate
 from fusedmoe.runtime.cache import cached_plans, machine_facts, read_cached_tasks
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule import POLICIES, ChunkedPass, CostModel, Plan, StepCosts, Workload, step_plan, three_queues
+from fusedmoe.schedule import (
+    POLICIES,
+    ChunkedPass,
+    CostModel,
+    Plan,
+    StepCosts,
+    Workload,
+    makespan,
+    step_plan,
+    three_queues,
+)
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
+from fusedmoe.schedule.simulate import ROUNDING
+from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, DenseWork
 from fusedmoe.training.gradient_buckets import reduced_bytes
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -153,13 +166,54 @@ def step_costs(
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
-    if model.layers < model.moe_every:
-        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: the model has no MoE layer")
+    if not model.num_moe_layers:
+        raise ConfigError(
+            f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
+            "model has no MoE layer"
+        )
     meta = meta or make_meta_model(settings)
-    bucketed, _ = reduced_bytes(meta, launch.ranks, sizes.mp, meta.dense_parameters())
+    bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
-    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits)
+    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+
+
+def _dense_blocks(model: ModelConfig) -> list[list[DenseWork]]:
+    """Return the blocks without experts before each MoE layer; empty for presets without `head_dim`."""
+    groups: list[list[DenseWork]] = [[]]
+    for layer in range(model.layers):
+        if model.has_experts(layer):
+            groups.append([])
+        else:
+            groups[-1].append(model.dense_work(layer))
+    return [] if model.head_dim is None else groups[:-1]
+
+
+@lru_cache(maxsize=8)
+def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], int]:
+    return reduced_bytes(meta, ranks, mp, meta.dense_parameters())
+
+
+def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
+    """Predict the seconds of the head's products, which no plan contains. The head of a model over bytes is ignored."""
+    model = settings.model
+    if model.vocab_size is None:
+        return 0.0
+    tokens = model.batch * model.seq_len / sizes.mp
+    # Forward, and gradients of input and weights.
+    return 3 * costs.line("gemm").seconds(2 * tokens * model.model_dim * model.vocab_size)
+
+
+def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> CostModel:
+    """Return the costs of a machine for the layout and the dispatch algorithm of a job ("2dh": in two levels)."""
+    share, ranks_per_node = None, max(1, sizes.ranks_per_node // sizes.esp)
+    if settings.dispatch == "2dh" and sizes.ep > ranks_per_node:
+        model = settings.model.with_experts(ranks, sizes.ep)
+        by_node, by_rank = (
+            block_workload(model, ep, sizes.esp, sizes.mp, 1) for ep in (sizes.ep // ranks_per_node, sizes.ep)
+        )
+        share = by_node.share / by_rank.share
+    return machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp, crossing_share=share)
 
 
 class UnplannedGradients(NamedTuple):
@@ -195,7 +249,7 @@ def unplanned_gradients(
         meta: as for `step_costs`.
     """
     meta = meta or make_meta_model(settings)
-    _, rest = reduced_bytes(meta, launch.ranks, sizes.mp, meta.dense_parameters())
+    _, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
     dense_s = costs.line("all-reduce/dp").seconds(rest) if rest else 0.0
     holders = launch.ranks // (sizes.ep * sizes.esp)
     if holders == 1:
@@ -252,8 +306,12 @@ def plans_by_policy(
         limit = micro_batch_axis_size(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
+    # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.
+    if "joint" in plans:
+        fastest, joint = min(plans.values(), key=lambda planned: makespan(*planned)), plans["joint"]
+        plans["joint"] = fastest if makespan(*fastest) < makespan(*joint) * (1 - ROUNDING) else joint
     for name, planned in plans.items():
-        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
         require_runnable(planned.plan, kinds, f"the plan by {name}")
     return plans
 

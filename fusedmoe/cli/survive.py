@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes, resolve_sizes
-from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.settings import Settings, describe_error
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, post_fatal_exception
@@ -154,7 +154,7 @@ def sizes_for_ranks(settings: Settings, launch: Launch) -> Sizes:
 
 def exit_for_restart(topology: Topology, error: RankError) -> NoReturn:
     """Report the error to the other ranks and exit at once, so that torchrun restarts all ranks."""
-    print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+    print(f"fusedmoe: error: {describe_error(error)}", file=sys.stderr, flush=True)
     post_fatal_exception(error)
     # A stopped process ignores torchrun's SIGTERM and would delay the restart by 30 s.
     for process in _stopped_siblings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(describe_costs(costs))
         plan, step_costs_then = planned
         refitted_s = makespan(plan, refit(step_costs_then, observe(plan, step_costs_then, by_step)))
-        _show(compare(*planned, middle), refitted_s, middle, [_step_s(timelines) for timelines in by_step])
+        steps_s = [_step_s(timelines) for timelines in by_step]
+        _show(compare(*planned, middle), refitted_s, simulate(*planned), middle, steps_s)
         print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
 
@@ -92,12 +94,22 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
     return max(timeline.end_s for timeline in timelines)
 
 
-def _show(rows: Sequence[Row], refitted_s: float, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
+def _show(
+    rows: Sequence[Row],
+    refitted_s: float,
+    predicted: Timeline,
+    measured: Sequence[Timeline],
+    steps_s: Sequence[float],
+) -> None:
     """Print the comparison. `refitted_s`: step time simulated from the task times of these steps, in seconds."""
     print(format_rows(rows), end="")
     predicted_s, step_s = rows[-1].predicted_s or 0.0, rows[-1].measured_s or 0.0
     several = f" (median of {len(steps_s)}: {1e3 * min(steps_s):.1f} to {1e3 * max(steps_s):.1f})" * (len(steps_s) > 1)
     print(f"predicted {1e3 * predicted_s:.1f} ms, measured {1e3 * step_s:.1f} ms{several}")
+    exposed_s = statistics.mean(timeline.exposed_s() for timeline in measured)
+    share = f"{exposed_s / step_s:.0%} of the step" + ", mean over ranks" * (len(measured) > 1)
+    both = f"predicted {1e3 * predicted.exposed_s():.1f} ms, measured {1e3 * exposed_s:.1f} ms"
+    print(f"exposed communication: {both} ({share})")
     print(f"measured / predicted: {step_s / predicted_s:.2f}")
     print(f"predicted from measured task times: {1e3 * refitted_s:.1f} ms ({refitted_s / step_s - 1:+.1%})")
     if len(measured) > 1:

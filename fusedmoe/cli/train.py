@@ -26,6 +26,7 @@ from fusedmoe.cli.job import (
     process_group,
     resolve_sizes,
 )
+from fusedmoe.cli.restart import Attempt, describe_restart, find_attempt, write_launch
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, followed_policy, follows_plan, format_rows
@@ -77,13 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
         if survivor is not None:
             # A restarted rank has only its flags; the note in the node's memory has the job's settings.
             settings, sizes = survivor.settings, survivor.sizes
+        # --resume and --survive find their run folder themselves.
+        searches = survivor is None and arguments.resume is None
+        attempt = find_attempt(arguments.run_dir, settings.timeout_s) if searches else Attempt()
+        if attempt.settings is not None:
+            # As with --resume: the number of ranks may have changed, but not the model.
+            sizes, settings = resolve_sizes(attempt.settings.changed(changes), launch)
         topology = make_topology(sizes, settings.timeout_s)
         try:
             # An exception in the block terminates the other ranks with its text, wherever they wait.
             with topology.guard("fusedmoe train"):
                 if survivor is not None:
                     survivor.join(topology)
-                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
+                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor, attempt)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
@@ -118,10 +125,12 @@ class TrainingJob:
         device: torch.device,
         stop: StopRequest,
         survivor: Survivor | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
-        self.settings, self.launch, self.sizes = settings, launch, sizes
+        self.settings, self.launch, self.sizes, self.attempt = settings, launch, sizes, attempt or Attempt()
         self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
         self._gemm_flop_per_s: float | None = None
+        self._saved: int | None = None  # step of the last checkpoint; None while a save may replace it
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Train until the last step, `stop_at` or a stop request, then compute the held-out loss."""
@@ -139,10 +148,9 @@ class TrainingJob:
             self.folder = RunDir(self.survivor.run_dir)
             done = self._restore(self.survivor)
         elif resume is not None:
-            self.folder = RunDir(resume)
-            done = self._load()
+            done = self._resume(RunDir(resume))
         else:
-            self.folder = self._new_folder(run_dir)
+            done = self._start(run_dir)
         if self.survivor is not None:
             # From here on a restart finds the job; before the first refresh it restarts in the same folder from step 0.
             self.survivor.write_note(self.folder.path)
@@ -171,7 +179,8 @@ class TrainingJob:
                 topology.stop(writing, error)
                 message = f"rank {topology.rank} failed {writing}: {error.strerror or error}. Free some space there"
             if find_checkpoint(self.folder.checkpoint) is not None:
-                message += f". The last checkpoint is intact. Continue with: {self._resume_command()}"
+                step = "" if self._saved is None else f" (step {self._saved})"
+                message += f". The last checkpoint{step} is intact. Continue with: {self._resume_command()}"
             raise RankError(message) from error
         loss = None
         if not stopped and done == settings.steps:
@@ -191,7 +200,11 @@ class TrainingJob:
         arguments = f"train --resume {shlex.quote(str(self.folder.path))}"
         # The rendezvous flags of a surviving job are not in its environment.
         surviving = f"torchrun … -m fusedmoe {arguments}"
-        return surviving if self.settings.survive else launch_command(self.topology.size, arguments)
+        if self.settings.survive:
+            return surviving
+        fixed = [f"--{axis}" for axis in ("ep", "esp", "mp") if (getattr(self.settings, axis) or 1) > 1]
+        hint = f" (on fewer ranks, change {', '.join(fixed)} to divide them)" if fixed else ""
+        return launch_command(self.topology.size, arguments) + hint
 
     def _follow_plan(self) -> None:
         """Let the trainer follow its policy's plan, with the costs of the run folder or newly measured costs."""
@@ -304,7 +317,9 @@ class TrainingJob:
         trainer, extra = self.trainer, self._extra(done)
         # Before each checkpoint: the file must have every step that a resumed job skips.
         self.loads.flush()
+        self._saved = None
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+        self._saved = done
         # The copy in memory must never be older than the disk: a restart prefers memory.
         if self.survivor is not None and done % self.settings.survive:
             self.survivor.refresh(trainer, done, extra)
@@ -330,13 +345,40 @@ class TrainingJob:
             print(printable(f"survival: {ranks} continue after step {done} with the state from {source}"), flush=True)
         return done
 
+    def _start(self, run_dir: Path | None) -> int:
+        """Start a new run, or continue the run of an earlier attempt. Return its number of completed steps."""
+        earlier, done = self.attempt.earlier, 0
+        self.folder = self._new_folder(run_dir) if earlier is None else RunDir(earlier)
+        has_checkpoint = earlier is not None and find_checkpoint(self.folder.checkpoint) is not None
+        if has_checkpoint:
+            done = self._resume(self.folder)
+        if self.topology.is_first:
+            write_launch(self.folder.path, self.attempt.agents)
+            if line := describe_restart(self.attempt, self.folder.path, done, has_checkpoint):
+                print(line, flush=True)
+        return done
+
+    def _resume(self, folder: RunDir) -> int:
+        """Load a run's checkpoint and print changes of the layout. Return its number of completed steps."""
+        self.folder = folder
+        done = self._load()
+        if self.topology.is_first and (
+            line := folder.layout_change(self.settings, self.launch, self.sizes, self._sequences_per_step)
+        ):
+            print(line, flush=True)
+        return done
+
+    @property
+    def _sequences_per_step(self) -> int:
+        return self.settings.model.batch * self.trainer.batches_per_step
+
     def _load(self) -> int:
         if find_checkpoint(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first save; start anew")
         trainer = self.trainer
-        return self._apply_extra(
-            load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
-        )
+        extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
+        self._saved = self._apply_extra(extra)
+        return self._saved
 
     def _apply_extra(self, extra: dict[str, Any]) -> int:
         """Validate and apply the extra values of a checkpoint. Return the number of completed steps."""
@@ -361,7 +403,7 @@ class TrainingJob:
             "device": str(self.device),
             "torch": torch.__version__,
         }
-        self.folder.write_config(settings, self.launch, sizes, facts)
+        self.folder.write_config(settings, self.launch, sizes, self._sequences_per_step, facts)
         self.folder.drop_metrics_after(done)
         nodes = topology.size // sizes.ranks_per_node
         print(describe(settings.model))

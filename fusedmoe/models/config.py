@@ -7,8 +7,8 @@ not given in a paper follow the family: head dim 64, or 128 for large models. Qw
 experts of their published configurations, without token dropping.
 
 All models read bytes (vocabulary of 256). Simplifications: DeepSeek models use multi-head instead of latent attention;
-DeepSeek-V3 has experts in its first three blocks, too; Qwen3's heads divide the model dim. The default, bytes-small,
-trains in minutes on any machine.
+DeepSeek-V3 has experts in its first three blocks, too. `fusedmoe plan --config` reads exact configurations of published
+models. The default, bytes-small, trains in minutes on any machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.names import ACTIVATIONS
+from fusedmoe.schedule.workload import DenseWork
 from fusedmoe.sizes import require_within
 
 OBJECTIVES = ("causal", "masked")
@@ -28,7 +29,9 @@ EXPERTS = ("ffn", "swiglu")
 _CHOICES: dict[str, Collection[str]] = {"objective": OBJECTIVES, "norm": NORMS, "positions": POSITIONS}
 _CHOICES |= {"expert": EXPERTS, "activation": ACTIVATIONS}
 _POSITIVE: tuple[str, ...] = ("layers", "model_dim", "heads", "kv_heads", "seq_len", "batch", "hidden", "experts")
-_POSITIVE += ("experts_per_rank", "k", "moe_every")
+_POSITIVE += ("experts_per_rank", "k", "moe_every", "head_dim", "vocab_size", "dense_hidden")
+_POSITIVE += ("q_rank", "kv_rank", "rope_dim", "value_dim")
+_LATENT = ("kv_rank", "rope_dim", "value_dim", "head_dim")
 
 #: Number of byte values; a masked model has one more symbol, the mask.
 BYTES = 256
@@ -36,7 +39,11 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer over bytes with mixture-of-experts layers. `fusedmoe train --help` documents the fields."""
+    """A transformer over bytes with mixture-of-experts layers. `fusedmoe train --help` documents the fields.
+
+    With `kv_rank`, attention is DeepSeek-V2's multi-head latent attention: queries and keys have `head_dim` channels,
+    of which the last `rope_dim` are rotated, and values have `value_dim`.
+    """
 
     name: str = "bytes-small"
     objective: str = "causal"
@@ -68,28 +75,46 @@ class ModelConfig:
     order: str | None = None
     # Hidden dim of an expert shared by all tokens (DeepSeekMoE); 0: none.
     shared_hidden: int = 0
-    # Every n-th block has experts; other blocks have a dense feed-forward of the same kind and hidden dim.
+    # After the leading dense blocks, every n-th block has experts; other blocks have a dense feed-forward.
     moe_every: int = 1
+    # Channels of a head; None: model_dim / heads, and `dense_work` is unknown.
+    head_dim: int | None = None
+    # None: `BYTES`, and the mask of a masked model.
+    vocab_size: int | None = None
+    # Leading blocks without experts, and the hidden dim of dense feed-forwards; None: `hidden`.
+    dense_layers: int = 0
+    dense_hidden: int | None = None
+    # Ranks of latent attention (None: projections of full rank), its rotated channels and its channels of a value.
+    q_rank: int | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
-        sizes = {name: getattr(self, name) for name in (*_POSITIVE, "shared_hidden", "capacity_factor")}
+        sizes = {name: getattr(self, name) for name in (*_POSITIVE, "shared_hidden", "dense_layers", "capacity_factor")}
         require_within(f"the model {self.name}", **sizes)
         if self.shared_hidden < 0:
             raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")
+        if self.dense_layers < 0:
+            raise ConfigError(f"dense_layers = {self.dense_layers} must be 0 (none) or more")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
-        if self.model_dim % self.heads:
+        if self.vocab_size is not None and self.vocab_size < BYTES + (self.objective == "masked"):
+            raise ConfigError(f"vocab_size = {self.vocab_size} is smaller than the {BYTES} bytes and the mask")
+        if self.kv_rank is not None:
+            self._require_latent()
+        if self.head_dim is None and self.model_dim % self.heads:
             raise ConfigError(f"model_dim = {self.model_dim} is not divisible by heads = {self.heads}")
         if self.heads % self.key_heads:
             raise ConfigError(f"heads = {self.heads} is not a multiple of kv_heads = {self.key_heads}")
         # Rotary embeddings rotate pairs of channels.
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and (self.rope_dim if self.kv_rank and self.rope_dim else self.head_size) % 2:
             raise ConfigError(
-                f"rotary positions need an even head dim, and model_dim / heads is {self.head_dim}; "
+                f"rotary positions need an even head dim, and model_dim / heads is {self.head_size}; "
                 "choose other heads or learned positions"
             )
 
@@ -103,9 +128,56 @@ class ModelConfig:
         named = ", ".join(f"{name}={getattr(self, name)}" for name in changed[:3])
         return self.name + f" with {named}" * bool(changed) + f" and {len(changed) - 3} more" * (len(changed) > 3)
 
+    def _require_latent(self) -> None:
+        missing = [name for name in _LATENT if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"latent attention (kv_rank = {self.kv_rank}) needs {', '.join(missing)} too")
+        assert self.rope_dim is not None and self.head_dim is not None
+        if self.positions != "rope" or self.bias or self.key_heads != self.heads or self.rope_dim >= self.head_dim:
+            raise ConfigError(
+                "latent attention needs rotary positions, no bias, kv_heads equal to heads, and rope_dim below head_dim"
+            )
+
     @property
-    def head_dim(self) -> int:
-        return self.model_dim // self.heads
+    def head_size(self) -> int:
+        """Channels of a query or key head."""
+        return self.model_dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def dense_size(self) -> int:
+        """Hidden dim of dense feed-forwards."""
+        return self.hidden if self.dense_hidden is None else self.dense_hidden
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a block has experts: after the dense layers, the last of every `moe_every` blocks."""
+        return layer >= self.dense_layers and (layer + 1 - self.dense_layers) % self.moe_every == 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(map(self.has_experts, range(self.layers)))
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.num_moe_layers < self.layers
+
+    def dense_work(self, layer: int) -> DenseWork:
+        """Return the dense matrices of a block: attention's, and the shared expert's or the feed-forward network's."""
+        m, d, value = self.model_dim, self.head_size, self.head_size
+        if self.kv_rank is None:
+            attention = m * d * (2 * self.heads + 2 * self.key_heads)
+        else:
+            assert self.rope_dim is not None and self.value_dim is not None
+            value = self.value_dim
+            queries = m * self.heads * d if self.q_rank is None else self.q_rank * (m + self.heads * d)
+            keys = m * (self.kv_rank + self.rope_dim) + self.kv_rank * self.heads * (d - self.rope_dim + value)
+            attention = queries + keys + m * self.heads * value
+        hidden = self.shared_hidden if self.has_experts(layer) else self.dense_size
+        return DenseWork(attention, self.num_matrices * m * hidden, self.heads * (d + value) / 2)
+
+    @property
+    def num_matrices(self) -> int:
+        """Weight matrices of an expert or dense feed-forward."""
+        return 3 if self.expert == "swiglu" else 2
 
     @property
     def key_heads(self) -> int:
@@ -118,7 +190,7 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        return BYTES + (self.objective == "masked")
+        return BYTES + (self.objective == "masked") if self.vocab_size is None else self.vocab_size
 
     @property
     def mask(self) -> int:
@@ -163,15 +235,21 @@ MODELS: dict[str, ModelConfig] = {
         _make_config(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
         _make_config(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
         _make_config(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
-        _make_config(_LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, experts=128, k=8, **_PUBLISHED),
+        _make_config(
+            _LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, head_dim=128, experts=128, k=8, **_PUBLISHED
+        ),
         _make_config(_LLAMA, "DeepSeek-V3", 61, 7168, 128, 2048, experts=256, k=8, **_DEEPSEEK_V3),
     )
 }
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name."""
+    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name.
+
+    FSMoE calls Mixtral 8x7B "Mixtral-7B"; both names are known.
+    """
+    key = "mixtral-7b" if name.lower() == "mixtral-8x7b" else name.lower()
     for known, model in MODELS.items():
-        if known.lower() == name.lower():
+        if known.lower() == key:
             return model
     raise ConfigError(f"no model is called {name!r}; known: {', '.join(MODELS)}")

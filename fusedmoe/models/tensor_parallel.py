@@ -161,7 +161,10 @@ class Attention(nn.Module):
             )
         self.config, self.topology, self.layer = config, topology, layer
         self.recorder: Recorder | None = None
-        dim, head = config.model_dim, config.head_dim
+        self._make_projections(**factory_kwargs)
+
+    def _make_projections(self, **factory_kwargs: Any) -> None:
+        config, mp, dim, head = self.config, self.topology.mp, self.config.model_dim, self.config.head_size
         rows = (config.heads + 2 * config.key_heads) * head
         self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **factory_kwargs)
         self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **factory_kwargs) if config.bias else None)
@@ -203,19 +206,10 @@ class Attention(nn.Module):
 
     def _attend(self, x_BLM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Apply this rank's heads to whole sequences; return its partial sum [B, L, M], and keys and values."""
-        config, mp = self.config, self.topology.mp.size
-        keys, queries_per_key = config.key_heads // mp, config.heads // config.key_heads
-        qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
-        qkv = qkv.unflatten(-1, (keys, queries_per_key + 2, config.head_dim))
-        q_BHLD = qkv[:, :, :, :queries_per_key].flatten(2, 3).transpose(1, 2)
-        k_BHLD, v_BHLD = (qkv[:, :, :, queries_per_key + i].transpose(1, 2) for i in (0, 1))
+        queries_per_key = self.config.heads // self.config.key_heads
         before = sum(keys.shape[2] for keys, _ in past)
-        if config.positions == "rope":
-            # In the GEMM's dtype under autocast; in float64 for a float64 model.
-            angles_LD = rotary_angles(before + x_BLM.shape[1], config.head_dim, q_BHLD.device, q_BHLD.dtype)
-            angles = [of[before:] for of in angles_LD]
-            q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
-        own, causal, seen = (k_BHLD, v_BHLD), config.objective == "causal", None
+        q_BHLD, k_BHLD, v_BHLD = self._project(x_BLM, before)
+        own, causal, seen = (k_BHLD, v_BHLD), self.config.objective == "causal", None
         # PyTorch's `is_causal` aligns the first query with the first key, which is wrong after earlier positions.
         if before:
             k_BHLD, v_BHLD = (torch.cat([*(one[i] for one in past), own[i]], 2) for i in (0, 1))
@@ -225,9 +219,24 @@ class Attention(nn.Module):
         )
         return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight), own
 
+    def _project(self, x_BLM: Tensor, before: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads, [B, heads, L, D], after `before` earlier positions."""
+        config = self.config
+        keys, queries_per_key = config.key_heads // self.topology.mp.size, config.heads // config.key_heads
+        qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
+        qkv = qkv.unflatten(-1, (keys, queries_per_key + 2, config.head_size))
+        q_BHLD = qkv[:, :, :, :queries_per_key].flatten(2, 3).transpose(1, 2)
+        k_BHLD, v_BHLD = (qkv[:, :, :, queries_per_key + i].transpose(1, 2) for i in (0, 1))
+        if config.positions == "rope":
+            # In the GEMM's dtype under autocast; in float64 for a float64 model.
+            angles_LD = rotary_angles(before + x_BLM.shape[1], config.head_size, q_BHLD.device, q_BHLD.dtype)
+            angles = [of[before:] for of in angles_LD]
+            q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
+        return q_BHLD, k_BHLD, v_BHLD
+
 
 class DenseFeedForward(nn.Module):
-    """Feed-forward network with a plain or gated activation, like an expert of the same config.
+    """Feed-forward network with a plain or gated activation, like an expert of the same config. H: `dense_size`.
 
     Attributes:
         up_weight, up_bias: [H / MP, M] and [H / MP], with a leading 2 for a gated activation; the bias may be None.
@@ -239,7 +248,7 @@ class DenseFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, topology: Topology, **factory_kwargs: Any) -> None:
         super().__init__()
-        mp, dim, hidden = topology.mp, config.model_dim, config.hidden
+        mp, dim, hidden = topology.mp, config.model_dim, config.dense_size
         if hidden % mp.size:
             raise ConfigError(f"hidden = {hidden} does not split over mp = {mp.size} ranks")
         self.topology, self.activation = topology, config.nonlinearity

@@ -25,6 +25,7 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.latent_attention import LatentAttention
 from fusedmoe.models.tensor_parallel import (
     Attention,
     DenseFeedForward,
@@ -97,12 +98,11 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(config, **factory_kwargs)
         # Blocks without experts share the number of the next block with experts.
-        number = layer // config.moe_every
-        self.attention = Attention(config, topology, number, **factory_kwargs)
+        number = sum(map(config.has_experts, range(layer)))
+        self.attention = (LatentAttention if config.kv_rank else Attention)(config, topology, number, **factory_kwargs)
         self.experts_norm = make_norm(config, **factory_kwargs)
         self.experts: MoELayer | DenseFeedForward
-        # With `moe_every` = n, the last of every n blocks.
-        if (layer + 1) % config.moe_every == 0:
+        if config.has_experts(layer):
             self.experts = MoELayer(
                 config.model_dim,
                 make_gate(config),
@@ -404,6 +404,8 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
     rows = order.rows_per_token(gate, tokens)
     # Rows that mix tokens cannot be deduplicated.
     copies = order.copies and not isinstance(gate, SoftMoE)
+    # Presets without `head_dim` keep the dense part of FSMoE's Table 1.
+    dense = None if config.head_dim is None else config.dense_work(config.dense_layers + config.moe_every - 1)
     return Workload(
         batch=batch,
         seq_len=config.seq_len,
@@ -417,4 +419,5 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
         esp=esp,
         itemsize=itemsize,
         share=uniform_share(config.experts, gate.k, ep) if copies else 1.0,
+        dense=dense,
     )

@@ -16,7 +16,8 @@ mean is found layer by layer; a linear program finds the weights with the larges
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedmoe.schedule.cost import Contention
+from fusedmoe.schedule.simulate import ROUNDING
 from fusedmoe.schedule.step_costs import (
     MAX_DEGREE,
     LayerCosts,
@@ -37,6 +39,11 @@ from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
 # Ranges of blocks start in the first `_END_LAYERS` layers and stop in the last `_END_LAYERS` layers.
 _END_LAYERS = 2
+# Maximum number of layers of a deep stack at which the gradients that are left bound the backward pass. Layers between
+# two of them have equal sums, for which the linear program has one variable.
+_CUTS = 8
+# Maximum number of linear programs for a bound.
+_LP_ROUNDS = 20
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
@@ -130,20 +137,24 @@ def _range_sums(
     # chunk.
     forward = passes[0].dense_index == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense_index
-    sums = []
-    for number, layer in enumerate(passes):
-        if number < p:
-            seconds = layer.overlap_path_s if before_all else layer.path_s()
-        elif number > q:
-            seconds = layer.overlap_path_s if after_all else layer.path_s()
-        else:
-            seconds = layer.work_s(weights, b if number == p else 0, e + 1 if number == q else None)
-            if number == p:
-                seconds = seconds + (layer.overlap_pipeline_s if before_all else layer.path_s(0, b))
-            if number == q:
-                seconds = seconds + (layer.overlap_pipeline_s if after_all else layer.path_s(e + 1))
-        sums.append(seconds)
+    before = _of_each(passes[:p], lambda layer: layer.overlap_path_s if before_all else layer.path_s())
+    after = _of_each(passes[q + 1 :], lambda layer: layer.overlap_path_s if after_all else layer.path_s())
+    sums = [*before, *_of_each(passes[p : q + 1], lambda layer: layer.work_s(weights)), *after]
+    for number in {p, q}:
+        layer = passes[number]
+        seconds = layer.work_s(weights, b if number == p else 0, e + 1 if number == q else None)
+        if number == p:
+            seconds = seconds + (layer.overlap_pipeline_s if before_all else layer.path_s(0, b))
+        if number == q:
+            seconds = seconds + (layer.overlap_pipeline_s if after_all else layer.path_s(e + 1))
+        sums[number] = seconds
     return sums
+
+
+def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any]:
+    """Return a value of each pass, one object for all passes that are one object."""
+    found = {key: value(one) for key, one in {id(one): one for one in passes}.items()}
+    return [found[id(one)] for one in passes]
 
 
 def _all_range_sums(
@@ -182,17 +193,18 @@ def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
             back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute")),
             0.0 * back[0].overlap_path_s,
         )
-        all_s = [layer.work_s(compute) + layer.w_tasks_s for layer in back]
+        all_s = _of_each(back, lambda layer: layer.work_s(compute) + layer.w_tasks_s)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
-        for done in range(len(back) + 1):
+        for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
                 rest_s, before = costs.all_reduce.seconds(left), [layer.overlap_path_s for layer in back[:done]]
-                for of in weightings[1:]:
-                    sums.append(([*before, *(layer.work_s(of) for layer in back[done:])], of["inter"] * rest_s))
+                for weighting in weightings[1:]:
+                    work = _of_each(back[done:], lambda layer, by=weighting: layer.work_s(by))  # type: ignore[misc]
+                    sums.append(([*before, *work], weighting["inter"] * rest_s))
                 if done:
-                    urgent = [layer.work_s(compute) for layer in back[:done]]
+                    urgent = _of_each(back[:done], lambda layer: layer.work_s(compute))
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_w_tasks_s
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
         backward_s = min(backward_s, _min_max_bound_s(sums))
@@ -211,27 +223,41 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
 
     found = list(sums)
     fixed = np.array([constant_s for _, constant_s in found])
-    # [sums, choices] of each pass.
-    by_pass = zip(*(sums for sums, _ in found), strict=True)
-    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass]
+    # [sums, choices] of each kind of pass. Passes of equal layers in equal places share their arrays.
+    by_pass = {tuple(map(id, layer_sums)): layer_sums for layer_sums in zip(*(sums for sums, _ in found), strict=True)}
+    numbers = Counter(tuple(map(id, layer_sums)) for layer_sums in zip(*(sums for sums, _ in found), strict=True))
+    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass.values()]
+    times = np.array([numbers[key] for key in by_pass], dtype=float)
     count = len(fixed)
-    scale = float((fixed + sum(layer_sums.min(1) for layer_sums in passes)).max()) or 1.0
-    # Variables: the weights, and the minimum of each pass's weighted mean over all choices.
-    which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in passes], axis=0)
-    matrix = np.concatenate([-np.concatenate(passes, 1).T, which], 1)
-    solved = linprog(
-        -np.concatenate([fixed, np.ones(len(passes))]) / scale,
-        matrix / scale,
-        np.zeros(len(matrix)),
-        np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
-        [1.0],
-        [(0, None)] * (count + len(passes)),
-    )
-    # The solver may fail or round, but any weights give a valid bound.
-    weights = [*np.eye(count)]  # each sum alone is a bound
-    if solved.x is not None:
-        weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
-    return max(float(mean @ fixed + sum((mean @ sums).min() for sums in passes)) for mean in weights)
+    sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
+    scale = float((fixed + sums_s).max()) or 1.0
+    # The solver gets the choices that minimise a single sum, then those that minimise the weighted mean, until it has
+    # all that matter. Any weights give a valid bound, also after failures and rounding of the solver.
+    chosen = [{*map(int, layer_sums.argmin(1))} for layer_sums in passes]
+    best = float((fixed + sums_s).max())
+    for _ in range(_LP_ROUNDS):
+        some = [layer_sums[:, sorted(places)] for layer_sums, places in zip(passes, chosen, strict=True)]
+        # Variables: the weights, and for each kind of pass the minimum of its weighted mean over its choices.
+        which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in some], axis=0)
+        matrix = np.concatenate([-np.concatenate(some, 1).T, which], 1)
+        solved = linprog(
+            -np.concatenate([fixed, times]) / scale,
+            matrix / scale,
+            np.zeros(len(matrix)),
+            np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
+            [1.0],
+            [(0, None)] * (count + len(passes)),
+        )
+        if solved.x is None:
+            break
+        mean = np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum()
+        means = [mean @ layer_sums for layer_sums in passes]
+        best = max(best, float(mean @ fixed + times @ [of_choices.min() for of_choices in means]))
+        if best >= -solved.fun * scale * (1 - ROUNDING):
+            break
+        for places, of_choices in zip(chosen, means, strict=True):
+            places.add(int(of_choices.argmin()))
+    return best
 
 
 def _undominated(sums: Any) -> Any:

@@ -8,15 +8,17 @@ ranks in each of m nodes. start is the start-up time of a collective, l the time
 n is the unit of `cost.LINES`: for an all-to-all the bytes of a rank's rows, otherwise all bytes gathered or reduced.
 
     all-to-all      start + (q−1)·l_i + (p−q)·l_x  +  n · max{(q−1)/(p·B_i), (p−q)/(p·B_x)}
+    in two levels   2·start + (q−1)·l_i + (m−1)·l_x  +  n · {c·(m−1)/(m·B_x) + (q−1)/(q·B_i)}
     all-gather      start + (p−1)·l_i              +  n · (p−1)/(p·B_i)             and reduce-scatter, in one node
     all-reduce      start + 2(q−1)·l_i + 2⌈log2 m⌉·l_x  +  n · max{2(q−1)/(q·B_i), 2(m−1)/(m·q·B_x)}
     product, copy   start + n/rate, both as on the slowest of all ranks
 
-An all-to-all sends one message per peer, on both levels at once. The ring is that of Thakur, Rabenseifner and Gropp
-("Optimization of Collective Communication Operations in MPICH", 2005). An all-reduce consists of a ring reduce-scatter
-inside each node, which leaves 1/q of the sum on each rank; a full-bandwidth tree across nodes (Sanders, Speck and
-Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009); and a ring all-gather. As in NCCL
-they are pipelined, so the slowest one determines the time.
+An all-to-all sends one message per peer, on both levels at once. With two levels, ranks of equal local index exchange
+between nodes first, c rows for each row of the direct exchange, and forward inside the node. The ring is that of
+Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005). An all-reduce
+consists of a ring reduce-scatter inside each node, which leaves 1/q of the sum on each rank; a full-bandwidth tree
+across nodes (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009);
+and a ring all-gather. As in NCCL they are pipelined, so the slowest one determines the time.
 
 Compute times differ between ranks by a relative spread σ. A collective waits for the slowest rank, so compute tasks
 take 1 + σ·E(N) of the mean, with E(N) the expected maximum of N standard normal numbers.
@@ -31,7 +33,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,7 +73,7 @@ _H100_SHARE = "the fraction of its data sheet that an H100 reaches"
 
 # NCCL's model of a ring with small messages.
 _START_S = Datum(8.4e-6, f"{_NCCL}: a ring's base latency")
-_NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version")
+_NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version", bounds=(0.47e-6, 0.6e-6))
 _NETWORK_S = Datum(2.7e-6, f"{_NCCL}: a step over the network")
 _LAUNCH_S = Datum(5e-6, "a kernel's launch and end", True)
 _CONTENTION = Datum(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
@@ -88,6 +90,9 @@ _LINKS_BESIDE = Datum(1.0, "kernels of collectives keep their multiprocessors, a
 _SPREAD = Datum(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
 # Bounds: 40 to 47 of 50 GB/s per GPU, over InfiniBand or RoCE.
 _NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes", bounds=(0.8, 0.94))
+
+#: Largest relative error of predictions with a machine (docs/results.md).
+PREDICTION_ERROR = Datum(0.12, "steps of 2 and 4 ranks on emulated links, published results on H100s")
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class Machine:
     ranks_per_node: int
     dtype: str  # of `flops`, as in the settings
     _: KW_ONLY
+    memory_bytes: Datum | None = None  # of a GPU; None: unknown
     flops: Datum  # FLOP/s of a matrix product
     product_start_s: Datum = _LAUNCH_S  # also of a copy
     copied_bytes_per_s: Datum  # bytes of permuted rows per second, each read and written
@@ -139,8 +145,32 @@ class Machine:
         """Return the machine with this relative spread σ of compute time over ranks (`measured_spread`)."""
         return replace(self, spread=Datum(spread, "as given"))
 
-    def costs(self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1) -> CostModel:
+    def at_end(self, is_fast: bool) -> Machine:
+        """Return the machine with each figure at the slow or the fast end of its `bounds`."""
+
+        def moved(name: str, datum: Datum) -> Datum:
+            # A long time is slow; of speeds and shares, a small one is.
+            place = int(is_fast != name.endswith("_s"))
+            return datum if datum.bounds is None else datum._replace(value=datum.bounds[place])
+
+        changes: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Datum):
+                changes[field.name] = moved(field.name, value)
+            elif isinstance(value, Link):
+                changes[field.name] = Link(
+                    **{part.name: moved(part.name, getattr(value, part.name)) for part in fields(value)}
+                )
+        return replace(self, **changes)
+
+    def costs(
+        self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1, *, crossing_share: float | None = None
+    ) -> CostModel:
         """Return the cost model of a job with these axis sizes of `Topology`.
+
+        `crossing_share`: two-level dispatch ("2dh"), in which this many rows cross between nodes for each row that
+        direct dispatch would send; None: direct.
 
         Raises `ConfigError` if axes do not divide the ranks, groups are not spread evenly over nodes, an expert is
         split over several nodes, or the spread is not a number >= 0.
@@ -161,10 +191,8 @@ class Machine:
             "copy": Line(self.product_start_s.value * slowest, slowest / self.copied_bytes_per_s.value),
         }
         if ep > 1:
-            p, q = ep, self._ranks_per_node("ep", ep, esp, node)
-            alpha_s = self.start_s.value + (q - 1) * self.intra.message_s.value + (p - q) * self.inter.message_s.value
-            beta_s = max((q - 1) / p / self.intra.speed, (p - q) / p / self._network_bytes_per_s(node))
-            lines["all-to-all/ep"] = Line(alpha_s, beta_s)
+            q = self._ranks_per_node("ep", ep, esp, node)
+            lines["all-to-all/ep"] = self._all_to_all(ep, q, node, crossing_share if 1 < q < ep else None)
         if esp > 1:
             alpha_s = self.start_s.value + (esp - 1) * self.intra.message_s.value
             ring = Line(alpha_s, (esp - 1) / esp / self.intra.speed)
@@ -175,6 +203,16 @@ class Machine:
         computes, links, link = self.computes_beside.value, self.links_beside.value, self.contention.value
         contention = Contention(computes, computes, links, link, links, link)
         return CostModel(lines, contention, f"{self.words}; modelled, not measured")
+
+    def _all_to_all(self, p: int, q: int, node: int, crossing_share: float | None) -> Line:
+        """Return the cost of an all-to-all over `p` ranks, `q` of them in each node."""
+        inside_s, across_s, m = self.intra.message_s.value, self.inter.message_s.value, p // q
+        network = self._network_bytes_per_s(node)
+        if crossing_share is None:
+            alpha_s = self.start_s.value + (q - 1) * inside_s + (p - q) * across_s
+            return Line(alpha_s, max((q - 1) / p / self.intra.speed, (p - q) / p / network))
+        alpha_s = 2 * self.start_s.value + (q - 1) * inside_s + (m - 1) * across_s
+        return Line(alpha_s, crossing_share * (m - 1) / m / network + (q - 1) / q / self.intra.speed)
 
     def all_reduce(self, ranks: int, size: int, stride: int) -> Line:
         """Return the cost of concurrent all-reduces over groups of `size` ranks with stride `stride`.
@@ -284,10 +322,10 @@ TESTBEDS = {
 }
 
 
-def _testbed_machine(name: str, words: str, rate: float, memory: float) -> Machine:
+def _testbed_machine(name: str, words: str, rate: float, memory: float, memory_bytes: float) -> Machine:
     """Return a machine whose links reproduce the paper's all-to-all and all-gather costs on an FSMoE testbed.
 
-    `rate`, `memory`: bandwidths of its network card and GPU memory in bytes/s.
+    `rate`, `memory`: bandwidths of its network card and GPU memory in bytes/s. `memory_bytes`: of a GPU.
     """
     # All-reduce costs come from the model, to compare them with the paper's.
     testbed, paper = TESTBEDS[name], f"FSMoE Fig. 5, testbed {name}"
@@ -299,6 +337,7 @@ def _testbed_machine(name: str, words: str, rate: float, memory: float) -> Machi
         words,
         gpus,
         "fp32",
+        memory_bytes=Datum(memory_bytes, sheet),
         flops=Datum(line("gemm").per_s, f"{paper}: products"),
         product_start_s=Datum(line("gemm").alpha_s, f"{paper}: products"),
         copied_bytes_per_s=Datum(0.9 * memory / 2, f"{sheet}: {memory / 1e9:g} GB/s; {_H100_SHARE}, 90%", True),
@@ -325,6 +364,7 @@ MACHINES = {
         "DGX H100, 8 GPUs per node, InfiniBand NDR",
         8,
         "bf16",
+        memory_bytes=Datum(80e9, "NVIDIA H100 data sheet: 80 GB"),
         flops=Datum(7.94e14, f"{_HERE}: 8192³ product", bounds=(6.5e14, 8e14)),  # bounds: grouped products
         copied_bytes_per_s=Datum(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
         intra=Link(
@@ -345,6 +385,7 @@ MACHINES = {
         "GB200 NVL72, 64 of a rack's 72 GPUs, InfiniBand NDR",  # numbers of experts are powers of two
         64,
         "bf16",
+        memory_bytes=Datum(186e9, "NVIDIA GB200 NVL72 data sheet: 13.4 TB on 72 GPUs"),
         flops=Datum(0.8 * 2.5e15, f"NVIDIA GB200 data sheet: 2.5 PFLOP/s dense; {_H100_SHARE}, 80%", True),
         copied_bytes_per_s=Datum(0.9 * 8e12 / 2, f"NVIDIA GB200 data sheet: 8 TB/s; {_H100_SHARE}, 90%", True),
         intra=Link(
@@ -362,6 +403,7 @@ MACHINES = {
         "EC2 p4d.24xlarge, 8 A100 (40 GB) per node, Ethernet (EFA)",
         8,
         "bf16",
+        memory_bytes=Datum(40e9, "AWS, P4d instances: 40 GB per A100"),
         flops=Datum(0.8 * 3.12e14, f"NVIDIA A100 data sheet: 312 TFLOP/s dense; {_H100_SHARE}, 80%", True),
         copied_bytes_per_s=Datum(0.9 * 1.555e12 / 2, f"NVIDIA A100 data sheet: 1,555 GB/s; {_H100_SHARE}, 90%", True),
         intra=Link(
@@ -376,8 +418,8 @@ MACHINES = {
         ),
         cards=Datum(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
     ),
-    "fsmoe-a": _testbed_machine("A", "FSMoE testbed A: 8 RTX A6000 per node, 200 Gb/s", 25e9, 768e9),
-    "fsmoe-b": _testbed_machine("B", "FSMoE testbed B: 4 RTX 2080 Ti per node, 100 Gb/s", 12.5e9, 616e9),
+    "fsmoe-a": _testbed_machine("A", "FSMoE testbed A: 8 RTX A6000 per node, 200 Gb/s", 25e9, 768e9, 48e9),
+    "fsmoe-b": _testbed_machine("B", "FSMoE testbed B: 4 RTX 2080 Ti per node, 100 Gb/s", 12.5e9, 616e9, 11e9),
 }
 
 

@@ -235,18 +235,29 @@ class PlanChooser:
                 others.setdefault(entry.candidate.family if has_families else entry.candidate.name, entry)
         named = [(name, entry) for name, entry in others.items() if name != best.candidate.family]
         shown = [*named[:2], *(pair for pair in named[2:] if pair[0] == OFF)]
-        than = ", ".join(f"{name} {entry.median_s:.3g} s ({self._compared(name, entry)})" for name, entry in shown)
+        than = ", ".join(f"{name} {entry.median_s:.3g} s ({self._compared(entry)})" for name, entry in shown)
         # With high noise, predictions may decide.
         unsure = f" (noise {trials.noise:.0%} per step)" if trials.noise > _UNSURE else ""
         first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s per step"
         last = f"{trials.num_tried} steps tried, {trials.spent_s:.2g} s spent{unsure}"
-        return "; ".join(filter(None, (first, than, last)))
+        return "; ".join(filter(None, (first, than, self._reason(), last)))
 
-    def _compared(self, name: str, entry: Entry) -> str:
-        longer, spread = entry.median_s / self.best.median_s - 1, 2 * self.trials.noise_between(entry, self.best)
-        if name != OFF or longer > spread:
-            return f"{longer:+.0%}"
-        return f"{longer:+.0%}, no difference measurable: spread {spread:.0%}; leave the schedule off"
+    def _reason(self) -> str:
+        """State why the best plan runs although `OFF` is as fast within the spread; "" otherwise."""
+        best, family = self.best, self.best.candidate.family
+        off = next((entry for entry in self.trials.entries if entry.candidate.family == OFF and entry.seconds), best)
+        if off is best or not self._is_within_spread(off):
+            return ""
+        reason = "lower median" if best.median_s <= off.median_s else "better prediction"
+        return f"no gain over off measurable; {family} runs by its {reason}"
+
+    def _is_within_spread(self, entry: Entry) -> bool:
+        return abs(entry.median_s / self.best.median_s - 1) <= 2 * self.trials.noise_between(entry, self.best)
+
+    def _compared(self, entry: Entry) -> str:
+        spread = 2 * self.trials.noise_between(entry, self.best)
+        within = f", within the spread of {spread:.0%}" if self._is_within_spread(entry) else ""
+        return f"{entry.median_s / self.best.median_s - 1:+.0%}{within}"
 
     def _follow(self) -> None:
         # Applying a plan is collective and slow; most steps keep the plan.
@@ -360,7 +371,7 @@ class PlanChooser:
         if entry.first_s is None:
             # The first step of a candidate allocates memory and connects ranks.
             entry.first_s = yield entry
-            if math.isfinite(trials.best_median_s) and trials.remaining_s <= 0:
+            if math.isfinite(trials.best_median_s) and trials.remaining_s <= 0 and not trials.must_run(entry):
                 return False
         entry.seconds.append((yield entry))
         return not trials.is_too_slow(entry)

@@ -81,6 +81,16 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
     for sample, tasks_s in _samples(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
+    # The last synchronization reduces the gradients that no task has reduced. Refitting adds it to the optimizer.
+    timeline, part = _slowest_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
+    reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
+    if part in predicted and (last := [span for span in reduced if span.layer is None]):
+        began_s = max((span.end_s for span in reduced if span.layer is not None), default=0.0)
+        last_s = sum(max(0.0, span.end_s - max(span.start_s, began_s)) for span in last)
+        measured[part] = measured.get(part, 0.0) + last_s
+        measured.pop(TaskKind.OPTIMIZER, None)
+        if any(span.kind == TaskKind.OPTIMIZER for span in timeline.spans):
+            measured[TaskKind.OPTIMIZER] = max(0.0, timeline.end_s - max(span.end_s for span in last))
     rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
     return [*rows, Row("step", makespan(plan, costs), _step_s(timelines))]
 
@@ -105,6 +115,19 @@ def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
+def _numbered_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, str | None], int]) -> Timeline:
+    """Number the chunks of a step without a schedule, whose spans are the single chunks of the plan's tasks."""
+    if any(span.kind in PIPELINE and span.chunk is not None for span in timeline.spans):
+        return timeline
+    spans = (
+        span._replace(chunk=0)
+        if span.kind in PIPELINE and counts.get((span.kind, span.layer, span.phase)) == 1
+        else span
+        for span in timeline.spans
+    )
+    return replace(timeline, spans=tuple(spans))
+
+
 def _samples(
     plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
 ) -> dict[Sample, list[float]]:
@@ -112,8 +135,8 @@ def _samples(
 
     `contention`: remove it, and regrouping between different degrees of the passes, from the times. None: keep both.
     """
-    timeline = _slowest_spans(timelines)
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
+    timeline = _numbered_chunks(_slowest_spans(timelines), counts)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PLANNED_KINDS} | carried.keys()
     # Autograd runs unchunked attention, also in layers without experts.

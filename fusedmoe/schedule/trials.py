@@ -135,14 +135,17 @@ class Trials:
     def is_affordable(self, entry: Entry) -> bool:
         """Return whether the budget covers the time by which the entry's next step should exceed the best median."""
         least = min(self.entries, key=lambda other: other.median_s)
-        if not least.seconds or entry is least:
+        if not least.seconds or entry is least or self.must_run(entry):
             return True
         if entry.seconds:
             return entry.expected_s - least.median_s <= max(0.0, self.remaining_s)
         ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
-        # OFF is always tried: predictions for chunks may be wrong.
-        is_too_slow = ratio > _TOO_SLOW and entry.candidate.family != OFF
-        return not is_too_slow and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
+        return ratio <= _TOO_SLOW and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
+
+    def must_run(self, entry: Entry) -> bool:
+        """Return whether an entry runs whatever the budget: OFF, until it has a measured step."""
+        # Predictions for chunks may be wrong, and the gain over OFF is reported.
+        return entry.candidate.family == OFF and not entry.seconds
 
     def is_too_slow(self, entry: Entry) -> bool:
         """Return whether the entry's expected step time exceeds the best median by the factor `_TOO_SLOW`."""

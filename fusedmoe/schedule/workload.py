@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
@@ -32,6 +33,20 @@ _LINES: dict[str, str] = {
 }
 
 
+class DenseWork(NamedTuple):
+    """Matrices of one block that every token passes, and the width of its attention scores.
+
+    Attributes:
+        attention: elements of attention's weight matrices.
+        feed_forward: elements of the matrices of a dense feed-forward network or a shared expert.
+        score_dim: channels of all query heads: half of heads · (query dim + value dim).
+    """
+
+    attention: int
+    feed_forward: int
+    score_dim: float
+
+
 @dataclass(frozen=True)
 class Workload:
     """One transformer layer with experts, per rank (FSMoE §4.1, Table 1).
@@ -43,6 +58,8 @@ class Workload:
     Experts compute one row for each (token, k) pair. `share` is the number of rows sent per pair: 1 in the papers, less
     if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes no
     weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks.
+
+    `dense`: the block's dense part; None: that of the papers, attention with four M×M projections and M channels.
 
     Raises `ConfigError` for a number that is not positive, or an unknown expert network or matrix.
     """
@@ -60,10 +77,11 @@ class Workload:
     itemsize: int = 4
     share: float = 1.0
     trained: tuple[str, ...] = _MATRICES
+    dense: DenseWork | None = None
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
-            if what not in ("expert", "trained") and value is not None and not value > 0:
+            if what not in ("expert", "trained", "dense") and value is not None and not value > 0:
                 raise ConfigError(f"workload: {what} must be positive, not {value!r}")
         if self.expert not in GEMMS:
             raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(GEMMS)}")
@@ -136,20 +154,27 @@ class Workload:
         """
         return self.trained_share * self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
+    def dense_flop(self, dense: DenseWork | None) -> tuple[float, float]:
+        """Return the forward FLOP of a block's products with dense weights, and of attention's other two products."""
+        dense = dense or DenseWork(_PROJECTIONS * self.model_dim**2, 0, self.model_dim)
+        rank_tokens = self.tokens / self.esp
+        weights = 2 * (dense.attention + dense.feed_forward) * rank_tokens
+        return weights, 4 * rank_tokens * self.seq_len * dense.score_dim
+
     def projection_flop(self) -> float:
-        """Return the forward FLOP of attention's four projections."""
-        return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
+        """Return the forward FLOP of the products with dense weights: attention's projections, the shared expert."""
+        return self.dense_flop(self.dense)[0]
 
     def attention_flop(self) -> float:
-        """Return the forward FLOP of attention."""
-        return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
+        """Return the forward FLOP of the dense part."""
+        return sum(self.dense_flop(self.dense))
 
     def gradient_bytes(self) -> int:
         """Return the gradient bytes reduced over DP: attention's projections (split over MP) and gate."""
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
-    def layer_costs(self, model: CostModel) -> LayerCosts:
-        """Return the layer's costs on a machine.
+    def layer_costs(self, model: CostModel, before: Sequence[DenseWork] = ()) -> LayerCosts:
+        """Return the layer's costs on a machine, with those of the blocks without experts `before` it.
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
         around the experts (F7). With these, the coefficients of the paper's Fig. 5 reproduce the times of its Table 2.
@@ -161,7 +186,8 @@ class Workload:
             line = model.line(name)
             return StageTime(starts * line.alpha_s, line.beta_s * volume)
 
-        attention = stage("gemm", self.attention_flop(), _ATTENTION_GEMMS)
+        blocks = [self.dense_flop(dense) for dense in (*before, self.dense)]
+        attention = stage("gemm", sum(map(sum, blocks)), _ATTENTION_GEMMS * len(blocks))
         mp_transfers = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
@@ -175,7 +201,8 @@ class Workload:
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
             dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
         # Half of the backward products of a weight are its gradient.
-        weights: dict[str, StageTime] = {TaskKind.ATTENTION: stage("gemm", self.projection_flop(), _PROJECTIONS)}
+        projections = stage("gemm", sum(flop for flop, _ in blocks), _PROJECTIONS * len(blocks))
+        weights: dict[str, StageTime] = {TaskKind.ATTENTION: projections}
         if self.trained:
             weights[TaskKind.EXPERT] = expert * self.trained_share
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
@@ -194,6 +221,7 @@ class Workload:
         *,
         whole: bool = False,
         waits: bool = False,
+        before: Sequence[Sequence[DenseWork]] = (),
     ) -> StepCosts:
         """Return the costs of a training step of such layers; measured times have precedence.
 
@@ -202,13 +230,19 @@ class Workload:
             parts: parts of the layers' pipelines (`LayerCosts.with_parts`).
             whole: micro-batches can pass through whole layers; otherwise only pipelines are chunked.
             waits: all micro-batches are routed before the first is sent (`MicroBatches.waits`).
+            before: blocks without experts before each layer; empty: none.
         """
-        layer = self.layer_costs(model).with_parts(parts)
-        assert layer.micro is not None
-        layer = replace(layer, micro=replace(layer.micro, waits=waits) if whole else None)
-        of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
+
+        def costs(size: int, dense: Sequence[DenseWork]) -> LayerCosts:
+            layer = self.layer_costs(model, dense).with_parts(parts)
+            assert layer.micro is not None
+            micro = replace(layer.micro, waits=waits) if whole else None
+            return replace(layer, gradient_bytes=size, micro=micro)
+
+        keys = [(size, tuple(before[at]) if before else ()) for at, size in enumerate(gradient_bytes)]
+        of_key = {key: costs(*key) for key in set(keys)}  # equal layers share one object
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
-        layers = tuple(of_size[size] for size in gradient_bytes)
+        layers = tuple(of_key[key] for key in keys)
         found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s, workload=self)
         seen = model.observed.get(self.shapes)
         if not whole:

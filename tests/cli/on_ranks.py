@@ -18,8 +18,9 @@ def command(rank: int, world: int, folder: str, *arguments: str) -> tuple[int, s
         patch.chdir(folder)
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
-        # Cluster ranks already have their process group.
-        patch.setattr("fusedmoe.cli.job.process_group", lambda *given: nullcontext())
+        # Cluster ranks already have their process group. train has a name of its own, which its import binds.
+        for module in ("train", "job"):
+            patch.setattr(f"fusedmoe.cli.{module}.process_group", lambda *given: nullcontext())
         with redirect_stdout(out), redirect_stderr(error):
             code = main(arguments)
     return code, out.getvalue(), error.getvalue()

@@ -13,6 +13,8 @@ import pytest
 from fusedmoe import __version__, names
 from fusedmoe.cli.commands import PROFILE_BUDGET_S
 from fusedmoe.cli.main import main
+from fusedmoe.cli.settings import describe_error
+from fusedmoe.errors import TIMEOUT_CURE, RankError
 from fusedmoe.gates import GATES
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.orders import ORDERS
@@ -110,3 +112,9 @@ def test_convert_checkpoint_converts_old_and_rejects_new(tmp_path: Path, capsys:
     assert capsys.readouterr().out == f"converted {old} to {new}\n"
     assert main(["convert-checkpoint", str(new), str(old)]) == 2
     assert "needs no conversion" in capsys.readouterr().err and (old / ".metadata").is_file()
+
+
+def test_command_errors_name_timeout_flag() -> None:
+    """The library's fix names an argument of `Topology`, which a user of the command does not create."""
+    error = RankError(f"rank 0: adding ended because rank 1 did not join adding: it is slow; {TIMEOUT_CURE}. Continue")
+    assert describe_error(error).endswith("did not join adding: it is slow; use a larger --timeout. Continue")

@@ -19,20 +19,21 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_command import PlanReport, plans_by_policy
 from fusedmoe.cli.scale import machine_sizes_and_costs
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.step_plans import no_split_reason, selected_policy, unplanned_gradients
+from fusedmoe.cli.step_plans import no_split_reason, selected_policy, step_workload, unplanned_gradients
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.models.transformer import Transformer, block_workload
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import FusedCosts
+from fusedmoe.schedule.cost import FusedCosts, Observed, Sample
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, micro_batch_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import RESOURCES
+from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
 from fusedmoe.training.gradient_buckets import reduced_bytes
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -163,6 +164,18 @@ def test_joint_policy_is_never_slower_than_others(machine: str, ranks: int) -> N
         assert len({planned.costs.gradient_bytes for planned in plans.values()}) == 1
         seconds = {policy: makespan(*planned) for policy, planned in plans.items()}
         assert seconds.get("joint", 0.0) <= min(seconds.values()) * (1 + 1e-9), (name, layers, seconds)
+
+
+def test_joint_policy_is_not_behind_a_policy_with_faster_measured_layers() -> None:
+    """Chunks of layers were measured to be faster than micro-batches of the same layers."""
+    settings, launch, sizes = settings_of("joint", 2, 2, 2)
+    costs = TESTBEDS["B"].costs
+    shapes = step_workload(settings, 2, 2, 2).shapes
+    fast = {Sample("attention", phase): 1e-6 for phase in ("forward", "backward")}
+    measured = {shapes + PER_LAYER_SUFFIX: Observed(fast), shapes: Observed(dict.fromkeys(fast, 1e-2))}
+    plans = plans_by_policy(settings, launch, sizes, replace(costs, observed=measured))
+    seconds = {policy: makespan(*planned) for policy, planned in plans.items()}
+    assert seconds["fsmoe"] < seconds["flowmoe"] and seconds["joint"] == min(seconds.values())
 
 
 @pytest.mark.parametrize("changed", [{}, {"moe_every": 2, "layers": 5}, {"shared_hidden": 8}, {"bias": True}])

@@ -39,6 +39,10 @@ def test_traced_step_is_compared_with_plan_on_ranks(cluster: Cluster, tmp_path: 
     assert others == [(0, "", "")] * 3
     check_printed_ratio(out)
     assert "ep=2, esp=2" in out and f"schedule {schedule}" in out and "median of 3" in out
+    measured = dict(re.findall(r"│ (\S+ (?:forward|backward)) +│ +\S+ │ +(\S+) │", out))
+    parts = ("dispatch forward", "expert forward", "combine backward", "gradient-all-reduce backward")
+    assert all(float(measured[part]) >= 0 for part in parts), out  # no dashes, also without a schedule
+    assert re.search(r"exposed communication: predicted [\d.]+ ms, measured [\d.]+ ms \(\d+% of the step, mean", out)
     assert schedule != "auto" or re.search(r"schedule auto \(best prediction: .*\d chunks", out)
     assert re.search(r"spread of compute time over ranks: [\d.]+% .*--spread \d+\.\d+", out)
     assert is_picture(tmp_path / "trace.png")
@@ -67,6 +71,7 @@ def test_traced_step_is_compared_with_plan_in_one_process(
     out = capsys.readouterr().out
     check_printed_ratio(out)
     assert "middle" not in out
+    assert "exposed communication: predicted 0.0 ms, measured 0.0 ms (0% of the step)" in out
     assert "schedule auto (no plan: no communication between ranks)" in out
     assert re.search(r"–: not predicted, or not measured", out) and "│         – │" in out
     assert (tmp_path / "a.svg").exists() and json.loads((tmp_path / "b.json").read_text())

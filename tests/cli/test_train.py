@@ -35,7 +35,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
 from fusedmoe.schedule.plan_chooser import PlanChooser
-from tests.cli.on_ranks import is_picture
+from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 from tests.marks import slowly
 
@@ -92,6 +92,7 @@ def test_single_process_training_writes_run_folder(
     assert printed[-1] == f"held-out loss: {records[-1]['held_out_loss']:.4f} nats per byte"
     assert 4 < records[-1]["held_out_loss"] < 7
     config = json.loads((run / "config.json").read_text())
+    assert config["chosen"]["sequences_per_step"] == 2
     assert read_settings(run).model.layers == 1
     assert config["layout"] == {"ranks": 1, "ranks_per_node": 1, "ep": 1, "esp": 1, "mp": 1}
     assert config["parameters"] > config["active_parameters"] > 0
@@ -188,6 +189,26 @@ def test_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_p
     assert len(set(held_out)) == 3
 
 
+def test_resume_reports_changed_layout_and_batch_that_keeps_it(
+    cluster: Cluster, tmp_path: Path, text: Path, no_pictures: None
+) -> None:
+    run = tmp_path / "run"
+    flags = ["train", *TINY, "--steps", "2", "--data", str(text), "--timeline-step", "1000000", "--batch", "6"]
+    layout = ["--ep", "2", "--esp", "1", "--mp", "1"]
+    first = [*flags, *layout, "--run-dir", str(run), "--stop-at", "1"]
+    code, out, error = cluster.run(2, command, str(tmp_path), *first)[0]
+    assert code == 0, error
+    assert out.splitlines()[-1].endswith(f"--resume {run} (on fewer ranks, change --ep to divide them)")
+    resumed = cluster.run(2, command, str(tmp_path), "train", "--resume", str(run), "--stop-at", "1")[0]
+    assert "Note: the saved run" not in resumed[1]
+    changed = cluster.run(3, command, str(tmp_path), "train", "--resume", str(run), "--ep", "1", "--stop-at", "1")[0]
+    saved, now = "2 ranks (ep 2, esp 1, mp 1) with 12", "3 ranks (ep 1, esp 1, mp 1) with 18"
+    said = f"Note: the saved run trained on {saved} sequences per step, this job on {now} sequences per step"
+    assert f"{said}: losses will differ. --batch 4 keeps 12.\n" in changed[1]
+    one = cluster.run(2, command, str(tmp_path), "train", "--resume", str(run), "--batch", "7", "--stop-at", "1")[0]
+    assert "this job on 2 ranks (ep 1, esp 1, mp 1) with 14 sequences per step: losses will differ. --batch 9" in one[1]
+
+
 def test_non_finite_loss_ends_job_with_rank(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "9", "--lr", "1e30", "--warmup", "0", "--clip", "0", "--data", str(text)]
@@ -210,6 +231,22 @@ def test_full_disk_error_names_rank(
     error = capsys.readouterr().err
     assert f"rank 0 failed writing a file of {run}: No space left on device. Free some space" in error
     assert "Traceback" not in error
+
+
+def test_error_names_step_of_last_checkpoint(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    write, run = RunDir.write_metrics, tmp_path / "run"
+
+    def full_after_step_3(folder: RunDir, step: int, record: dict[str, Any]) -> None:
+        if step > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, step, record)
+
+    monkeypatch.setattr(RunDir, "write_metrics", full_after_step_3)
+    flags = [*TINY, "--steps", "5", "--checkpoint-every", "2", "--data", str(text), "--run-dir", str(run)]
+    assert main(["train", *flags]) == 1
+    assert "The last checkpoint (step 2) is intact. Continue with: fusedmoe train" in capsys.readouterr().err
 
 
 def test_training_with_closed_stdout_pipe_is_not_file_error(

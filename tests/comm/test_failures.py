@@ -203,7 +203,7 @@ def test_missing_rank_times_out_and_is_named(cluster: Cluster) -> None:
     assert last.error is None
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None and outcome.error[0] == "RankError", outcome.error
-        match = rf"rank {rank}: exchange of counts .* because rank 3 failed .* within 4 s: rank 3 is not waiting"
+        match = rf"rank {rank}: exchange of counts .* because rank 3 did not join .* within 4 s: rank 3 is not waiting"
         assert re.search(match, outcome.error[1]), outcome.error
 
 
@@ -308,4 +308,5 @@ def test_topology_creation_errors_name_rank_and_sizes(cluster: Cluster) -> None:
         other = 0 if rank == 2 else 2
         match = rf"rank {rank} has ep=., .* rank {other} has ep=.*Pass the same on every rank"
         assert re.search(match, outcome.error[1]), outcome.error
-    check(cluster, 3, "making the topology ended because .* did not join within 1 s", miss_topology_creation)
+    match = "making the topology ended because rank 3 did not join making the topology: time-out after 1 s"
+    check(cluster, 3, match, miss_topology_creation)

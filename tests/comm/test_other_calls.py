@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -77,6 +78,25 @@ def call_different_operation(rank: int, world: int, culprit: int, way: str) -> N
         for loss in losses[::-1] if way == "different_backward_order" and mine else losses:
             loss.backward()
         layers[0](torch.randn(40, 16))
+
+
+def skip_step(rank: int, world: int, culprit: int) -> None:
+    """One rank skips a layer's step and waits for its peer elsewhere, in a group that records its waits."""
+    with Topology.from_sizes(2, timeout_s=3.0) as topology:
+        layer = MoELayer(16, fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.SwiGLU(8), topology=topology)
+        for step in range(3):
+            if rank != culprit or step != 1:
+                layer(torch.randn(40, 16))
+        if rank == culprit:
+            time.sleep(6.0)
+
+
+def test_rank_that_skips_a_step_is_named_as_not_joining(cluster: Cluster) -> None:
+    culprit = random.randrange(2)
+    outcomes = cluster.outcomes(2, skip_step, culprit)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None and outcome.error[0] == "RankError", outcomes
+        assert f"ended because rank {culprit} did not join exchange of counts: not all ranks" in outcome.error[1], rank
 
 
 SUMS = [

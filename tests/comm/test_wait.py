@@ -100,7 +100,8 @@ def test_slow_rank_is_not_reported_as_stopped(monkeypatch: pytest.MonkeyPatch, s
         def wait_notes(self, ranks: object) -> dict[int, Note]:
             return {1: Note("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
 
-        def blame(self, rank: int, operation: str, text: str) -> str:
+        def blame(self, rank: int, operation: str, text: str, is_absent: bool = False) -> str:
+            assert is_absent and not text.endswith(".")
             return text
 
     class Unanswered(Late):

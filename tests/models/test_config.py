@@ -10,7 +10,8 @@ import torch
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import MODELS, ModelConfig, named_model
-from fusedmoe.models.transformer import Transformer
+from fusedmoe.models.transformer import Transformer, block_workload
+from fusedmoe.schedule.cost import CostModel, Line
 
 # FlowMoE, Table 2, FSMoE, section 6.4, and published configurations: layers, batch, sequence, M, H, k, f.
 PAPERS = {
@@ -81,6 +82,9 @@ def test_unknown_model_error_lists_names() -> None:
         ({"heads": 128}, "rotary"),
         ({"activation": "tanh"}, "gelu"),
         ({"shared_hidden": -1}, "shared_hidden"),
+        ({"dense_layers": -1}, "dense_layers"),
+        ({"head_dim": 15}, "even head dim"),
+        ({"vocab_size": 255}, "vocab_size"),
     ],
 )
 def test_invalid_dimensions_raise(changes: dict[str, Any], message: str) -> None:
@@ -112,3 +116,42 @@ def test_gate_order_and_shared_experts_follow_config() -> None:
     layer = next(Transformer(config, device="meta").moe_layers())
     assert (type(layer.gate).__name__, type(layer.order).__name__) == ("DeepSeekV3", "Einsum")
     assert layer.shared is not None and torch.Size([8, 128]) in {p.shape[1:] for p in layer.shared.parameters()}
+
+
+LATENT = {"head_dim": 12, "kv_rank": 6, "rope_dim": 4, "value_dim": 10}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_heads": 2, "head_dim": 24}, LATENT, LATENT | {"q_rank": 7}, {"expert": "ffn", "head_dim": 8}]
+)
+def test_dense_work_counts_the_matrices_of_built_blocks(changes: dict[str, Any]) -> None:
+    more = {"layers": 4, "dense_layers": 1, "dense_hidden": 40, "moe_every": 2, "shared_hidden": 24, "vocab_size": 500}
+    config = ModelConfig(**more | changes)
+    model = Transformer(config, device="meta")
+    assert [config.has_experts(layer) for layer in range(4)] == [False, False, True, False]
+    assert config.num_moe_layers == len(list(model.moe_layers())) == 1 and model.head_weight.shape == (500, 128)
+
+    def elements(module: Any) -> int:
+        return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+
+    for layer, block in enumerate(model.blocks):
+        work, experts = config.dense_work(layer), block.get_submodule("experts")
+        assert work.attention == elements(block.get_submodule("attention"))
+        assert work.feed_forward == elements(experts.shared if layer == 2 else experts)
+
+
+def test_costs_count_the_dense_part_of_the_published_model() -> None:
+    """FLOP per token: two per weight and four per channel of a score, with the block before the first experts."""
+    config = ModelConfig(layers=3, heads=4, head_dim=48, dense_layers=1, dense_hidden=96, shared_hidden=40, seq_len=64)
+    work = block_workload(config, 2, 1, 1, 4)
+    first, moe = config.dense_work(0), config.dense_work(1)
+    tokens = config.batch * config.seq_len
+    assert work.projection_flop() == 2 * tokens * (moe.attention + moe.feed_forward)
+    assert work.attention_flop() == work.projection_flop() + 4 * tokens * 64 * 4 * 48
+    model = CostModel({"gemm": Line(0.0, 1.0), "all-to-all/ep": Line(0.0, 1.0)})
+    layers = work.step_costs(model, [0, 0], work.volumes(), before=[[first], []]).layers
+    attention_s = [layer.dense_s["forward"]["attention"] for layer in layers]
+    assert attention_s[1] == work.attention_flop()
+    assert attention_s[0] - attention_s[1] == sum(work.dense_flop(first))
+    # The dense part of the papers is unchanged without a head dim.
+    assert block_workload(replace(config, head_dim=None), 2, 1, 1, 4).projection_flop() == 8 * tokens * 128**2

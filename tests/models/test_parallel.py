@@ -69,6 +69,13 @@ def test_four_ranks_equal_one_rank(cluster: Cluster, model: dict[str, Any], layo
     cluster.run(4, compare_with_one_rank, seed, model, layout, {})
 
 
+def test_latent_attention_and_leading_dense_blocks_on_four_ranks_equal_one(cluster: Cluster) -> None:
+    seed = int(torch.randint(2**31, ()))
+    latent = {"head_dim": 6, "q_rank": 5, "kv_rank": 7, "rope_dim": 2, "value_dim": 3, "kv_heads": 8}
+    model = GPT | latent | {"layers": 3, "dense_layers": 1, "dense_hidden": 10, "vocab_size": 300}
+    cluster.run(4, compare_with_one_rank, seed, model, dict(ep=2, esp=2, mp=2), {})
+
+
 def test_hash_gate_routes_by_bytes_of_local_rank(cluster: Cluster) -> None:
     seed = int(torch.randint(2**31, ()))
     model = GPT | {"gate": "hash", "k": 1, "capacity_factor": None}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from bench.simulate.grid import workloads
-from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule import bound
+from fusedmoe.schedule.bound import _min_max_bound_s, bound_s
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
@@ -116,3 +119,35 @@ def test_joint_plan_is_close_to_bound(testbed) -> None:
         shared = replace(costs, contention=testbed.costs.contention)
         assert bound <= bound_s(shared) <= makespan(POLICIES["joint"].plan(shared), shared)
     assert min(gaps) >= 0 and sum(gaps) / len(gaps) < 0.15
+
+
+def test_program_of_some_choices_finds_the_bound_of_all_choices() -> None:
+    """Against one linear program over every choice and pass; equal passes are the same objects."""
+    rng = np.random.default_rng()
+    kinds = [[rng.random(30) for _ in range(12)] for _ in range(3)]
+    passes = [kinds[int(kind)] for kind in rng.integers(0, 3, 9)]
+    fixed = rng.random(12)
+    found = _min_max_bound_s([([one[row] for one in passes], float(fixed[row])) for row in range(12)])
+    which = np.repeat(np.eye(9), 30, axis=0)
+    matrix = np.concatenate([-np.concatenate([np.stack(one) for one in passes], 1).T, which], 1)
+    solved = linprog(
+        -np.concatenate([fixed, np.ones(9)]),
+        matrix,
+        np.zeros(270),
+        np.concatenate([np.ones(12), np.zeros(9)])[None],
+        [1.0],
+        [(0, None)] * 21,
+    )
+    assert found == pytest.approx(-solved.fun, rel=1e-6)
+
+
+def test_equal_layers_of_a_deep_stack_are_one_pass_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    undominated = bound._undominated
+    monkeypatch.setattr(bound, "_undominated", lambda sums: rows.append(sums.shape[0]) or undominated(sums))
+    costs = random_stack(random.Random(1), 1)
+    for depth in (20, 60):
+        rows.clear()
+        deep = replace(costs, layers=costs.layers * depth)
+        assert 0 < bound_s(deep, 3) <= makespan(POLICIES["sequential"].plan(deep), deep)
+        assert len(rows) < 45  # of forward, and backward with and without W tasks

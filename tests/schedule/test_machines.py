@@ -181,7 +181,7 @@ def test_published_bounds_contain_their_value() -> None:
 def test_all_machine_figures_have_sources() -> None:
     for machine in MACHINES.values():
         figures = dict(machine.figures())
-        assert len(figures) == 15 and all(one.source for one in figures.values())
+        assert len(figures) == 16 and all(one.source for one in figures.values())
         assert figures["spread"].estimate
         assert all(0 < figures[name].value <= 1 for name in _SHARES)
         assert all(figures[name].value > 0 for name in ("flops", "inter.bytes_per_s", "intra.bytes_per_s", "cards"))

@@ -9,10 +9,11 @@ from statistics import mean
 import pytest
 
 from fusedmoe.schedule.cost import NO_CONTENTION, CostModel, Durations, Line
+from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch
-from fusedmoe.schedule.policies.flowmoe_plans import micro_schedule
+from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, resources_of, standard_dependencies
@@ -127,3 +128,10 @@ def test_joint_is_fastest_policy(seeds: range) -> None:
         joint_s = makespan(search.plan("joint"), costs)
         for name in POLICIES:
             assert joint_s <= makespan(search.plan(name), costs) * (1 + 1e-9), (seed, name)
+
+
+def test_plans_with_thousands_of_tasks_are_returned_unchanged() -> None:
+    """In 16 micro-batches, forty equal blocks have more tasks than the search may move often enough."""
+    costs = Workload(16, 64, 64, 128, 8, ep=8).step_costs(TESTBEDS["B"].costs, [0] * 40, PIPELINE[::2], whole=True)
+    plan = micro_schedule(costs, StepSplit(16, 16, None, True)).plan()
+    assert len(plan.sequence) > 2_000 and improved_order(plan, costs) is plan

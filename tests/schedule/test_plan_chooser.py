@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -494,8 +495,36 @@ def test_gain_within_noise_is_reported_as_no_difference(off_s: float, gains: boo
     chooser.best.seconds, off.seconds = [1.0, 1.1, 1.0, 1.1], [off_s, off_s + 0.1]
     assert chooser.trials.noise == pytest.approx(0.1, rel=0.1)
     line = chooser.line()
-    assert f"off {off_s} s ({off_s - 1:+.0%}" in line
-    assert ("no difference measurable: spread" in line and "leave the schedule off" in line) is not gains
+    assert f"off {off_s} s ({off_s - 1:+.0%}" in line and line.startswith("schedule: p0, 1+ chunks: 1 s per step; ")
+    assert ("within the spread of" in line) is not gains
+    assert ("no gain over off measurable; p0 runs by its lower median; " in line) is not gains
+
+
+def test_every_compared_plan_within_noise_is_marked() -> None:
+    first, second = candidates_of([1.0, 1.1])
+    chooser = chooser_of(lambda: [first, second, PlanCandidate(OFF, Plan(), False, 1.1)])
+    chooser.best, other, off = chooser.trials.entries
+    chooser.best.seconds, other.seconds, off.seconds = [1.0, 1.1, 1.0, 1.1], [1.02, 1.12], [1.5, 1.6]
+    line = chooser.line()
+    assert re.search(r"p1 1\.02 s \(\+2%, within the spread of \d+%\), off 1\.5 s \(\+50%\)", line)
+    assert "no gain" not in line
+    chooser.best, off.seconds = off, [1.01, 1.11]
+    assert re.search(r"^schedule: off: 1\.01 s per step; p0 1 s \(-1%, within the spread", chooser.line())
+    assert "no gain" not in chooser.line()  # nothing to explain: the simpler plan runs
+
+
+def test_off_is_measured_whatever_its_prediction_and_the_budget() -> None:
+    """A predicted step of 1,000 times the best, after plans that have used up the budget."""
+    rng = random.Random()
+    for _ in range(20):
+        found = [*candidates_of([1.0 + n / 100 for n in range(12)]), PlanCandidate(OFF, Plan(), False, 1000.0)]
+        true_s = {one.family: rng.uniform(1.0, 40.0) for one in found}
+        machine = Machine(rng, true_s, 0.02)
+        chooser = chooser_of(lambda: found)  # noqa: B023
+        machine.until_settled(chooser)
+        (off,) = (row for row in chooser.table() if row.name == OFF)
+        assert off.measured_s is not None and off.steps >= 1
+        assert OFF in chooser.line()
 
 
 def test_choice_by_prediction_tries_and_reports_nothing() -> None:

@@ -292,6 +292,23 @@ def test_compare_equals_prediction_for_exact_costs() -> None:
     assert half["expert backward"] == pytest.approx(-0.5) and half["loss"] == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_compare_measures_parts_of_step_without_schedule(seed: int) -> None:
+    """Its spans have no chunk numbers, and one synchronization of all gradients follows the backward pass."""
+    right = random_true_costs(random.Random(seed), whole=False)
+    plan = sequential_plan(right, 1)
+    timeline = recorded_timeline(plan, right)
+    reduced = [span for span in timeline.spans if span.kind == "gradient-all-reduce"]
+    begin_s, end_s = min(span.start_s for span in reduced), max(span.end_s for span in reduced)
+    spans = [span._replace(chunk=None) for span in timeline.spans if span not in reduced]
+    spans.append(Span("gradient sync", "gradient-all-reduce", "inter", begin_s, end_s))
+    without = replace(timeline, spans=tuple(spans))
+    rows = {row.part: row.measured_s for row in compare(plan, right, [without])}
+    for row in compare(plan, right, [timeline]):
+        assert rows[row.part] == pytest.approx(row.measured_s, abs=1e-9), row
+    assert rows["gradient-all-reduce backward"] == pytest.approx(end_s - begin_s)
+
+
 def _scaled_costs(costs: StepCosts, times: float) -> StepCosts:
     layer = costs.layers[0]
     chunks = {phase: {kind: part * times for kind, part in of.items()} for phase, of in layer.chunks.items()}

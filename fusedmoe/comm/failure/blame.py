@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED, Board, Note, sort_by_suspicion, stopped_ranks
-from fusedmoe.errors import RankError
+from fusedmoe.errors import TIMEOUT_CURE, RankError
 
 # The process that hosts the store closes it last, up to this many seconds before the process ends.
 _HOST_EXIT_S = 1.0
@@ -51,16 +51,17 @@ def connection_lost_error(
     if dead:
         return _verdict_error(board, operation, where, board.post(dead[0], operation, PROCESS_ENDED))
     # Processes on other hosts cannot be queried; their unchanged notes indicate that they were stopped.
+    is_absent = False
     if stopped := stopped_ranks(earlier or {}, board.wait_notes(peers)):
         culprit = stopped[0]
         text = f"its connection to rank {board.rank} broke and it stopped waiting: it or its host ended; see its log"
     elif absent:
-        culprit = absent[0]
-        text = "it did not join: it is late or stopped, or its host is down; see its log"
+        culprit, is_absent = absent[0], True
+        text = "it is late or stopped, or its host is down; see its log"
     else:
         culprit = board.rank
         text = f"it lost its connection to one of ranks {list(peers)}; see their logs for the first error"
-    return _verdict_error(board, operation, where, board.blame(culprit, operation, f"{text} ({reason})"))
+    return _verdict_error(board, operation, where, board.blame(culprit, operation, f"{text} ({reason})", is_absent))
 
 
 def timeout_error(
@@ -80,10 +81,12 @@ def timeout_error(
         descriptions += [f"rank {rank} waits for {note.operation}" for rank, note in note_by_rank.items()]
     text = (
         f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER}; "
-        "if one is slow, give Topology a larger timeout_s."
+        f"if one is slow, {TIMEOUT_CURE}"
     )
     culprit = [*absent, *stopped, *sort_by_suspicion(note_by_rank)][0]
-    return _verdict_error(board, operation, where, board.final_verdict() or board.blame(culprit, operation, text))
+    is_absent = culprit in now and now[culprit].operation != call
+    verdict: object = board.final_verdict() or board.blame(culprit, operation, text, is_absent)
+    return _verdict_error(board, operation, where, verdict)
 
 
 def different_calls_error(board: Board, operation: str, where: str, calls: Mapping[int, Note]) -> RankError:

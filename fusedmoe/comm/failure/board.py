@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from fusedmoe.comm.failure.store_client import REQUEST_TIMEOUT_S, shared_client
-from fusedmoe.errors import RankError
+from fusedmoe.errors import TIMEOUT_CURE, RankError
 from fusedmoe.threads import POLL_S, WorkerThread
 
 T = TypeVar("T")
@@ -49,9 +49,11 @@ class Verdict(NamedTuple):
     rank: int
     operation: str
     message: str
+    # The rank at fault did not join the operation, for which other ranks waited.
+    is_absent: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed in {self.operation}: {self.message}"
+        return f"rank {self.rank} {'did not join' if self.is_absent else 'failed in'} {self.operation}: {self.message}"
 
 
 class Note(NamedTuple):
@@ -114,7 +116,7 @@ class Board:
         timeout_s: float,
         *,
         operation: str = "making the topology",
-        cure: str = "give Topology a larger timeout_s",
+        cure: str = TIMEOUT_CURE,
     ) -> list[T]:
         """Gather the JSON-serialisable `facts` of all `ranks` through the store, in rank order. Collective.
 
@@ -159,16 +161,17 @@ class Board:
         return [facts for _, _, facts in entries_of_ranks]
 
     def _post_missing(self, operation: str, missing: list[int], timeout_s: float, cure: str) -> Verdict | str:
-        note_by_rank, text = self.wait_notes(missing), f"did not join within {timeout_s:.0f} s; see its log, or {cure}"
+        note_by_rank, text = self.wait_notes(missing), f"time-out after {timeout_s:.0f} s; see its log, or {cure}"
         if late := [rank for rank, note in note_by_rank.items() if not note.operation]:
-            return self.blame(late[0], operation, text)
+            return self.blame(late[0], operation, text, is_absent=True)
         note_by_rank = {rank: note for rank, note in note_by_rank.items() if note.operation != operation}
         if not note_by_rank:
-            return self.blame((missing or [self.rank])[0], operation, text)
+            return self.blame((missing or [self.rank])[0], operation, text, is_absent=bool(missing))
         note_by_rank[self.rank] = Note(operation, 0, self.calls[operation])
         places = "; ".join(f"rank {rank} waits for {note.operation}" for rank, note in sorted(note_by_rank.items()))
         text = f"not all ranks joined within {timeout_s:.0f} s: {places}. {ORDER}; or {cure}"
-        return self.blame(sort_by_suspicion(note_by_rank)[0], operation, text)
+        culprit = sort_by_suspicion(note_by_rank)[0]
+        return self.blame(culprit, operation, text, is_absent=culprit != self.rank)
 
     def forget_addresses(self) -> None:
         """Delete this rank's default-group address from torchrun's store, after all ranks have connected."""
@@ -176,20 +179,20 @@ class Board:
         if _has_agent_store():
             self._request(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
-    def post(self, rank: int, operation: str, message: str) -> Verdict:
+    def post(self, rank: int, operation: str, message: str, is_absent: bool = False) -> Verdict:
         """Write a verdict if the job has none yet; return the job's verdict."""
-        own = Verdict(rank, operation, message)
+        own = Verdict(rank, operation, message, is_absent)
         words = json.dumps(own._asdict())
         return self._read_verdict(lambda store: store.compare_set("verdict", "", words)) or own
 
-    def blame(self, rank: int, operation: str, message: str) -> str:
+    def blame(self, rank: int, operation: str, message: str, is_absent: bool = False) -> str:
         """Post that another rank is missing. Return the verdict, or a text that blames an unresponsive store's host."""
-        verdict = self.post(rank, operation, message)
+        verdict = self.post(rank, operation, message, is_absent)
         # An overloaded host's store answers late, a stopped host's never.
         deadline = time.monotonic() + _STORE_SILENCE_S
         while self.standing_verdict is None and not self._client.connection_error and time.monotonic() < deadline:
             time.sleep(0.02)
-            verdict = self.post(rank, operation, message)
+            verdict = self.post(rank, operation, message, is_absent)
         host = f"{'torchrun on the host of ' if _has_agent_store() else ''}rank {_STORE_HOST}"
         store_failure = self._client.failure_reason
         return f"{host} failed in hosting the job's store: {store_failure}. {_CURE}" if store_failure else str(verdict)

@@ -26,7 +26,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED
 from fusedmoe.comm.group import Group
-from fusedmoe.errors import RankError
+from fusedmoe.errors import TIMEOUT_CURE, RankError
 from fusedmoe.kernels.one_sided import FAULT, RECORD_SIZE, TIMED_OUT, Bounds, Network
 from fusedmoe.threads import POLL_S, WorkerThread
 
@@ -291,7 +291,7 @@ class Watch:
             verdict = board.post(dead[0], where, PROCESS_ENDED)
         if verdict is None:
             text = f"it did not signal within {group.job.timeout_s:.0f} s. {ORDER}"
-            verdict = board.blame(peer, where, f"{text}; if one is slow, give Topology a larger timeout_s")
+            verdict = board.blame(peer, where, f"{text}; if one is slow, {TIMEOUT_CURE}")
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.one_sided.heap import Heap, no_gpu_reason, no_torch_cuda_reason
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import TIMEOUT_CURE, ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_bitcode, nvshmem_home, nvshmem_packages
 from fusedmoe.kernels.one_sided import Network
 from fusedmoe.threads import POLL_S, WorkerThread
@@ -309,7 +309,7 @@ class NvshmemHeap(Heap):
             raise group.verdict_error(operation, verdict)
         if time.monotonic() > deadline:
             timeout = f"{group.job.timeout_s:.0f} s"
-            cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
+            cure = f"see the logs of the other ranks, or {TIMEOUT_CURE}"
             raise self._error(operation, f"it did not complete within {timeout}; {cure}", is_timeout=True)
 
     def _error(self, operation: str, message: str, rank: int | None = None, is_timeout: bool = False) -> RankError:

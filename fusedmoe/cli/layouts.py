@@ -1,0 +1,222 @@
+"""Memory of a rank, and the parallel sizes of a job that fit a machine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.step_plans import (
+    compute_dtype,
+    expert_bytes,
+    head_s,
+    machine_costs,
+    step_costs,
+    step_workload,
+    unplanned_gradients,
+)
+from fusedmoe.errors import ConfigError
+from fusedmoe.experts.sharding import parameter_shardings
+from fusedmoe.models.job_files import TrainingState
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.machines import Machine
+from fusedmoe.schedule.task import PHASES
+
+_RESIDUAL_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank during a step.
+
+    Attributes:
+        parameters, gradients, optimizer: training state.
+        activations: tensors saved for the backward pass, with uniform expert loads.
+        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast. Not included:
+            buffers of collectives, fragmentation.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(asdict(self).values()))
+
+
+class _Elements(NamedTuple):
+    """Parameter elements of a rank: split over MP, replicated, and of experts."""
+
+    split: int
+    replicated: int
+    experts: float
+
+
+@lru_cache(maxsize=2)
+def _dense_elements(meta: Transformer) -> tuple[int, int]:
+    """Return the elements outside experts that are split over MP, and those that are replicated."""
+    shardings, numbers = parameter_shardings(meta), [0, 0]
+    of_experts = {id(parameter) for layer in meta.moe_layers() for parameter in layer.experts.parameters()}
+    for name, parameter in meta.named_parameters():
+        if id(parameter) not in of_experts:
+            numbers["mp" not in shardings.get(name, {})] += parameter.numel()
+    return numbers[0], numbers[1]
+
+
+def _elements(settings: Settings, sizes: Sizes, meta: Transformer) -> _Elements:
+    split, replicated = _dense_elements(meta)
+    assert settings.model.experts is not None
+    nbytes = expert_bytes(settings, sizes) / _parameter_bytes(settings)
+    experts = nbytes * settings.model.experts / sizes.ep * settings.model.num_moe_layers
+    return _Elements(split // sizes.mp, replicated, experts)
+
+
+def _parameter_bytes(settings: Settings) -> int:
+    """Return the bytes of a parameter in `expert_bytes`."""
+    return 8 if settings.dtype == "fp64" else 4
+
+
+def rank_memory(
+    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState | None = None
+) -> RankMemory:
+    """Return the memory of one rank for a model made by `make_meta_model`.
+
+    `state`: bytes per parameter; None: those of `fusedmoe train`, float32 parameters, gradients and AdamW moments.
+    """
+    item = _parameter_bytes(settings)
+    state = state or TrainingState(item, item, 2 * item)
+    split, replicated, experts = _elements(settings, sizes, meta)
+    total = split + replicated + experts
+    # Data-parallel ranks that hold the same elements.
+    shards = replicated / launch.ranks + split * sizes.mp / launch.ranks
+    shards += experts * sizes.ep * sizes.esp / launch.ranks
+    optimizer = shards if state.sharded != "none" else total
+    rest = shards if state.sharded == "all" else total
+    saved, logits = _saved_bytes(settings, sizes)
+    copies = 2 * total if settings.dtype == "bf16" and state.parameter == 4 and state.sharded != "all" else 0
+    return RankMemory(
+        state.parameter * rest, state.gradient * rest, state.optimizer * optimizer, saved + logits, logits + copies
+    )
+
+
+def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
+    """Return the bytes that a step's blocks save for the backward pass, and those of the loss (logits).
+
+    The residual stream and the norms are float32 under autocast. Per token, blocks of this library save
+
+        every block     x, norm(x) and their casts for attention and experts; queries, keys, values and attention's sum
+        experts         received rows and pre-activations (`Workload.saved_elements`), the rows' sums
+        dense           pre-activations, activations and their product
+
+    With recomputation, a block saves x; one block at a time saves the rest.
+    """
+    model, work = settings.model, step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+    item = compute_dtype(settings).itemsize
+    residual = max(_RESIDUAL_BYTES, item)
+    tokens = model.batch * model.seq_len / sizes.mp
+    casts = 4 * item if item < residual else 0
+    common = tokens * model.model_dim * (4 * residual + casts)
+    # Attention has the normalized rows of all MP ranks.
+    common += tokens * model.model_dim * item * (sizes.mp - 1)
+    value = model.head_size if model.value_dim is None else model.value_dim
+    common += tokens * item * (model.head_size + value) * (2 * model.heads + 1.5 * model.key_heads)
+    sums = work.share * work.rows / sizes.esp * model.model_dim
+    moe = (
+        common
+        + item * (work.saved_elements() + sums + tokens * _shared_elements(settings))
+        + 4 * tokens * (model.experts or 0)
+    )
+    dense = common + tokens * model.model_dim * item * (sizes.mp - 1) + tokens * item * 5 * model.dense_size
+    count = model.num_moe_layers
+    saved = count * moe + (model.layers - count) * dense
+    if settings.recompute:
+        saved = model.layers * tokens * model.model_dim * residual + max(moe, dense if count < model.layers else 0.0)
+    outer = tokens * model.model_dim * (2 * residual + item)
+    return saved + outer, tokens * model.vocabulary * residual
+
+
+def _shared_elements(settings: Settings) -> float:
+    """Return the elements that a shared expert saves per token."""
+    return (settings.model.num_matrices - 1) * settings.model.shared_hidden
+
+
+class ParallelLayout(NamedTuple):
+    """Parallel sizes with their memory and the step time without overlap, in seconds per token of all replicas."""
+
+    sizes: Sizes
+    memory: RankMemory
+    token_s: float
+
+
+def layouts(
+    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
+) -> list[ParallelLayout]:
+    """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
+
+    EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
+    Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
+    """
+    candidates = list[ParallelLayout]()
+    room = None if machine.memory_bytes is None else machine.memory_bytes.value
+    for sizes in _candidate_sizes(settings, launch, machine):
+        try:
+            costs = machine_costs(machine, settings, sizes, launch.ranks)
+            step = step_costs(settings, launch, sizes, costs, meta)
+            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta).seconds
+        except ConfigError:
+            continue  # groups that are not spread evenly over nodes
+        alone_s = {
+            id(layer): sum(
+                layer.dense_total_s(phase) + sum(part.seconds(1) for part in layer.chunks[phase].values())
+                for phase in PHASES
+            )
+            for layer in step.layers
+        }
+        reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
+        step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
+        tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
+        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
+    if not candidates:
+        raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
+    fits = [layout for layout in candidates if room is None or layout.memory.total <= room]
+    if not fits:
+        return sorted(candidates, key=lambda layout: layout.memory.total)
+    return sorted(fits, key=lambda layout: layout.token_s)
+
+
+def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> Iterator[Sizes]:
+    model, ranks, node = settings.model, launch.ranks, machine.node(launch.ranks)
+
+    def divisors(given: int | None, *numbers: int) -> list[int]:
+        every = [n for n in range(1, min(numbers) + 1) if not any(number % n for number in numbers)]
+        return every if given is None else [given]
+
+    assert model.experts is not None
+    dense = [model.dense_size] if model.has_dense_layers else []
+    for ep, esp, mp in product(
+        divisors(settings.ep, ranks, model.experts),
+        divisors(settings.esp, node, model.hidden),
+        divisors(settings.mp, node, model.key_heads, *dense),
+    ):
+        if ranks % (ep * esp) == 0 and ranks % mp == 0:
+            yield Sizes(node, ep, esp, mp)
+
+
+def chosen_settings(settings: Settings, layout: ParallelLayout) -> Settings:
+    """Return the settings with the sizes of a layout."""
+    sizes = layout.sizes
+    return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
+
+
+def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:
+    """Return the bytes of a rank's memory by part, their sum, the device's, and whether they fit."""
+    room = None if machine is None or machine.memory_bytes is None else machine.memory_bytes.value
+    facts = asdict(memory) | {"total": memory.total, "device": room}
+    return facts | {"fits": None if room is None else memory.total <= room}

@@ -1,0 +1,215 @@
+"""Jobs of Megatron-core, read from its arguments: a YAML file, or a file with a command line.
+
+YAML keys may be arguments ("--num-layers", "num_layers") at any depth. In a command line, all words that start with
+"--" are arguments; the file may be a shell script without variables in the values that matter.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.job_files import ExternalJob, Fields, TrainingState
+
+_PARALLEL = {
+    "mp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "esp": "expert_tensor_parallel_size",
+}
+_UNSUPPORTED_SIZES = ("pipeline_model_parallel_size", "context_parallel_size")
+_TRUE, _FALSE = (True, "true", "True"), (False, None, "false", "False")
+
+
+def yaml_arguments(path: Path, text: str) -> dict[str, Any]:
+    """Return the arguments of a YAML file by name, with underscores. Raises `ConfigError` without PyYAML."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"--config {path}: YAML needs PyYAML: pip install pyyaml") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: invalid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of arguments")
+    arguments: dict[str, Any] = {}
+
+    def collect(part: Mapping[Any, Any]) -> None:
+        for key, value in part.items():
+            if isinstance(value, dict):
+                collect(value)
+            else:
+                arguments[_name(str(key))] = value
+
+    collect(data)
+    return arguments
+
+
+def line_arguments(path: Path, text: str) -> dict[str, Any]:
+    """Return the arguments of a command line by name, with underscores; an argument without a value is True."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: not a command line: {error}") from error
+    arguments: dict[str, Any] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=False):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            has_value = not after.startswith("--") and after not in (")", "(")
+            arguments[_name(name)] = _parsed(value if equals else after) if equals or has_value else True
+    return arguments
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("--").replace("-", "_")
+
+
+def _parsed(text: str) -> Any:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
+    """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults.
+
+    Raises:
+        ConfigError: an argument is missing or unsupported; names it and the file.
+    """
+    fields = Fields(path, data)
+    for name in _UNSUPPORTED_SIZES:
+        if fields.count(name, default=1) > 1:
+            raise fields.error(
+                f"{name} = {data[name]} is not supported: plan has no pipeline or context parallelism; set 1"
+            )
+    layers, model_dim, heads = (fields.count(name) for name in ("num_layers", "hidden_size", "num_attention_heads"))
+    latent = _latent(fields) if _is_set(fields, "multi_latent_attention") else {}
+    is_gated = _is_set(fields, "swiglu") or _is_set(fields, "gated_linear_unit")
+    dense_hidden = fields.count("ffn_hidden_size", default=_default_hidden(model_dim, is_gated))
+    dense_layers, moe_every = _dense_layers(fields, layers)
+    has_groups = _is_set(fields, "group_query_attention") or "group_query_attention" not in data
+    groups = fields.optional("num_query_groups") if has_groups else None
+    capacity = data.get("moe_expert_capacity_factor")
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "model_dim": model_dim,
+        "heads": heads,
+        "kv_heads": heads if latent or groups is None else groups,
+        "hidden": fields.count("moe_ffn_hidden_size", default=dense_hidden),
+        "dense_hidden": dense_hidden,
+        "experts": fields.count("num_experts", "num_moe_experts"),
+        "k": fields.count("moe_router_topk", default=2),
+        "shared_hidden": fields.count("moe_shared_expert_intermediate_size", default=0, least=0),
+        "dense_layers": dense_layers,
+        "moe_every": moe_every,
+        "seq_len": fields.count("seq_length"),
+        "batch": fields.count("micro_batch_size", default=1),
+        "vocab_size": fields.optional("padded_vocab_size", "vocab_size"),
+        "capacity_factor": None if capacity is None else _number(fields, "moe_expert_capacity_factor"),
+        "bias": not latent and not _is_set(fields, "disable_bias_linear") and data.get("add_bias_linear") is not False,
+        "expert": "swiglu" if is_gated else "ffn",
+        "norm": "rms" if data.get("normalization") == "RMSNorm" else "layer",
+        "positions": "rope" if latent or data.get("position_embedding_type") in ("rope", "yarn") else "learned",
+        "head_dim": fields.count("kv_channels", default=max(1, model_dim // heads)),
+    }
+    try:
+        model = ModelConfig("megatron", **sizes | latent)
+    except ConfigError as error:
+        raise fields.error(str(error)) from error
+    return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields))
+
+
+def _is_set(fields: Fields, name: str) -> bool:
+    value = fields.data.get(name)
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise fields.error(f"{name} = {value!r} must be true or false")
+
+
+def _number(fields: Fields, name: str) -> float:
+    try:
+        return float(fields.data[name])
+    except (TypeError, ValueError):
+        raise fields.error(f"{name} = {fields.data[name]!r} must be a number") from None
+
+
+def _default_hidden(model_dim: int, is_gated: bool) -> int:
+    # As in Megatron-LM's arguments.
+    return int(4 * model_dim * 2 / 3 / 64) * 64 if is_gated else 4 * model_dim
+
+
+def _latent(fields: Fields) -> dict[str, int | None]:
+    rope = fields.count("qk_pos_emb_head_dim", default=64)
+    head_dim = fields.count("qk_head_dim", default=128) + rope
+    sizes: dict[str, int | None] = {
+        "kv_rank": fields.count("kv_lora_rank"),
+        "q_rank": fields.optional("q_lora_rank"),
+    }
+    return sizes | {"rope_dim": rope, "head_dim": head_dim, "value_dim": fields.count("v_head_dim", default=128)}
+
+
+def _dense_layers(fields: Fields, layers: int) -> tuple[int, int]:
+    """Return the leading dense layers and `moe_every`, from a number or a pattern such as ([0]*3+[1]*58)."""
+    value = fields.data.get("moe_layer_freq", 1)
+    if isinstance(value, int) and not isinstance(value, bool) and value == 1:
+        return 0, 1
+    pattern = value if isinstance(value, list) else _pattern(str(value))
+    if pattern is None or len(pattern) != layers or set(pattern) - {0, 1}:
+        raise fields.error(
+            f"moe_layer_freq = {value!r}: plan reads 1, or {layers} zeros and ones such as ([0]*3+[1]*58)"
+        )
+    dense = pattern.index(1) if 1 in pattern else layers
+    if dense == layers or 0 in pattern[dense:]:
+        raise fields.error(f"moe_layer_freq = {value!r}: plan models dense layers only before all layers with experts")
+    return dense, 1
+
+
+def _pattern(text: str) -> list[int] | None:
+    """Return the numbers of a sum of lists, each with an optional factor, without evaluating it."""
+    text = re.sub(r"[\s()]", "", text)
+    if not re.fullmatch(r"(\[[01](,[01])*\](\*\d{1,4})?)(\+\[[01](,[01])*\](\*\d{1,4})?)*", text):
+        return None
+    parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
+    return [int(one) for numbers, times in parts for one in numbers.split(",") * int(times or 1)]
+
+
+def _settings(fields: Fields) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if any(name in fields.data for name in _PARALLEL.values()):
+        # Megatron's defaults: 1, and for experts the size of tensor parallelism.
+        mp = fields.count(_PARALLEL["mp"], default=1)
+        settings = {
+            "mp": mp,
+            "ep": fields.count(_PARALLEL["ep"], default=1),
+            "esp": fields.count(_PARALLEL["esp"], default=mp),
+        }
+    if fields.data.get("recompute_granularity") == "full":
+        settings["recompute"] = True
+    return settings
+
+
+def _state(fields: Fields) -> TrainingState:
+    shards = "optimizer" if _is_set(fields, "use_distributed_optimizer") else "none"
+    if _is_set(fields, "use_megatron_fsdp"):
+        shards = "all"
+    if _is_set(fields, "bf16") or _is_set(fields, "fp16"):
+        return TrainingState(2, 4, 12, shards)  # with float32 gradients and master weights
+    return TrainingState(sharded=shards)
+
+
+def _assumptions(fields: Fields) -> list[str]:
+    assumptions = ["one micro-batch with the gradients' reduction; Megatron reduces them once per global batch"]
+    if fields.optional("padded_vocab_size", "vocab_size") is None:
+        assumptions.append("no vocabulary in the file, so embedding and head have 256 symbols: give --vocab-size")
+    elif not _is_set(fields, "untie_embeddings_and_output_weights"):
+        assumptions.append("embedding and head as two matrices, although they are tied")
+    if fields.data.get("recompute_granularity") == "selective":
+        assumptions.append("no recomputation (recompute_granularity is selective)")
+    if fields.data.get("mtp_num_layers"):
+        assumptions.append("no multi-token prediction")
+    return assumptions
