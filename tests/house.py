@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3175,
-    "autograd": 2391,
+    ".": 3179,
+    "autograd": 2393,
     "blocks": 2837,
     "cli": 4782,
-    "comm": 4360,
-    "compat": 866,
-    "engine": 3335,
+    "comm": 4368,
+    "compat": 868,
+    "engine": 3338,
     "experts": 1468,
     "gates": 1689,
     "graph": 3423,
     "hf": 1806,
-    "kernels": 9384,
-    "layers": 2545,
+    "kernels": 9402,
+    "layers": 2555,
     "models": 1616,
-    "placement": 3999,
+    "placement": 4003,
     "runtime": 1620,
-    "schedule": 6528,
-    "training": 5904,
-    "tutel": 3274,
+    "schedule": 6536,
+    "training": 5910,
+    "tutel": 3283,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {
