@@ -280,7 +280,12 @@ class Collectives(Dispatcher):
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
         run = self.runner.start(assigned, x_SM.device, active_recorder(), replicas)
-        shared_experts = None if shared is None else self._shared_in_chunks(shared)
+        shared_experts = None
+        # Without a backward of the routed rows, a trained shared expert must not start one: other ranks may have none.
+        has_backward = any(one is not None and one.requires_grad for one in (x_SM, weight_N, *chunk_experts.parameters))
+        # Buckets of a plan contain the shared expert's gradients, which would come too late from its own backward.
+        if shared is not None and assigned.gradients is None and (has_backward or not torch.is_grad_enabled()):
+            shared_experts = self._shared_in_chunks(shared)
         batch = PlannedBatch(sent, exchange, chunk_experts, run, shared_experts)
         if shared is None or shared_experts is None:
             return PlannedFunction.apply(x_SM, weight_N, batch, None, *chunk_experts.parameters)

@@ -15,7 +15,7 @@ from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Dispatcher, ForwardDecision, LocalExperts, Routed
+from fusedmoe.engine.dispatcher import Dispatcher, ForwardDecision, LocalExperts, Routed, SharedExpert
 from fusedmoe.engine.graph_dispatch import run_by_operators_in_graph
 from fusedmoe.engine.module_hooks import needs_module_call
 from fusedmoe.engine.run import AssignedPlans, GradientReducer, Plans
@@ -69,7 +69,7 @@ class LayerPlans:
     Attributes:
         assigned: plans that override the schedule; not copied with the layer. A recomputation reuses the plans of the
             forward that it repeats.
-        shared: the layer's shared expert, if its plans compute it; None: they do not.
+        shared: the shared expert of the last batch that plans may compute; None: there is none.
         cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
@@ -114,9 +114,8 @@ class LayerPlans:
             return
         for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
             own = f"MoELayer.set_plan: the {phase} plan"
-            require_runnable(
-                plan, (*self.kinds, *([TaskKind.GRADIENT_ALL_REDUCE] if gradients is not None else [])), own
-            )
+            reduced = [] if gradients is None else [TaskKind.GRADIENT_ALL_REDUCE]
+            require_runnable(plan, (*self.kinds, TaskKind.SHARED_EXPERT, *reduced), own)
             missing = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
             if missing:
                 raise ConfigError(f"{own} has no {missing[0]}, which every chunk of this layer goes through; add it")
@@ -170,6 +169,16 @@ class PlannedLayer:
         # With several ranks only as one graph: otherwise every operator would break the graph.
         whole = self.dispatcher.collectives is None or graph_allows_dynamic_sizes()
         return self.dispatcher.compiles and whole and (not self.is_planned or self.plans.can_compile)
+
+    def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
+        """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
+
+        A custom module may call collectives, which plans do not allow. Compiled layers have no task for it.
+        """
+        if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
+            return None
+        self.plans.shared = module
+        return SharedExpert(module, x_SM)
 
     def run_captured(
         self, routed: Routed, count: Tensor | None, loss: Tensor, masked: bool = False

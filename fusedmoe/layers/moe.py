@@ -186,9 +186,6 @@ class MoELayer(PlannedLayer, nn.Module):
         self.number: int | None = None
         self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
         self.parts = self.plans.kinds
-        # A custom module may call collectives, and MP ranks sum its gradients: plans do neither.
-        is_planned = shared is not None and shared.reads_parameters_once and not self.mp_tokens.is_joint
-        self.plans.shared = shared if is_planned else None
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(
             self.topology, exchange_reports_logits=self.dispatcher.collectives is not None
@@ -251,8 +248,7 @@ class MoELayer(PlannedLayer, nn.Module):
         routing, refusal = self._choose_experts(tokens)
         x_SM = tokens.x_SM.to(self.experts.row_dtype(tokens.x_SM))
         ordered = self._sort_rows(x_SM, routing)
-        planned = self.plans.shared
-        shared = None if planned is None else SharedExpert(planned, x_SM)
+        shared = None if self.shared is None or self.mp_tokens.is_joint else self.shared_in_plan(self.shared, x_SM)
         y_SM, aux = self._exchange(ordered, routing, refusal, tokens.real_S is not None, shared)
         y_SM = self._sum_results(y_SM, ordered, x_SM, None if shared is None else shared.result)
         if self.topology.mp.size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -165,3 +166,51 @@ def test_shared_expert_is_placed_where_the_pass_is_shortest(phase: str) -> None:
             assert pass_s(found) == min(map(pass_s, places))
             assert pass_s(found) <= pass_s(plan) + seconds["shared-expert"]
     assert with_shared_expert(plan, phase).compute[0].kind == TaskKind.SHARED_EXPERT
+
+
+def replace_shared(rank: int, world: int) -> None:
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    plain, planned = (make(topology, of, "swiglu", [], dtype=torch.float64) for of in ("off", FSMOE))
+    results(planned, x)
+    for layer in (plain, planned):
+        layer.zero_grad()
+        layer.shared = copy.deepcopy(layer.shared)
+        with torch.no_grad():
+            layer.shared.w1.mul_(-3)
+    found, wanted = results(planned, x), results(plain, x)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_replaced_shared_expert_is_used(cluster: Cluster) -> None:
+    cluster.run(2, replace_shared)
+
+
+def train_shared_on_one_rank(rank: int, world: int) -> None:
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=20)
+    layer = make(topology, FSMOE, "swiglu", [], dtype=torch.float64)
+    layer.requires_grad_(False)
+    layer.shared.requires_grad_(rank == 0)
+    y = layer(torch.randn(5, M, dtype=torch.float64))
+    assert y.requires_grad == (rank == 0)
+    if rank == 0:
+        y.sum().backward()
+        assert layer.shared.w1.grad is not None
+
+
+def test_shared_expert_trained_on_one_rank_alone(cluster: Cluster) -> None:
+    cluster.run(2, train_shared_on_one_rank)
+
+
+def set_own_plan(rank: int, world: int) -> None:
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
+    layer, other = (make(topology, FSMOE, "swiglu", [], dtype=torch.float64) for _ in range(2))
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64)
+    y = layer(x)
+    other.set_plan(next(iter(layer.plans.plans_by_workload.values())))
+    torch.testing.assert_close(other(x), y, rtol=1e-12, atol=1e-12)
+
+
+def test_plans_with_a_shared_expert_can_be_set(cluster: Cluster) -> None:
+    cluster.run(2, set_own_plan)
