@@ -205,7 +205,9 @@ def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> It
         divisors(settings.esp, node, model.hidden),
         divisors(settings.mp, node, model.key_heads, *dense),
     ):
-        if ranks % (ep * esp) == 0 and ranks % mp == 0:
+        # The cost model has the MP collectives of FSMoE's layer, where MP and ESP have the same ranks.
+        is_modelled = mp == esp or None not in (settings.esp, settings.mp)
+        if is_modelled and ranks % (ep * esp) == 0 and ranks % mp == 0:
             yield Sizes(node, ep, esp, mp)
 
 
