@@ -39,7 +39,7 @@ BUDGETS = {
     "hf": 1806,
     "kernels": 9402,
     "layers": 2555,
-    "models": 1616,
+    "models": 1647,
     "placement": 4003,
     "runtime": 1620,
     "schedule": 6536,
