@@ -15,6 +15,7 @@ from fusedmoe.cli.step_plans import (
     expert_bytes,
     head_s,
     machine_costs,
+    require_moe_layers,
     step_costs,
     step_workload,
     unplanned_gradients,
@@ -163,6 +164,7 @@ def layouts(
     EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
     Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
     """
+    require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
     room = None if machine.memory_bytes is None else machine.memory_bytes.value
     for sizes in _candidate_sizes(settings, launch, machine):

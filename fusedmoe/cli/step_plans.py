@@ -166,16 +166,21 @@ def step_costs(
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
-    if not model.num_moe_layers:
-        raise ConfigError(
-            f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
-            "model has no MoE layer"
-        )
+    require_moe_layers(model)
     meta = meta or make_meta_model(settings)
     bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
     return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+
+
+def require_moe_layers(model: ModelConfig) -> None:
+    """Raise `ConfigError` if no block of the model has experts."""
+    if not model.num_moe_layers:
+        raise ConfigError(
+            f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
+            "model has no MoE layer"
+        )
 
 
 def _dense_blocks(model: ModelConfig) -> list[list[DenseWork]]:

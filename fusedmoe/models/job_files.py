@@ -158,10 +158,12 @@ def _shared_hidden(fields: Fields, hidden: int) -> int:
 def _dense_layers(fields: Fields, layers: int) -> int:
     """Return the number of leading blocks without experts. Raises `ConfigError` if dense blocks are elsewhere."""
     leading = fields.count("first_k_dense_replace", "moe_layer_start_index", default=0, least=0)
-    listed = fields.data.get("mlp_only_layers") or []
-    if not leading and listed:
-        leading = len(listed)
-    if listed and sorted(map(str, listed)) != sorted(map(str, range(leading))):
+    if (listed := fields.data.get("mlp_only_layers")) is None:
+        listed = []
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+        raise fields.error(f"mlp_only_layers = {listed!r} must be a list of integers")
+    leading = leading or len(listed)
+    if listed and sorted(listed) != list(range(leading)):
         raise fields.error(f"mlp_only_layers = {listed!r} must be the first layers; plan models leading dense blocks")
     if leading >= layers:
         raise fields.error(f"{leading} of {layers} blocks are dense: the model has no experts")

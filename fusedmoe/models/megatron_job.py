@@ -1,11 +1,12 @@
 """Jobs of Megatron-core, read from its arguments: a YAML file, or a file with a command line.
 
 YAML keys may be arguments ("--num-layers", "num_layers") at any depth. In a command line, all words that start with
-"--" are arguments; the file may be a shell script without variables in the values that matter.
+"--" are arguments, also inside ARGS="..."; the file may be a shell script without variables in the values that matter.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ _PARALLEL = {
 }
 _UNSUPPORTED_SIZES = ("pipeline_model_parallel_size", "context_parallel_size")
 _TRUE, _FALSE = (True, "true", "True"), (False, None, "false", "False")
+# Pipes, redirections, lists of commands. Parentheses are not among them: they are part of unquoted patterns.
+_SHELL_SYNTAX = ";<>|&"
+#: Without the flag, a command line's --num-query-groups has no effect. YAML sets the model's fields directly.
+LINE_DEFAULTS: dict[str, Any] = {"group_query_attention": False}
 
 
 def yaml_arguments(path: Path, text: str) -> dict[str, Any]:
@@ -33,36 +38,51 @@ def yaml_arguments(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: YAML needs PyYAML: pip install pyyaml") from None
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: invalid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path}: expected a mapping of arguments")
     arguments: dict[str, Any] = {}
 
-    def collect(part: Mapping[Any, Any]) -> None:
+    def collect(part: Mapping[Any, Any], outer: tuple[Mapping[Any, Any], ...]) -> None:
         for key, value in part.items():
+            if any(value is mapping for mapping in outer):
+                raise ConfigError(f"--config {path}: {key} is an alias of a mapping that contains it")
             if isinstance(value, dict):
-                collect(value)
+                collect(value, (*outer, value))
             else:
                 arguments[_name(str(key))] = value
 
-    collect(data)
+    collect(data, (data,))
     return arguments
 
 
 def line_arguments(path: Path, text: str) -> dict[str, Any]:
     """Return the arguments of a command line by name, with underscores; an argument without a value is True."""
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = _words(text)
     except ValueError as error:
         raise ConfigError(f"--config {path}: not a command line: {error}") from error
     arguments: dict[str, Any] = {}
     for word, after in zip(words, [*words[1:], "--"], strict=False):
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
-            has_value = not after.startswith("--") and after not in (")", "(")
+            has_value = not after.startswith("--") and after not in (")", "(") and bool(after.strip(_SHELL_SYNTAX))
             arguments[_name(name)] = _parsed(value if equals else after) if equals or has_value else True
     return arguments
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a shell script; those of ARGS="--a 1 ..." are words, too, and end with ";"."""
+    text = text.replace("\r\n", "\n").replace("\\\n", " ")
+    # The number of a redirected file ("2>&1") is not a value.
+    lexer = shlex.shlex(re.sub(r"(?<!\S)\d+(?=[<>])", "", text), posix=True, punctuation_chars=_SHELL_SYNTAX)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in lexer:
+        quoted = re.fullmatch(r"\w+\+?=((?:.*\s)?--\w.*)", word, re.DOTALL)
+        words += [word] if quoted is None else [*shlex.split(quoted[1]), ";"]
+    return words
 
 
 def _name(key: str) -> str:
@@ -70,7 +90,7 @@ def _name(key: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
@@ -90,9 +110,10 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     is_gated = _is_set(fields, "swiglu") or _is_set(fields, "gated_linear_unit")
     dense_hidden = fields.count("ffn_hidden_size", default=_default_hidden(model_dim, is_gated))
     dense_layers, moe_every = _dense_layers(fields, layers)
-    has_groups = _is_set(fields, "group_query_attention") or "group_query_attention" not in data
-    groups = fields.optional("num_query_groups") if has_groups else None
-    capacity = data.get("moe_expert_capacity_factor")
+    if _is_set(fields, "group_query_attention"):
+        groups: int | None = fields.count("num_query_groups", default=1)
+    else:
+        groups = None if "group_query_attention" in data else fields.optional("num_query_groups")
     sizes: dict[str, Any] = {
         "layers": layers,
         "model_dim": model_dim,
@@ -108,7 +129,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "seq_len": fields.count("seq_length"),
         "batch": fields.count("micro_batch_size", default=1),
         "vocab_size": fields.optional("padded_vocab_size", "vocab_size"),
-        "capacity_factor": None if capacity is None else _number(fields, "moe_expert_capacity_factor"),
+        "capacity_factor": _capacity(fields),
         "bias": not latent and not _is_set(fields, "disable_bias_linear") and data.get("add_bias_linear") is not False,
         "expert": "swiglu" if is_gated else "ffn",
         "norm": "rms" if data.get("normalization") == "RMSNorm" else "layer",
@@ -131,11 +152,18 @@ def _is_set(fields: Fields, name: str) -> bool:
     raise fields.error(f"{name} = {value!r} must be true or false")
 
 
-def _number(fields: Fields, name: str) -> float:
+def _capacity(fields: Fields) -> float | None:
+    """Return the capacity factor. As in Megatron, a negative one drops no token."""
+    value = fields.data.get("moe_expert_capacity_factor")
     try:
-        return float(fields.data[name])
-    except (TypeError, ValueError):
-        raise fields.error(f"{name} = {fields.data[name]!r} must be a number") from None
+        factor = None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        factor = math.nan
+    if factor is None or factor < 0:
+        return None
+    if not 0 < factor < math.inf:
+        raise fields.error(f"moe_expert_capacity_factor = {value!r} must be positive, or negative for no capacity")
+    return factor
 
 
 def _default_hidden(model_dim: int, is_gated: bool) -> int:
@@ -159,7 +187,7 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, int]:
     if isinstance(value, int) and not isinstance(value, bool) and value == 1:
         return 0, 1
     pattern = value if isinstance(value, list) else _pattern(str(value))
-    if pattern is None or len(pattern) != layers or set(pattern) - {0, 1}:
+    if pattern is None or len(pattern) != layers or any(one not in (0, 1) for one in pattern):
         raise fields.error(
             f"moe_layer_freq = {value!r}: plan reads 1, or {layers} zeros and ones such as ([0]*3+[1]*58)"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.models.job_files import ExternalJob, hf_job
-from fusedmoe.models.megatron_job import line_arguments, megatron_job, yaml_arguments
+from fusedmoe.models.megatron_job import LINE_DEFAULTS, line_arguments, megatron_job, yaml_arguments
 from fusedmoe.models.titan_job import titan_job
 
 
@@ -20,7 +20,8 @@ def read_job(path: Path) -> ExternalJob:
     Raises:
         ConfigError: the file cannot be read, or a field is missing or unsupported; names both.
     """
-    text = read_text(path)
+    # Editors on Windows start a file with a byte-order mark.
+    text = read_text(path).removeprefix("\ufeff")
     if path.suffix == ".json":
         data = parse_json(text, f"--config {path}")
         if not isinstance(data, dict):
@@ -30,4 +31,4 @@ def read_job(path: Path) -> ExternalJob:
         return titan_job(path, text)
     if path.suffix in (".yaml", ".yml"):
         return megatron_job(path, yaml_arguments(path, text))
-    return megatron_job(path, line_arguments(path, text))
+    return megatron_job(path, LINE_DEFAULTS | line_arguments(path, text))

@@ -127,6 +127,19 @@ def test_config_and_model_exclude_each_other(small: str, capsys: pytest.CaptureF
     assert "--config and --model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "layers"), [({"first_k_dense_replace": 2}, 2), ({"decoder_sparse_step": 5}, 2)], ids=["dense", "every"]
+)
+def test_model_without_moe_layers_is_refused_as_such(
+    change: dict[str, int], layers: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | change))
+    flags = ("--machine", "dgx-h100", "--ranks", "16", "--layers", str(layers))
+    assert main(["plan", "--config", str(path), *flags]) == 2
+    assert "the model has no MoE layer" in capsys.readouterr().err
+
+
 def test_plan_of_a_config_builds_the_model_once(
     small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

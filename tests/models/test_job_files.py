@@ -88,6 +88,7 @@ def test_dense_blocks_and_shared_experts_are_read(tmp_path: Path) -> None:
         ({"num_experts": None}, "mixture-of-experts models only"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers = 'three'"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        *(({"mlp_only_layers": value}, "mlp_only_layers = .* list of integers") for value in (3, True, ["0"], [False])),
         ({"first_k_dense_replace": 3}, "no experts"),
         ({"kv_lora_rank": 8}, "qk_rope_head_dim is missing"),
         ({"hidden_size": 65}, "head_dim is missing"),
@@ -100,6 +101,11 @@ def test_unsupported_config_error_names_field_and_file(change: dict[str, Any], m
     with pytest.raises(ConfigError, match=message) as error:
         read_job(path)
     assert str(path) in str(error.value)
+
+
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    plain = read_job(written(tmp_path, STANDARD))
+    assert read_job(written(tmp_path, "\ufeff" + json.dumps(STANDARD))) == plain
 
 
 @pytest.mark.parametrize(("text", "name"), [("[1]", "a.json"), ("{", "a.json"), ("", "weights.bin")])

@@ -62,6 +62,42 @@ def test_words_of_a_command_line_become_arguments() -> None:
 
 
 @pytest.mark.parametrize(
+    "syntax", ["| tee log", "> log", ">log", "2> log", "2>&1 | tee log", "&& echo done", "&", "; echo done", "|tee log"]
+)
+def test_shell_syntax_ends_the_arguments(syntax: str) -> None:
+    found = line_arguments(Path("x"), f"torchrun a.py --one 1 --flag {syntax}")
+    assert found == {"one": 1, "flag": True}
+    assert line_arguments(Path("x"), f"torchrun a.py --flag --one 1 {syntax}") == found
+
+
+def test_arguments_in_a_quoted_string_are_read(tmp_path: Path) -> None:
+    text = f'export ARGS="\n  {LINE} \\\n  --moe-layer-freq ([0]*1+[1]*3) --bf16"\ntorchrun a.py $ARGS --swiglu'
+    expected = job(tmp_path, f"{LINE} --moe-layer-freq '([0]*1+[1]*3)' --bf16 --swiglu")
+    assert job(tmp_path, text) == expected and expected.model.dense_layers == 1
+    assert line_arguments(Path("x"), "A='--one'\nA+=\" --two 2\"\nB='c --d'") == {"one": True, "two": 2, "d": True}
+
+
+def test_carriage_returns_are_whitespace(tmp_path: Path) -> None:
+    lines = ["torchrun a.py \\", f"  {LINE} \\", "  --bf16 \\", "  --swiglu", ""]
+    found = [job(tmp_path, end.join(lines)) for end in ("\n", "\r\n")]
+    assert found[0] == found[1]
+
+
+def test_query_groups_of_a_command_line_need_their_flag(tmp_path: Path) -> None:
+    """As in `core_transformer_config_from_args`; a YAML file sets the fields of the model."""
+    flags = {"--group-query-attention": 1, "--num-query-groups 2": 4, "--group-query-attention --num-query-groups 2": 2}
+    assert {more: job(tmp_path, f"{LINE} {more}").model.key_heads for more in flags} == flags
+    words = iter(LINE.split())
+    yaml = "".join(f"{name}: {value}\n" for name, value in zip(words, words, strict=True)) + "num-query-groups: 2"
+    assert job(tmp_path, yaml, "job.yaml").model.key_heads == 2
+    assert job(tmp_path, f"{yaml}\ngroup_query_attention: false", "job.yaml").model.key_heads == 4
+
+
+def test_negative_capacity_factor_drops_no_token(tmp_path: Path) -> None:
+    assert job(tmp_path, f"{LINE} --moe-expert-capacity-factor -1").model.capacity_factor is None
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ("--pipeline-model-parallel-size 4", "pipeline_model_parallel_size = 4"),
@@ -72,8 +108,9 @@ def test_words_of_a_command_line_become_arguments() -> None:
         ("--num-layers $LAYERS", "num_layers = '.LAYERS'"),
         ("--multi-latent-attention", "kv_lora_rank is missing"),
         ("--swiglu maybe", "swiglu = 'maybe'"),
-        ("--moe-expert-capacity-factor much", "moe_expert_capacity_factor"),
+        *((f"--moe-expert-capacity-factor {n}", f"moe_expert_capacity_factor = '?{n}") for n in ("much", "0", "nan")),
         ("--num-query-groups 3 --group-query-attention", "kv_heads"),
+        (f"--num-layers {'9' * 5000}", "num_layers = '9"),
     ],
 )
 def test_unsupported_argument_error_names_argument_and_file(more: str, message: str, tmp_path: Path) -> None:
@@ -92,10 +129,18 @@ def test_missing_argument_error_names_it(missing: str, tmp_path: Path) -> None:
         job(tmp_path, text)
 
 
-@pytest.mark.parametrize(("text", "name"), [("a: [", "a.yaml"), ("- 1", "a.yml"), ("--a 'b", "a.sh")])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *[("a: [", "a.yaml"), ("- 1", "a.yml"), ("--a 'b", "a.sh"), ('A="--a \'b"', "a.sh")],
+        *[("a: &a\n  b: *a", "a.yaml: b is an alias"), ("&a {b: {c: *a}}", "a.yaml: c is an alias")],
+        *[("{a: " * 5000 + "1" + "}" * 5000, "a.yaml"), ("a: 2024-99-99", "a.yaml")],
+        *[("num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nmoe_layer_freq: [[1]]", "a.yaml: moe_layer_freq")],
+    ],
+)
 def test_invalid_file_error_names_it(text: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
-        job(tmp_path, text, name)
+        job(tmp_path, text, name.partition(":")[0])
 
 
 def test_dense_layers_are_read_from_a_pattern() -> None:
