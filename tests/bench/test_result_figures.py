@@ -101,6 +101,17 @@ def expected_figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         # A literal line: the pattern has no cell with two decimal numbers.
         yield f"| {router} | {' | '.join(seconds)} | {stragglers} |", ()
 
+    found = load("cluster")["settings"]["layer"]["shared"]
+    of = {name: row["median_s"] for name, row in found["rows"].items()}
+    yield "the layer takes {} s", (f"{of['auto, no shared expert']:.2f}",)
+    for size, label in (("an eighth of the experts", "an eighth of"), ("as much as the experts", "as many as")):
+        names = (f"shared expert alone, {size}", f"auto, {size}, after the combine", f"auto, {size}, in the plan")
+        cells = (*(f"{of[name]:.2f} s" for name in names), f"{found['hidden'][size]:.0%}")
+        yield (
+            f"| {label} the experts' ({'DeepSeek-V3' if 'eighth' in size else 'Qwen2-MoE'}) | {' | '.join(cells)} |",
+            (),
+        )
+
     one = load("placement_simulated")
     yield "simulates {} iterations", (str(one["run"]["iterations"]),)
     of = one["simulations"]["m = 2, seed 0"]["policies"]
