@@ -57,6 +57,8 @@ def balance_experts(
     if isinstance(counts_WE, torch.Tensor):
         counts_WE = counts_WE.detach().cpu().numpy()
     counts_WE = np.asarray(counts_WE)
+    if isinstance(replicas, bool) or not isinstance(replicas, int):
+        raise ConfigError(f"balance_experts: replicas = {replicas!r} must be an integer of 0 or more")
     if counts_WE.ndim != 2 or 0 in counts_WE.shape:
         raise ConfigError(f"balance_experts: counts of shape {list(counts_WE.shape)}; give [ranks, experts]")
     ranks, experts = counts_WE.shape
@@ -112,10 +114,11 @@ class ExpertMap:
 
     def row_splits_EC(self, rank: int) -> Tensor:
         """Return [E, C] int64: rows that `rank` sends to each copy, in the order of `logical_to_physical_EC`."""
+        self._require_rank(rank)
         return self._tensor(self._by_copy(self.balance.sent_from(rank)[self._copies], 0))
 
     def assign(self, expert_SK: Tensor, rank: int) -> Tensor:
-        """Return [S, K], the physical expert for each choice of this rank's tokens; -1 stays -1.
+        """Return [S, K], the physical expert for each choice of this rank's tokens; -1 stays -1. int32 or int64.
 
         An expert's first rows (in the order of tokens) go to its first copy, and so on, as `row_splits_EC` counts them.
         Computed on the device of `expert_SK`, without waiting for it. The choices must be those that were counted:
@@ -128,6 +131,7 @@ class ExpertMap:
         import torch
 
         device = expert_SK.device
+        number_dtype = torch.int32 if expert_SK.dtype == torch.int32 else torch.int64
         ends_EC, physical_EC = self.row_splits_EC(rank).to(device).cumsum(1), self.logical_to_physical_EC.to(device)
         experts, copies = physical_EC.shape
         flat_N = expert_SK.flatten().long()
@@ -139,15 +143,20 @@ class ExpertMap:
         row_N = chosen_N.clamp(max=experts - 1)
         last_N = self.copies_E.to(device)[row_N] - 1
         copy_N = torch.minimum((ends_EC[row_N] <= position_N[:, None]).sum(1), last_N)
-        return torch.where(flat_N < 0, flat_N, physical_EC[row_N, copy_N]).view_as(expert_SK).to(expert_SK.dtype)
+        return torch.where(flat_N < 0, flat_N, physical_EC[row_N, copy_N]).view_as(expert_SK).to(number_dtype)
 
     def all_to_all_splits(self, rank: int) -> tuple[list[int], list[int]]:
         """Return `input_split_sizes` and `output_split_sizes` of `rank` for `torch.distributed.all_to_all_single`.
 
         Rows are sent in ascending order of their physical expert, one row per choice.
         """
+        self._require_rank(rank)
         sent_WV = [self.balance.sent_from(source).sum(axis=0) for source in range(self.balance.nodes.ranks)]
         return sent_WV[rank].tolist(), [int(sent_V[rank]) for sent_V in sent_WV]
+
+    def _require_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.balance.nodes.ranks:
+            raise ConfigError(f"ExpertMap: rank {rank} is not one of 0 to {self.balance.nodes.ranks - 1}")
 
     @cached_property
     def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

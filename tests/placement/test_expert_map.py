@@ -123,6 +123,16 @@ def test_existing_replicas_stay_and_are_used() -> None:
     assert found.logical_to_physical_EC.tolist() == [[0, 5], [1, -1], [3, -1], [4, -1]]
 
 
+def test_small_expert_numbers_do_not_overflow() -> None:
+    found = balance_experts(np.ones((64, 127), int), replicas=4)
+    expert_N = torch.arange(127, dtype=torch.int8)
+    physical_N = found.assign(expert_N, 63)
+    assert found.physical_to_logical_P[physical_N].equal(expert_N.long())
+    for rank in (-1, 64):
+        with pytest.raises(ConfigError, match=f"rank {rank} is not one of 0 to 63"):
+            found.assign(expert_N, rank)
+
+
 def test_without_rows() -> None:
     found = balance_experts(np.zeros((3, 2), int), replicas=2)
     assert found.load_P.sum() == 0 and found.assign(torch.empty(0, 2, dtype=torch.int32), 1).shape == (0, 2)
@@ -132,6 +142,7 @@ def test_without_rows() -> None:
     ("counts", "settings", "message"),
     [
         ([1, 2], {"replicas": 1}, r"counts of shape \[2\]; give \[ranks, experts\]"),
+        ([[1, 2]], {"replicas": 1.5}, "replicas = 1.5 must be an integer"),
         ([[1, -2]], {"replicas": 1}, "tokens are counted in integers of 0 or more"),
         ([[1, 2]], {"replicas": -1}, "must be 0 or more"),
         ([[1, 2]] * 3, {"replicas": 1, "ranks_per_node": 2}, "3 ranks cannot stand in nodes of 2"),
