@@ -17,6 +17,7 @@ from fusedmoe.cli.step_plans import (
     machine_costs,
     require_moe_layers,
     step_costs,
+    step_tokens,
     step_workload,
     unplanned_gradients,
 )
@@ -183,7 +184,7 @@ def layouts(
         }
         reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
         step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
-        tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
+        tokens = step_tokens(settings, launch.ranks, sizes.mp)
         candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
     if not candidates:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")

@@ -33,6 +33,7 @@ from fusedmoe.cli.step_plans import (
     make_table,
     no_split_reason,
     plans_by_policy,
+    step_tokens,
     unplanned_gradients,
     with_cached_tasks,
 )
@@ -96,9 +97,7 @@ class PlanReport:
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
-        self._tokens = settings.model.batch * settings.model.seq_len * (launch.ranks // sizes.mp)
-        self._settings = settings
-        self._model, self._costs, self._passes = settings.model, costs, layer_passes(self.plan, self.timeline)
+        self._settings, self._costs, self._passes = settings, costs, layer_passes(self.plan, self.timeline)
         copies = None
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
@@ -167,12 +166,12 @@ class PlanReport:
     def print(self) -> None:
         facts, console = self.facts, make_console()
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
-        console.print(describe(self._model), markup=False)
+        model, step_s = self._settings.model, facts["step_s"]
+        console.print(describe(model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
-        model, step_s = self._model, facts["step_s"]
         console.print(
             f"per replica and step {model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
-            f"{self._tokens / step_s:,.0f} tokens/s by {self.policy}"
+            f"{step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:

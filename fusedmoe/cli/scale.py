@@ -24,6 +24,7 @@ from fusedmoe.cli.step_plans import (
     make_meta_model,
     make_table,
     plans_by_policy,
+    step_tokens,
     unplanned_gradients,
 )
 from fusedmoe.errors import ConfigError, printable
@@ -84,7 +85,7 @@ def simulate_point(
         "sequential_s": sequential_s,
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
-        "tokens_per_s": settings.model.batch * settings.model.seq_len * (ranks // sizes.mp) / step_s,
+        "tokens_per_s": step_tokens(settings, ranks, sizes.mp) / step_s,
         "sequential_exposed_s": none.exposed_s() + after.seconds,
         "exposed_s": timeline.exposed_s() + after.seconds,
         "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + after.seconds,

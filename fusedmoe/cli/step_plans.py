@@ -134,6 +134,11 @@ def no_split_reason(settings: Settings) -> str | None:
     return None if make_gate(settings.model).splits else f"gate {settings.model.gate} needs the whole batch"
 
 
+def step_tokens(settings: Settings, ranks: int, mp: int) -> int:
+    """Return the tokens of all replicas in one step."""
+    return settings.model.batch * settings.model.seq_len * (ranks // mp)
+
+
 def compute_dtype(settings: Settings) -> torch.dtype:
     return _COMPUTE[settings.dtype]
 
