@@ -103,7 +103,7 @@ class ExpertMap:
     @cached_property
     def copies_E(self) -> Tensor:
         """[E] int64, number of copies of each expert, its owner's included."""
-        return self._tensor(self.balance.placement.holds_EW.sum(axis=1))
+        return self._tensor(self._num_copies_E)
 
     @cached_property
     def load_P(self) -> Tensor:
@@ -133,7 +133,7 @@ class ExpertMap:
         device = expert_SK.device
         number_dtype = torch.int32 if expert_SK.dtype == torch.int32 else torch.int64
         ends_EC, physical_EC = self.row_splits_EC(rank).to(device).cumsum(1), self.logical_to_physical_EC.to(device)
-        experts, copies = physical_EC.shape
+        experts = len(physical_EC)
         flat_N = expert_SK.flatten().long()
         chosen_N = torch.where(flat_N < 0, experts, flat_N)
         sorted_N, order_N = chosen_N.sort(stable=True)
@@ -165,6 +165,10 @@ class ExpertMap:
         return experts, ranks
 
     @cached_property
+    def _num_copies_E(self) -> NDArray[np.int64]:
+        return np.bincount(self._copies[0], minlength=self.balance.placement.experts)
+
+    @cached_property
     def _physical_of_copy(self) -> NDArray[np.int64]:
         experts, ranks = self._copies
         is_replica = np.asarray(self.balance.placement.owners)[experts] != ranks
@@ -176,7 +180,7 @@ class ExpertMap:
 
     def _by_copy(self, value_of_copy: NDArray[np.int64], fill: int) -> NDArray[np.int64]:
         """Arrange a value of each copy as [E, C]."""
-        copies_E = self.balance.placement.holds_EW.sum(axis=1)
+        copies_E = self._num_copies_E
         made_EC = np.full((len(copies_E), int(copies_E.max())), fill, np.int64)
         made_EC[np.arange(made_EC.shape[1]) < copies_E[:, None]] = value_of_copy
         return made_EC
