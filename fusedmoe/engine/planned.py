@@ -108,7 +108,7 @@ def run_forward(
     if batch.shared is not None and shared_x_SM is not None:
         forward.shared = SharedExpertTask(batch.shared, single_expert_layout(shared_x_SM), shared_x_SM)
     out_TM = forward.run()
-    forward.finish_shared_expert()
+    forward.shared_expert()
     assert out_TM is not None
     done = forward.layer_chunks.values()
     x_RM, activations = ([getattr(chunk, name) for chunk in done] for name in ("x_RM", "activations"))
@@ -136,7 +136,7 @@ def run_backward(
     first, backward = saved.weight_R[0], _backward_pass(batch, saved, dy_SM)
     backward.shared, backward.shared_dy_SM = saved.shared, shared_dy_SM
     chunks, dx_TM, dweight_N = backward.row_chunks, backward.run(), None
-    backward.finish_shared_expert()
+    backward.shared_expert()
     dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
     if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
         # Gradients of the weights of all chunks take one message after the last chunk.
@@ -225,7 +225,7 @@ class _TokensPass(PassRun):
         self, batch: PlannedBatch, row_chunks: RowChunks, rows_TM: Tensor, weight_R: Sequence[Tensor | None]
     ) -> None:
         run = batch.run
-        plan = run.plans.forward if self.phase == "forward" else run.plans.backward
+        plan = run.plans.of(self.phase)
         # Tasks carry the layer's number in its model; a step's plan also has gradients of other layers.
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
@@ -265,10 +265,7 @@ class _TokensPass(PassRun):
 class TokensForward(_TokensPass, ForwardPass):
     """The forward pass of a layer, after the gate and the metadata exchange."""
 
-    def shared_expert(self, task: Task) -> None:
-        self.finish_shared_expert()
-
-    def finish_shared_expert(self) -> None:
+    def shared_expert(self, task: Task | None = None) -> None:
         """Compute the shared expert, if there is one and no task of the plan has computed it."""
         if self.shared is not None and self.shared.result is None:
             self.shared.forward(self.saves_for_backward)
@@ -295,10 +292,7 @@ class TokensBackward(_TokensPass, BackwardPass):
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
             self._activations = SavedRows(saved.activations)
 
-    def shared_expert(self, task: Task) -> None:
-        self.finish_shared_expert()
-
-    def finish_shared_expert(self) -> None:
+    def shared_expert(self, task: Task | None = None) -> None:
         """Compute the gradients of the shared expert, if there is one and no task of the plan has computed them."""
         dy_SM, self.shared_dy_SM = self.shared_dy_SM, None
         if self.shared is not None and dy_SM is not None:

@@ -64,6 +64,10 @@ class Plans:
     forward: Plan
     backward: Plan
 
+    def of(self, phase: str) -> Plan:
+        """Return the plan of "forward" or "backward"."""
+        return self.forward if phase == "forward" else self.backward
+
     @cached_property
     def degrees(self) -> tuple[int, int]:
         """The maximum number of chunks over all layers, forward and backward."""
@@ -219,7 +223,7 @@ class PassRun:
 
     def __init__(self, run: Run, experts: Mapping[int | None, ChunkExperts]) -> None:
         self.settings, self.experts = run, experts
-        self.plan = run.plans.forward if self.phase == "forward" else run.plans.backward
+        self.plan = run.plans.of(self.phase)
         self.chunks: dict[int | None, dict[int, Chunk]] = {layer: {} for layer in experts}
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
 

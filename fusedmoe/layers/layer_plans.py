@@ -25,7 +25,7 @@ from fusedmoe.gates.whole_batch import ExpertChoice
 from fusedmoe.kernels.derivatives import count_flops, graph_allows_dynamic_sizes, mark_constant_in_graphs
 from fusedmoe.orders import Order
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
-from fusedmoe.schedule.task import Task, TaskKind
+from fusedmoe.schedule.task import PHASES, Task, TaskKind
 
 if TYPE_CHECKING:
     from fusedmoe.engine.one_sided_dispatcher import KernelTransport
@@ -112,7 +112,8 @@ class LayerPlans:
         if plans is None:
             self.assigned = None
             return
-        for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
+        for phase in PHASES:
+            plan = plans.of(phase)
             own = f"MoELayer.set_plan: the {phase} plan"
             reduced = [] if gradients is None else [TaskKind.GRADIENT_ALL_REDUCE]
             require_runnable(plan, (*self.kinds, TaskKind.SHARED_EXPERT, *reduced), own)

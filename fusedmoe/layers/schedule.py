@@ -24,7 +24,6 @@ from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel, Durations, Observed
-from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, user_policy
 from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
@@ -153,10 +152,6 @@ class Schedule:
 
 
 _FUSED_KERNELS = replace(ANY_ORDER, name=FUSED_POLICY, description="kernels that send and receive by themselves")
-
-
-def _by_phase(plans: Plans) -> tuple[tuple[str, Plan], ...]:
-    return ("forward", plans.forward), ("backward", plans.backward)
 
 
 def _schedule_names() -> tuple[str, ...]:
@@ -361,12 +356,13 @@ class ScheduledPlans(LayerPlans):
         """Return the plans with the shared expert, at the position with the shortest predicted pass."""
         assert self.shared is not None
         if workload is None or costs is None:
-            return Plans(*(with_shared_expert(plan, phase) for phase, plan in _by_phase(plans)))
+            return Plans(*(with_shared_expert(plans.of(phase), phase) for phase in PHASES))
         layer = workload.step_costs(costs, [0], kinds)
         tokens = max(1, round(workload.rows / workload.esp / self.parts.gate.k))
         alone = self.shared.workload(tokens, x_SM.dtype.itemsize, 1, 1).layer_costs(costs)
         found = []
-        for phase, plan in _by_phase(plans):
+        for phase in PHASES:
+            plan = plans.of(phase)
             shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
             known = Durations({**layer.seconds(plan), **shared}, layer.contention)
             found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
