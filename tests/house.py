@@ -32,7 +32,7 @@ BUDGETS = {
     "cli": 4802,
     "comm": 4368,
     "compat": 868,
-    "engine": 3341,
+    "engine": 3342,
     "experts": 1468,
     "gates": 1689,
     "graph": 3423,

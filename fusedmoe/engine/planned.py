@@ -225,7 +225,7 @@ class _TokensPass(PassRun):
         self, batch: PlannedBatch, row_chunks: RowChunks, rows_TM: Tensor, weight_R: Sequence[Tensor | None]
     ) -> None:
         run = batch.run
-        plan = run.plans.of(self.phase)
+        plan = run.plans.forward if self.phase == "forward" else run.plans.backward
         # Tasks carry the layer's number in its model; a step's plan also has gradients of other layers.
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})

@@ -223,7 +223,8 @@ class PassRun:
 
     def __init__(self, run: Run, experts: Mapping[int | None, ChunkExperts]) -> None:
         self.settings, self.experts = run, experts
-        self.plan = run.plans.of(self.phase)
+        # `Plans.of` written out: passes begin in every forward and backward.
+        self.plan = run.plans.forward if self.phase == "forward" else run.plans.backward
         self.chunks: dict[int | None, dict[int, Chunk]] = {layer: {} for layer in experts}
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
 
