@@ -396,7 +396,7 @@ def test_layer_hessian_is_correct_or_raises() -> None:
 def test_layer_hessian_over_ranks_is_correct_or_raises(cluster: Cluster) -> None:
     for found in cluster.run(2, layer_derivatives):
         require_correct_or_named_error(found)
-        assert "the experts of several ranks" in found["custom, plans"]
+        assert "dispatch, experts and combine on several ranks" in found["custom, plans"]
 
 
 def test_pipeline_double_backward_raises() -> None:
