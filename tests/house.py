@@ -39,7 +39,7 @@ BUDGETS = {
     "hf": 1806,
     "kernels": 9403,
     "layers": 2557,
-    "models": 1647,
+    "models": 1598,
     "placement": 4016,
     "runtime": 1620,
     "schedule": 6568,
