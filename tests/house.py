@@ -42,7 +42,7 @@ BUDGETS = {
     "models": 1598,
     "placement": 4016,
     "runtime": 1620,
-    "schedule": 6568,
+    "schedule": 6407,
     "training": 5910,
     "tutel": 3283,
 }
