@@ -39,10 +39,10 @@ BUDGETS = {
     "hf": 1806,
     "kernels": 9403,
     "layers": 2560,
-    "models": 1647,
+    "models": 1598,
     "placement": 4016,
     "runtime": 1620,
-    "schedule": 6568,
+    "schedule": 6407,
     "training": 5910,
     "tutel": 3283,
 }
