@@ -40,8 +40,8 @@ def nvshmem_packages() -> dict[int, str]:
 def nvshmem_bitcode() -> dict[str, str]:
     """Return the `extern_libs` launch option for kernels that call NVSHMEM's device functions.
 
-    NVSHMEM 3.4 ships one library for all GPUs, later versions one per compute capability. Selects the newest that the
-    current GPU can run; without a GPU assumes the oldest supported capability.
+    NVSHMEM 3.4 ships one library for all GPUs, later versions one per compute capability: the newest that the current
+    GPU can run is selected; without a GPU, the oldest.
 
     Raises:
         ConfigError: the package is not installed, or has no suitable library.

@@ -5,11 +5,8 @@ gradients, with t = dh·B, use tensors of width r:
 
     dx = dh·W + scale·t·A             dA = scale·tᵀ·x             dB = scale·dhᵀ·(x·Aᵀ)
 
-Router weights are applied to tensors of width r, and when rows are summed to dx_SM. Forward saves hidden_NL for
-backward: per row the pre-activation H and x·Aᵀ of both GEMMs.
-
-Plain PyTorch processes rows in blocks and materializes stored (for example quantized) weights expert by expert. Triton
-uses grouped GEMMs. Not differentiable.
+Router weights are applied to tensors of width r, and when rows are summed to dx_SM. Plain PyTorch processes rows in
+blocks and materializes stored (for example quantized) weights expert by expert. Triton uses grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -118,7 +115,7 @@ def low_rank_forward(
     adapters: Adapters,
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous.
+    """Compute y_SM, and hidden_NL, to save for backward. All parameters are contiguous.
 
     hidden_NL holds side by side, per row, the pre-activations and the low-rank products x·Aᵀ of the adapters of both
     matrices; L is its width (`hidden_width`).
@@ -211,7 +208,6 @@ def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
         _, dim, hidden = weights.down.shape
         return weights.up, weights.down, dim, hidden
     _, dim, hidden = weights.w2.shape
-    # As in `kernels/experts.py`.
     return weights.w1.flatten(1, -2).unbind(), weights.w2.unbind(), dim, hidden
 
 
@@ -222,15 +218,12 @@ def _widths(weights: Weights | StoredWeights, adapters: Adapters) -> list[int]:
 
 
 def hidden_width(weights: Weights | StoredWeights, adapters: Adapters) -> int:
-    """Return L, the number of columns of hidden_NL: pre-activation and low-rank products (`_parts`)."""
+    """Return L, the number of columns of hidden_NL."""
     return sum(_widths(weights, adapters))
 
 
 def _parts(hidden_NL: Tensor, weights: Weights | StoredWeights, adapters: Adapters) -> tuple[Tensor, ...]:
-    """Split hidden_NL by columns: the pre-activation, then the low-rank products of the up and the down adapter.
-
-    The products are not yet multiplied by `scale`; their width is 0 without an adapter.
-    """
+    """Split hidden_NL by columns: the pre-activation, then x·Aᵀ of the up and the down adapter."""
     return hidden_NL.split(_widths(weights, adapters), 1)
 
 
@@ -250,12 +243,7 @@ class _ForwardAdapter:
 
 
 class _FactorGradientSums:
-    """Adapter of one GEMM in backward, and the gradients of its factors.
-
-    Attributes:
-        needs_grad: the adapter exists and is trained.
-        da, db: gradients of the factors; None unless `needs_grad`.
-    """
+    """Adapter of one GEMM in backward, and the gradients of its factors, None unless they are trained."""
 
     def __init__(
         self, adapter: LowRank | None, weight_N: Tensor | None, max_rows: int, needs_grad: bool, like: Tensor
@@ -267,7 +255,6 @@ class _FactorGradientSums:
         if adapter is None:
             return
         self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
-        # Scale and router weight of each row, the factor of all tensors of width r.
         self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
         if self.needs_grad:
             # Zeros for experts without rows; experts with many rows accumulate blocks.

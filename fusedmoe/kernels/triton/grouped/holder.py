@@ -41,7 +41,7 @@ class MultiprocessorHolder:
         self._stream.wait_stream(torch.cuda.current_stream())  # not before the timed launch could start
         with torch.cuda.stream(self._stream):
             self._launch(NUM_OCCUPIED, self._sink, self._epoch, _MAX_POLLS)
-        # A delay: the programs must be resident before the launch, which could fill the GPU.
+        # The programs must be resident before the launch, which could fill the GPU.
         self._launch(1, self._sink[NUM_OCCUPIED * NUMBERS :], -1, _DELAY_POLLS)
 
     def release(self) -> None:
