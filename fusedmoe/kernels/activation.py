@@ -42,6 +42,15 @@ class Activation:
     def halves(self) -> int:
         return 2 if self.gated else 1
 
+    def apply(self, h: Tensor, a: Tensor) -> None:
+        """Write the activation of h, [N, H] or gated [N, 2·H], to `a`, [N, H]."""
+        if self.gated:
+            g, u = h.split(a.shape[1], 1)
+            self.forward(g, out=a)
+            a.mul_(u)
+        else:
+            self.forward(h, out=a)
+
 
 _silu = _aten.silu.out, _aten.silu_backward.grad_input
 _gelu = _aten.gelu.out, _aten.gelu_backward.grad_input

@@ -136,12 +136,7 @@ def experts_forward(
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
-            if activation.gated:
-                g, u = h_part.split(hidden, 1)
-                activation.forward(g, out=a_part)
-                a_part.mul_(u)
-            else:
-                activation.forward(h_part, out=a_part)
+            activation.apply(h_part, a_part)
         for expert, a_e, out_e in block.by_expert(a, out):
             torch.mm(a_e, w2_E[expert], out=out_e)
             if b2 is not None:

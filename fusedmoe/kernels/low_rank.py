@@ -138,7 +138,7 @@ def low_rank_forward(
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
-            _activate(activation, h_part, a_part)
+            activation.apply(h_part, a_part)
         for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
             torch.mm(a_e, down_E[expert].t(), out=out_e)
             down.add(expert, a_e, low_e, out_e)
@@ -285,15 +285,6 @@ class _FactorGradientSums:
             torch.addmm(self._db_E[expert], dh_e, low_e, out=self._db_E[expert])
 
 
-def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:
-    if activation.gated:
-        g, u = h.split(a.shape[1], 1)
-        activation.forward(g, out=a)
-        a.mul_(u)
-    else:
-        activation.forward(h, out=a)
-
-
 def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor, dh: Tensor, act: Tensor) -> None:
     """Write the activation to `a` and the pre-activation gradient to `dh`; `act` is scratch like `a`."""
     if activation.gated:
@@ -326,10 +317,8 @@ def low_rank_input_gradient(
     dout_NO: Tensor, weight: Tensor, adapter: LowRank | None, layout: Layout, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the rows' gradient of `low_rank_product`, and scale·dout·B, [N, r], for the gradient of A."""
-    drows_NK, t_Nr = (
-        grouped_product(dout_NO, weight, None, layout, not transposed),
-        _scaled_dout_b(dout_NO, adapter, layout),
-    )
+    drows_NK = grouped_product(dout_NO, weight, None, layout, not transposed)
+    t_Nr = _scaled_dout_b(dout_NO, adapter, layout)
     if adapter is not None:
         drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False))
     return drows_NK, t_Nr
@@ -354,7 +343,7 @@ def _forward_grouped(
     rows_NM = permute(x_SM, layout)
     h_NH, up_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
     a_NH = x_SM.new_empty((layout.rows, weights.w2.shape[2]))
-    _activate(activation, h_NH, a_NH)
+    activation.apply(h_NH, a_NH)
     out_NM, down_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
     return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
 
@@ -375,11 +364,7 @@ def _backward_grouped(
     # Grouped GEMM results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
-    a_NH, act_NH, dh_NH = (
-        da_NH.new_empty(da_NH.shape),
-        da_NH.new_empty(da_NH.shape),
-        h_NH.new_empty(h_NH.shape),
-    )
+    a_NH, act_NH, dh_NH = (like.new_empty(like.shape) for like in (da_NH, da_NH, h_NH))
     _activate_backward(activation, h_NH, da_NH, a_NH, dh_NH, act_NH)
     dweight_N = None
     if weight_N is not None:
