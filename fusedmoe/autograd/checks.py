@@ -147,7 +147,6 @@ def _is_consistent(layout: Layout) -> Tensor:
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
-    """Require parameters of `experts` experts for rows like x_SM."""
     if not isinstance(weights, Weights):
         refuse(operation, f"weights must be fusedmoe.kernels.Weights, got {type(weights).__name__}")
     if activation not in ACTIVATIONS:

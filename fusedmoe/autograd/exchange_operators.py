@@ -6,14 +6,14 @@
     …                                                                 experts
     y_TM = combine(y_RM, send_PC, recv_QPC, len(x_TM), route)
 
-Operators take tensors and plain values, so `route` names the process groups: a `CollectiveRoute`, shared between
-layers, in a compiled graph, and a `BatchRoute`, one batch after its metadata exchange, in eager mode. The number of
-received rows is known only at run time; fake tensors have unbacked sizes, one for tokens and one for pairs. Each
-operator depends on the previous one, forward and backward, so no compiler can reorder collectives. Compilers recompute
-only operators that they know, hence none of these in backward.
+`route` names the process groups: a `CollectiveRoute`, shared between layers, in a compiled graph, and a `BatchRoute`,
+one batch after its metadata exchange, in eager mode. The number of received rows is known only at run time; fake
+tensors have unbacked sizes, one for tokens and one for pairs. Each operator depends on the previous one, forward and
+backward, so no compiler can reorder collectives. Compilers recompute only operators that they know, hence none of these
+in backward.
 
-The backward of dispatch is `dispatch_backward`, whose backward is dispatch again; likewise for combine. Sent rows may
-end with padding (`Layout`), which is not sent; received rows have none.
+Dispatch and combine are differentiable any number of times. Sent rows may end with padding, which is not sent; received
+rows have none.
 """
 
 from __future__ import annotations
@@ -69,12 +69,8 @@ class CollectiveRoute:
 class BatchRoute:
     """Process groups and row counts of one batch, registered under a name by which eager operators find them.
 
-    The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass.
-
-    Attributes:
-        is_sharded: experts are split over esp.
-        hooks, recorder: receive the rows of dispatch and combine, and their spans, in both passes.
-        has_compared_backward: the ranks have compared their backward calls.
+    The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass. `hooks` and
+    `recorder` receive the rows of dispatch and combine, and their spans, in both passes.
     """
 
     def __init__(
@@ -147,7 +143,7 @@ class _OperatorExchange:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            # Other ranks that wait in the same collective raise this error instead of timing out.
+            # Ranks that wait in the same collective raise this error instead of timing out.
             self.batch.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, x_TM: Tensor) -> Tensor:
@@ -224,8 +220,7 @@ def exchange_metadata(
     weights: torch.dtype | None,
     route: str,
 ) -> tuple[Tensor, Tensor]:
-    """Exchange the counts of tokens and pairs between ranks. Returns `ExchangeSizes.send_PC` and `recv_QPC`, on the
-    host.
+    """Exchange the counts of tokens and pairs. Return `ExchangeSizes.send_PC` and `recv_QPC`, on the host.
 
     Args:
         tokens_W: tokens of this rank per destination rank; None: one row per pair.

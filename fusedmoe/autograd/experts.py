@@ -266,7 +266,6 @@ class _JoinedExpertsFunction(Function):
 
 
 def parts_need_grad(weight_parts: WeightParts, w1: Tensor, w2: Tensor, needs_grad: Sequence[bool]) -> tuple[bool, bool]:
-    """Return whether w1 and w2 have a part that requires grad."""
     if all(needs_grad) or not any(needs_grad) or torch.compiler.is_compiling():
         return any(needs_grad), any(needs_grad)
     # A part that is a view shares memory with its matrix; a copy may belong to both.

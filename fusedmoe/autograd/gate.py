@@ -102,7 +102,6 @@ _CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 @operator("gate", f"(Tensor x_SM, Tensor weight_EM, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_operator(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Return the seven tensors of a `GateChoice`."""
     from fusedmoe.kernels.triton.gate import choose
 
     return _replace_none(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
@@ -115,7 +114,7 @@ def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tup
 
 @operator("gate_from_logits", f"(Tensor logits_SE, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_from_logits_operator(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Like `gate_operator`, from float32 logits; the third tensor, the logits, is empty."""
+    """The third tensor, the logits, is empty."""
     from fusedmoe.kernels.triton.gate import choose
 
     choice = choose.choose(logits_SE, GateRule(*rule), bias_E)

@@ -68,7 +68,7 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
         weight_N: [N] router weights, or None for 1.
         compute: the local experts.
     Returns:
-        [N, M'] weighted results; M' is the width of the experts' results.
+        [N, M'] weighted results, with the width of the experts' results.
     Raises:
         ConfigError, RankError: the number of rows, weights or results differs from the exchange's.
     """

@@ -211,7 +211,7 @@ class MpTokens:
         return torch.func.functional_call(module, parameters, inputs)
 
     def with_summed_gradient(self, parameter: Tensor) -> Tensor:
-        """Return the parameter; its gradient is all-reduced over the MP group."""
+        """Return the parameter, whose gradient is all-reduced over the MP group."""
         return sum_gradient(parameter, self.group) if self.is_joint else parameter
 
     def aux_loss_share(self, aux: Tensor) -> Tensor:
