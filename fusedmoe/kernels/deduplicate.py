@@ -8,8 +8,8 @@ Example, two ranks with two experts each, K = 3. Token a is routed to experts 0,
     rank 0    receives a       codes of a: experts 0, 1 → 1, 2
     rank 1    receives a b     codes of a: expert 3 (local 1) → 3; of b: experts 2, 3, 2 (local 0, 1, 0) → 1, 2, 0
 
-Rank 1 sorts its local rows by expert, b b | a b, and returns one partial sum for a and one for b. The sender sums the
-partial sums of a token in rank order. Plain PyTorch on every device.
+Rank 1 sorts its local rows by expert, b b | a b, and returns one partial sum for a and one for b, which the sender sums
+in rank order.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class ReceivedPairs(NamedTuple):
     token_P: Tensor
 
     def sort(self, tokens: int, experts: int, k: int) -> tuple[Layout, Tensor]:
-        """Sort the pairs by local expert, without device synchronization.
+        """Sort the pairs by local expert, without device synchronization. `k`: maximum number of pairs per token.
 
-        `k` is the maximum number of pairs per token. Returns the layout, and the pair of each of its rows, [N].
+        Returns the layout, and the pair of each of its rows, [N].
         """
         key_P = self.expert_P.to(torch.int16 if experts < 2**15 else torch.int32)
         order_N = key_P.sort(stable=True).indices

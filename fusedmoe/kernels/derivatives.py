@@ -78,7 +78,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         apply = super(torch.autograd.Function, Differentiated).apply
 
         def autograd_kernel(keyset: Any, *inputs: Any) -> Any:
-            # Redispatch below autograd to the operator's body, its fake, or a dispatch mode.
+            # To the operator's body, its fake, or a dispatch mode.
             keyset = keyset & KEYS_AFTER_AUTOGRAD
             differentiable = False
             if torch.is_grad_enabled():
@@ -122,7 +122,7 @@ def _apply_per_element(overload: Any, info: Any, in_dims: tuple[Any, ...], *valu
 
 
 def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Register an operator's fake implementation: shapes, dtypes and devices of its results."""
+    """Register a function that returns empty results with an operator's shapes, dtypes and devices."""
     return torch.library.register_fake(overload, lib=_library)
 
 
@@ -271,7 +271,6 @@ def _first_order_only(operation: str, backward: Callable[..., Any]) -> Callable[
             return backward(ctx, *grads)
         _require_reverse_mode(operation, grads)
         with torch.no_grad():
-            # `first_order` attaches the node that raises.
             gradients = backward(ctx, *grads)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         return first_order(operation, gradients, (ctx.inputs, *grads))

@@ -17,7 +17,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
         from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
-    # Padding rows copy a token, so zero them.
+    # Padding rows copy a token.
     return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N))
 
 

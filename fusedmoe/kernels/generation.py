@@ -1,8 +1,7 @@
 """Choice of a table of GEMM tile sizes by GPU generation: its tensor-core instruction and shared memory per block.
 
 Hopper (wgmma) and data-centre Blackwell (tcgen05) use their table if a block has enough shared memory for its tiles.
-All other devices, such as sm_86, sm_89 and sm_120 (99 KB per block), use the sm_80 table, whose mma instruction every
-GPU supports.
+All other devices, such as sm_120 (99 KB per block), use the sm_80 table, whose mma instruction every GPU supports.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fusedmoe.kernels.backend import INTERPRET
 Capability = tuple[int, int]
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-# Maximum shared memory per block of a table's tiles, checked by ahead-of-time compilation.
+# Maximum shared memory in bytes per block of a table's tiles, checked by ahead-of-time compilation.
 TABLE_SHARED_BYTES = {AMPERE: 101_376, HOPPER: 232_448, BLACKWELL: 232_448}
 _TABLE_OF_MAJOR = {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}
 

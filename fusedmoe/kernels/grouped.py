@@ -58,7 +58,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
 
 
 def _of_experts(layout: Layout) -> list[tuple[int, int, int]]:
-    """List experts with rows as (expert, first row, end). Synchronizes with the device."""
+    """Return (expert, first row, end) of experts with rows. Synchronizes with the device."""
     ends = list(accumulate(layout.counts))
     return [(e, end - count, end) for e, (count, end) in enumerate(zip(layout.counts, ends, strict=True)) if count]
 

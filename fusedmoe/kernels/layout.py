@@ -76,7 +76,6 @@ class Layout:
         return sum(self.counts)
 
     def exact(self) -> Layout:
-        """Return this layout without padding."""
         if torch.compiler.is_exporting():
             raise ConfigError(
                 "torch.export: Custom experts and the order Einsum read the rows per expert on the host, which an "

@@ -51,7 +51,6 @@ class LowRank(NamedTuple):
 
     @classmethod
     def joined(cls, adapters: list[LowRank]) -> LowRank:
-        """Merge adapters into one whose update is the sum of theirs."""
         if len(adapters) == 1:
             return adapters[0]
         a = torch.cat([adapter.a_ErI for adapter in adapters], 1)
@@ -69,13 +68,11 @@ class Adapters(NamedTuple):
 
 
 class StoredMatrices(Protocol):
-    """Expert matrices [e, out, in] in a stored (quantized) form; each is materialized when its expert computes."""
+    """Stored (quantized) expert matrices [e, out, in]; each is materialized, in the rows' dtype, for its expert."""
 
     shape: Sequence[int]
 
-    def __getitem__(self, expert: int) -> Tensor:
-        """Return the matrix [out, in] of an expert, in the dtype of the rows."""
-        ...
+    def __getitem__(self, expert: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +82,7 @@ class StoredWeights:
     Attributes:
         up: [e, 2·H, M] for a gated activation (first half g, second u), else [e, H, M].
         down: [e, M, H].
-        b1: [e, 2·H] or [e, H], or None.
-        b2: [e, M] or None.
+        b1, b2: [e, 2·H] or [e, H], and [e, M]; each may be None.
     """
 
     up: StoredMatrices
@@ -115,10 +111,9 @@ def low_rank_forward(
     adapters: Adapters,
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y_SM, and hidden_NL, to save for backward. All parameters are contiguous.
+    """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous.
 
-    hidden_NL holds side by side, per row, the pre-activations and the low-rank products x·Aᵀ of the adapters of both
-    matrices; L is its width (`hidden_width`).
+    A row of hidden_NL has the pre-activation and the low-rank products x·Aᵀ of both adapters, L columns in all.
     """
     if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
@@ -361,7 +356,7 @@ def _backward_grouped(
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
-    # Grouped GEMM results have zero padding rows, which activations keep.
+    # Results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
     a_NH, act_NH, dh_NH = (like.new_empty(like.shape) for like in (da_NH, da_NH, h_NH))

@@ -14,11 +14,10 @@ With several chunks, tokens are ordered by the first chunk that needs them. If f
 tokens ordered for lcm(r, r') chunks are in order for both.
 
 A remote peer is a rank whose memory this GPU cannot address (on another node); all other peers are near. Rows for
-remote peers are first stored in local NVSHMEM memory (staging) and then sent. Fields `network` are None without remote
-peers.
+remote peers are first stored in local NVSHMEM memory (staging) and then sent. Fields `network`, `staging` and
+`target_N` are None without remote peers.
 
-`define_…` functions are the references of the plan kernels. They do not synchronize with the device if the row counts
-that they receive are upper bounds.
+The references `define_…` do not synchronize with the device if the row counts that they receive are upper bounds.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Network(NamedTuple):
     Attributes:
         pe_W: int32, PE (NVSHMEM's rank number) of each rank.
         dummy_signal: [1] int64 in symmetric memory; kernels write to it where a thread has no signal to set.
-        libraries: bitcode that kernels with NVSHMEM calls are linked with.
+        libraries: bitcode to link with kernels.
     """
 
     pe_W: Tensor
@@ -119,7 +118,7 @@ class ReceiveBuffer(NamedTuple):
         epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
             that sets the credit at a peer then increments the peer's copy.
         me: this rank's index.
-        staging: [slots, W, C, M], outgoing rows for remote peers; None without any, or if rows are staged elsewhere.
+        staging: [slots, W, C, M], outgoing rows for remote peers; None if rows are staged elsewhere.
     """
 
     rows: Tensor
@@ -151,7 +150,7 @@ class Addresses(NamedTuple):
         store_N: int64, address to which the kernel stores the row: at a near peer, or in staging for a remote peer,
             where consecutive rows are adjacent.
         target_N: int64, for remote peers the row's destination as NVSHMEM expects it: the corresponding address in this
-            rank's symmetric memory. 0 for near peers; None without remote peers.
+            rank's symmetric memory. 0 for near peers.
     """
 
     peer_N: Tensor
@@ -248,7 +247,7 @@ class ReturnBuffers(NamedTuple):
     Attributes:
         own: [slots, rows, width], this rank's buffer.
         table: [W] addresses of all ranks' buffers, 0 for remote peers.
-        staging: [rows, width], outgoing rows for remote peers, of all chunks in order; None without any.
+        staging: [rows, width], outgoing rows for remote peers, of all chunks in order.
     """
 
     own: Tensor
@@ -288,7 +287,6 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
 
     Args:
         layout: this rank's tokens over all E experts; rank p hosts experts from p·E/peers on.
-        weight_SK: router weight of each pair; None for 1.
         degree: number of chunks of the receivers; determines the token order.
         capacity, lines: rows per source rank in a peer's token buffer, and lines per source in its metadata buffer.
     """
@@ -345,8 +343,7 @@ def define_arrivals(
 
     Args:
         metadata_WC2: int32, metadata lines received from all ranks.
-        experts: number of local experts.
-        degree: number of chunks.
+        experts, degree: number of local experts, and of chunks.
         capacity: rows per source in a buffer slot.
         rows: row count of each chunk, or upper bounds.
         arrival_tile: None: each expert's rows are sorted by source and sender order. Otherwise they are sorted by
@@ -406,7 +403,7 @@ def define_addresses(peer_R: Tensor, result_row_R: Tensor, rows: ReturnBuffers, 
 def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, results_per_source: int) -> list[Tensor]:
     """Return, for each new chunk, the index of its rows among the concatenated rows of the old chunks.
 
-    Old and new chunks contain the same rows, identified by source rank and result row. Padding gets an arbitrary index.
+    A row is identified by its source rank and result row. Padding gets an arbitrary index.
     """
     # Table over all result rows; padding shares the last entry.
     device = old[0].result_row_R.device

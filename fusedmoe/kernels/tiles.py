@@ -19,8 +19,7 @@ def tile_bound(rows: int, experts: int, block_rows: int) -> int:
 
 
 def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
-    """List (expert, first row) of each tile of up to `block_rows` rows of one expert, padded to `tile_bound` with (-1,
-    0).
+    """List (expert, first row) of each tile of up to `block_rows` rows of one expert; (-1, 0) if unused.
 
     Example, tiles of 4 rows, counts [5, 0, 3]: the table is [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
     """

@@ -5,10 +5,9 @@
 | bf16 | M bfloat16 | 2·M | relative 2⁻⁹ |
 | fp8 | M e4m3, then their float32 scale: one row of uint8 | M + 4 | relative 2⁻⁴, or 2⁻¹⁰ scales |
 
-An fp8 row is x / scale with scale = max|x| / 448, which maps its largest element to the e4m3 maximum. Rounds to nearest
-even. Non-finite elements, which e4m3 cannot encode as infinity, are excluded from the maximum and unpack as NaN.
-Gradients use e4m3, too, as in DeepSeek-V3 (§3.3.2): the row scale provides the range of e5m2 at one more bit of
-precision.
+An fp8 row is x / scale with scale = max|x| / 448, the e4m3 maximum. Rounds to nearest even. Non-finite elements are
+excluded from the maximum and unpack as NaN. Gradients use e4m3, too, as in DeepSeek-V3 (§3.3.2): the row scale provides
+the range of e5m2 at one more bit of precision.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedmoe.kernels.layout import Layout, row_bound
 from fusedmoe.kernels.triton.jit import jit
 
-# Positions ranked at a time, one per thread; each is compared with all positions of the step.
+# Positions ranked at a time, one per thread, each by comparison with all of the step.
 STEP, WARPS = 128, 4
 # Positions counted at a time in the first launch, and in a block that counts alone; more would spill.
 WIDE = 1024
@@ -28,7 +28,6 @@ ALONE_WIDE = 256
 BLOCKS = 256
 # Counts read at a time in the second launch.
 TABLE = 4096
-# Up to this many positions, every block counts all of them.
 ALONE = 2048
 _DYNAMIC_ARGUMENTS = ["tokens", "positions", "length", "capacity", "bound"]
 

@@ -90,7 +90,7 @@ def load_gathered(
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
-        # Rows past the end are not stored.
+        # Clamped: rows past the end are not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
         # No GPU holds 2^31 such rows; 32-bit indices take half of the scarce registers.
         source = gl.load(source_ptr + row).to(gl.int32).to(gl.int64)

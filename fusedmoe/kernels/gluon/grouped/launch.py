@@ -1,7 +1,6 @@
 """Launches of the Gluon kernels: same operands and results as the Triton forms.
 
-The grid has one program per multiprocessor, or per tile if there are fewer. The number of tiles in use is known only on
-the device.
+The grid has at most one program per multiprocessor. The number of tiles in use is known only on the device.
 """
 
 from __future__ import annotations

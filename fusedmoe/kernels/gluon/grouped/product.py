@@ -37,7 +37,7 @@ def _load(a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED: gl.constexpr, BL
             await_empty(empty, it, STAGES)
             expect_bytes(full, it, STAGES, (BLOCKS.bm + BLOCKS.bn) * BLOCKS.bk * (a_desc.dtype.primitive_bitwidth // 8))
             bar = full.index(it % STAGES)
-            # Results of the next expert's rows are not stored.
+            # A tile's box may extend into the next expert's rows, whose results are not stored.
             bulk_load(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
             if TRANSPOSED:
                 bulk_load(b_desc, [expert * N + n0, k0], bar, b_bufs.index(it % STAGES))

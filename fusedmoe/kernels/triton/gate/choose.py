@@ -189,7 +189,7 @@ def choose_kernel(
                 key = left
 
         chosen = (k < K)[None, :]
-        # Reloaded below, because the top-k passes need the registers of the logits.
+        # Logits are reloaded below, because the top-k passes need their registers.
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
@@ -330,7 +330,6 @@ def fused_tile(experts: int, split: str, capability: Capability | None) -> Tile 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
     if capability is None:
         return Tile(64, padded_width(experts), 16, 4, 1)
-    # One warp holds whole rows and needs no barriers.
     return Tile(512 // padded_width(experts), padded_width(experts), 16, 1, 1)
 
 

@@ -55,8 +55,7 @@ def product_tile(
     Args:
         operation: "logits", "dx" or "dw".
         split: operands to split (`operand_to_split`); "summed" for dlogits split beforehand.
-        capability: generation of the GPU; None for the interpreter, whose cost depends on the number of programs and
-            steps, not on their size.
+        capability: generation of the GPU; None for the interpreter, whose cost depends on the number of programs.
         even: M is a multiple of 128.
     """
     if capability is None:

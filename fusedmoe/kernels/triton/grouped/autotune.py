@@ -56,15 +56,12 @@ Result = TypeVar("Result")
 
 # Smaller launches take about 20 µs with any tiles.
 MIN_TUNED_FLOPS = 10**10
-# GPU time in seconds before times count: clocks are low after idling during compilation.
+# Before times count: clocks are low after idling during compilation.
 _WARMUP_S = 0.1
 # Rounds over all candidates; further rounds, within the time limit, are over the fastest.
 _ROUNDS, _MAX_ROUNDS, _NUM_FASTEST = 3, 20, 3
-# Time limit in seconds for the launches of all rounds.
 _TIME_LIMIT_S = 1.0
-# Longer launches count as hung.
 _HANG_TIMEOUT_S = 30.0
-# Cache flushes before a timed launch, at most.
 _MAX_FLUSHES = 32
 
 
@@ -335,7 +332,7 @@ def make_tuner(device: torch.device, candidates: Candidates, record: TuningRecor
 
 
 def _hash_sources() -> str:
-    """Return a hash of the kernel sources, which start a new file when they change."""
+    """Return a hash of the kernel sources: a changed kernel starts a new file."""
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
     forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")

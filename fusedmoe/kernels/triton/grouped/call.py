@@ -114,7 +114,6 @@ def put_arguments(put: Put | None, row_tiles: int) -> dict[str, Any]:
     if put is None:
         flags = dict.fromkeys(("PUT", "WEIGHTED", "ALIGNED"), False)
         return {**dict.fromkeys((*_PUT_NAMES, *_FAR_PUT_NAMES)), **flags, **nvshmem_options(None)}
-    # The program that completes a peer's rows signals the peer.
     counter_W, peers = put.counter_W, put.num_rows_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)

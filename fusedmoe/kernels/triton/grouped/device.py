@@ -25,7 +25,7 @@ def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """Compute 1 / (1 + exp(-x)), on a GPU in four instructions; flushing denormals to zero saves eight more."""
+    """Compute 1 / (1 + exp(-x)), on a GPU in four instructions: flushing denormals to zero saves eight."""
     if _INTERPRET or x.dtype != tl.float32:
         return tl.sigmoid(x)
     else:

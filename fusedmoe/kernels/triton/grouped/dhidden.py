@@ -21,7 +21,6 @@ from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 
-# Columns per epilogue step.
 _PART = 32
 
 

@@ -427,10 +427,7 @@ def take_rows_kernel(x_ptr, source_ptr, peer_ptr, rows_ptr, M, BLOCK: tl.constex
 
 
 def copy_received_rows(x_CM: Tensor, chunks: Sequence[Arrivals]) -> list[Tensor]:
-    """Copy the rows of all chunks out of a buffer slot, x_CM, in one launch.
-
-    Returns [R, M] per chunk, sorted by expert; zeros in padding.
-    """
+    """Copy the rows of all chunks out of a buffer slot in one launch: [R, M] per chunk, by expert; zeros in padding."""
     (peer_R, source_R), width = (chunks[0].peer_R, chunks[0].layout.source_N), x_CM.shape[1]
     x_DRM = x_CM.new_empty((len(chunks), len(peer_R), width))
     if x_DRM.numel():

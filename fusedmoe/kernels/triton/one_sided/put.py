@@ -33,7 +33,6 @@ from fusedmoe.kernels.triton.one_sided.network import put_runs, put_signal_nbi, 
 from fusedmoe.kernels.triton.one_sided.remote import peer_pointer, signal, wait
 
 _FAULT = tl.constexpr(FAULT)
-# Warps of programs that move rows.
 _WARPS = 8
 _DYNAMIC_ARGUMENTS = ["me", "slot", "limit_ns"]
 
@@ -101,7 +100,6 @@ def put_rows_kernel(
     NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    # The second set has the last programs.
     first = W * T
     if program < first:
         _put_tile(

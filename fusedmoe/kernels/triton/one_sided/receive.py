@@ -29,7 +29,7 @@ PROGRAMS = 1024
 def receive_kernel(
     rows_ptr, row_ptr, y_ptr, S, M,
     value_ptr, own_value_ptr,
-    # 0 before and after; None if no credit is given. The rest as in `credit_kernel`.
+    # Number of finished programs, 0 before and after; None if no credit is given. The rest as in `credit_kernel`.
     done_ptr,
     credits_ptr, credit_table_ptr, epoch_ptr, slot,
     second_credits_ptr, second_table_ptr, second_epoch_ptr, second_slot,

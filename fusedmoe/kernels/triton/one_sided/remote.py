@@ -164,7 +164,7 @@ def wait_metadata(
 ) -> None:
     """Wait for every rank's routing metadata: int32 pairs. The first `experts` pairs begin with an expert's row count.
 
-    With `results`, a buffer and a slot in which an exchange starts, also waits until peers have read its previous
+    With `results`, a buffer and a slot in which an exchange starts, also wait until peers have read its previous
     exchange.
     """
     capacity = metadata.rows.shape[2]
