@@ -27,7 +27,7 @@ LINES = 500
 #: raise the budget in a commit that says why.
 BUDGETS = {
     ".": 3179,
-    "autograd": 2325,
+    "autograd": 2324,
     "blocks": 2837,
     "cli": 4824,
     "comm": 4368,
@@ -37,7 +37,7 @@ BUDGETS = {
     "gates": 1689,
     "graph": 3423,
     "hf": 1806,
-    "kernels": 9174,
+    "kernels": 9177,
     "layers": 2560,
     "models": 1598,
     "placement": 4016,

@@ -59,7 +59,6 @@ def check_floats(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
-    """Require an integer tensor with `dims` dimensions on the device of `like`."""
     if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
         check_tensor(operation, name, value, like)
     is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool

@@ -144,7 +144,6 @@ def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
 
 
 def unpack(message_P: Tensor, code: torch.dtype, weight: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Split a message of `pack` into codes and router weights, if any."""
     # Clone, because a contiguous slice may be unaligned.
     halves = message_P[:, : code.itemsize], message_P[:, code.itemsize :]
     code_P, weight_P = (half.clone(memory_format=torch.contiguous_format).view(-1) for half in halves)

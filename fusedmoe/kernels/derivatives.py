@@ -44,9 +44,9 @@ _gradients: dict[Any, _Gradient] = {}
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function of tensors and plain values to make it the operator `torch.ops.fusedmoe.<name>`.
 
-    The schema is inferred from the annotations, without defaults. The function must return new memory and mutate no
-    argument. Tensors inside lists (a layout) get no gradient. Needs a `register_fake`, and a `register_gradient` to be
-    differentiable.
+    Unless given, the schema is inferred from the annotations, without defaults. The function must return new memory and
+    mutate no argument. Tensors inside lists (a layout) get no gradient. Call `register_fake` for the operator, and
+    `register_gradient` if it is differentiable.
     """
 
     # A call takes a few µs longer; with `torch.library.custom_op` and a gradient about 20 µs.

@@ -46,7 +46,6 @@ class LowRank(NamedTuple):
         return LowRank(self.a_ErI.to(dtype), self.b_EOr.to(dtype), self.scale)
 
     def delta_EOI(self) -> Tensor:
-        """Return the materialized update of the matrices, [e, out, in]."""
         return self.scale * (self.b_EOr @ self.a_ErI)
 
     @classmethod

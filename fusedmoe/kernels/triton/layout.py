@@ -28,6 +28,7 @@ ALONE_WIDE = 256
 BLOCKS = 256
 # Counts read at a time in the second launch.
 TABLE = 4096
+# Up to this many positions, every block counts all of them.
 ALONE = 2048
 _DYNAMIC_ARGUMENTS = ["tokens", "positions", "length", "capacity", "bound"]
 
@@ -132,6 +133,7 @@ def place_kernel(
     for first in range(0, size, STEP):
         inside = i < size - first
         p = start + first + i
+        # Prefetched while this step's ranks are computed.
         next_step = _choice(expert_ptr, order_ptr, p + STEP, i < size - first - STEP, tokens, K, ORDERED)
         key = _key(expert, E)
         # Rank of a pair among its expert's in this step, by comparison with all pairs before it: stable, unlike

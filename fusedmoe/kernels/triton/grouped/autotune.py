@@ -133,7 +133,7 @@ class TuningRecord:
 class Tuner:
     """Chooses configurations and caches the choices.
 
-    `candidates` returns configurations, the default first. If `is_deterministic`, choices must not depend on the
+    `candidates` returns configurations, the default first. If `is_deterministic()`, choices must not depend on the
     machine: always the default, despite tuning.
     """
 

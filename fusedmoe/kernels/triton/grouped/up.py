@@ -57,6 +57,7 @@ def up_kernel(
     BH: tl.constexpr = BN // HALVES
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
+    # The grid is an upper bound; unused tiles have no expert.
     if expert < 0:
         return
     start = tl.load(tiles_ptr + 2 * row_tile + 1)

@@ -78,7 +78,7 @@ def fence(_semantic=None):
 
 @triton.jit
 def put_nbi(dest_ptr, source_ptr, size, pe):
-    """Put `size` bytes to a PE. The source may be reused once they have arrived."""
+    """Put `size` bytes to a PE from symmetric or registered memory, which may be reused once they have arrived."""
     dest, source = tl.cast(dest_ptr, tl.int64), tl.cast(source_ptr, tl.int64)
     _put_nbi_block(dest, source, tl.cast(size, tl.int64), tl.cast(pe, tl.int32))
 

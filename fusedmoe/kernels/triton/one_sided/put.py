@@ -193,6 +193,7 @@ def signal_peers(peer, inside, parts, counter_ptr, num_rows_ptr, signal_ptr, epo
     later. A reader that acquires the last program's release sees all tiles: each program counted its tile with a
     release that the last program acquired.
     """
+    # All stores of the program precede its count.
     tl.debug_barrier()
     for p in range(W):
         own = tl.sum((inside & (peer == p)).to(tl.int32), 0)

@@ -48,6 +48,7 @@ def receive_kernel(
                     tl.store(own_value_ptr + s * K + k, tl.load(value_ptr + row, mask=row >= 0, other=0))
         s += tl.num_programs(0)
     if done_ptr is not None:
+        # All threads have read before the program counts itself.
         tl.debug_barrier()
         before = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")
         if before + 1 == tl.num_programs(0) * tl.num_programs(1):
