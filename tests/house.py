@@ -26,15 +26,15 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3179,
+    ".": 3103,
     "autograd": 2324,
     "blocks": 2837,
-    "cli": 4824,
+    "cli": 4695,
     "comm": 4368,
     "compat": 868,
     "engine": 3342,
-    "experts": 1468,
-    "gates": 1689,
+    "experts": 1462,
+    "gates": 1672,
     "graph": 3423,
     "hf": 1806,
     "kernels": 9177,
