@@ -59,8 +59,8 @@ def up_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Of the tile's BN columns, a gated activation has BH in each half.
-    HALVES: tl.constexpr = 2 if GATED else 1
-    BH: tl.constexpr = BN // HALVES
+    NUM_PROJECTIONS: tl.constexpr = 2 if GATED else 1
+    BH: tl.constexpr = BN // NUM_PROJECTIONS
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
     # The grid is an upper bound; unused tiles have no expert.
@@ -88,7 +88,7 @@ def up_kernel(
         column = h0 + n % BH
         # Row n of the tile is row n % BH of half n // BH, so a tile has both halves for the activation. Columns past H
         # are clamped, and not stored.
-        weight_row = (expert.to(tl.int64) * HALVES + n // BH) * H + tl.minimum(column, H - 1)
+        weight_row = (expert.to(tl.int64) * NUM_PROJECTIONS + n // BH) * H + tl.minimum(column, H - 1)
         w_ptrs = w1 + weight_row[:, None] * M + k[None, :]
 
     acc = tl.zeros((BM, BN), dtype=tl.float32)
