@@ -24,7 +24,7 @@ from fusedmoe.placement.expert_table import require_stacked
 from fusedmoe.placement.expert_transport import SparseCollectives
 from fusedmoe.placement.hecate import WINDOW, LayerPolicy, calibrate, overlap_degree
 from fusedmoe.placement.placed_experts import PlacedExperts, PlacementSettings
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.planner import (
     HECATE_POLICIES,
     UNKNOWN_COSTS,
@@ -97,7 +97,7 @@ class ShardedExperts:
             (`fusedmoe.runtime.cache`). With known costs a search improves on Algorithm 1 (`fusedmoe.placement.hecate`).
         reshard: allow owners to change, by Algorithm 2 or the function.
         calibrates: True adds replicas after the gate if this saves time. A function replaces this step: (placement,
-            tokens_WE, nodes, memory, costs) -> a placement with at least the replicas of `placement`.
+            tokens_WE, node_layout, memory, costs) -> a placement with at least the replicas of `placement`.
         balance: "predicted": only the policy chooses replicas, and rows are split evenly over them. "exact": after the
             gate, also in evaluation, rows are assigned to replicas to minimize the layer's time, and the first training
             forward of a step adds on-demand replicas (`balance.cheapest_balance`); each forward plans on the host.
@@ -173,9 +173,11 @@ class ShardedExperts:
         by_costs = self._measures_overlap or calibrates or callable(policy) or balance != "predicted"
         self._remeasures_costs = costs is None and bool(by_costs)
         self._hooks: list[Any] = []
-        nodes = self._placed[0].table.nodes if layers else Nodes(1, 1)
+        node_layout = self._placed[0].table.node_layout if layers else NodeLayout(1, 1)
         correction = calibrate if calibrates is True else calibrates or None
-        self._planner = PlacementPlanner(policy, memory, overlap or 0, reshard and policy != "ep", correction, nodes)
+        self._planner = PlacementPlanner(
+            policy, memory, overlap or 0, reshard and policy != "ep", correction, node_layout
+        )
         if not layers:
             return
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
@@ -290,7 +292,7 @@ class ShardedExperts:
         self._history.extend(history)
         if overlap is not None and self._idle_s is not None:
             self._set_overlap(int(overlap))
-        here, there = ([(one.ranks, one.experts) for one in placements] for placements in (self.placements, saved))
+        here, there = ([(one.num_ranks, one.experts) for one in placements] for placements in (self.placements, saved))
         if there == here:
             self._apply_placements(saved)
         elif self._history:
