@@ -286,9 +286,9 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
         return [(tensors[0], axis)] if is_all_to_all(node) and axis.dim > 0 else None
     if not isinstance(first, fx.Node):
         return _inputs_of_cat(node, axis) if name in ("cat", "stack") else None
-    source = _shape(first)
+    source_shape = _shape(first)
     if name in RESHAPES:
-        found = reshape_axis(shape, axis, source, chunks)
+        found = reshape_axis(shape, axis, source_shape, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
@@ -299,12 +299,12 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
     if name in PRODUCTS:
         return _inputs_of_product(name, args, shape, axis)
     if name in _DIM_ARGUMENT:
-        index = _DIM_ARGUMENT[name]
-        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
+        index, default = _DIM_ARGUMENT[name], _DEFAULT_DIM.get(name, 0)
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", default), len(source_shape))
         if axis.dim == dim and name in ("slice", "split"):
             unit = _part_size(node, dim)
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
-            return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
+            return None if rest else [(first, Axis(dim, blocks * source_shape[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
     if name == "constant_pad_nd":
         shifted = _shift_dim(node)
@@ -312,7 +312,7 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
     if name == "repeat":
         return _inputs_of_repeat(node, first, axis)
     if name in _REDUCTIONS:
-        return _inputs_of_reduction(node, first, source, axis)
+        return _inputs_of_reduction(node, first, source_shape, axis)
     if name == "native_layer_norm":
         normalised = args[1]
         assert isinstance(normalised, (list, tuple))
@@ -320,12 +320,12 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
             return None
         return [(first, axis), *((tensor, None) for tensor in args[2:4] if isinstance(tensor, fx.Node))]
     if name in ("select", "unbind"):
-        dim = _dim(args[1] if len(args) > 1 else 0, len(source))
+        dim = _dim(args[1] if len(args) > 1 else 0, len(source_shape))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
-        fits = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
-        same = fits and len({_shape(tensor)[axis.dim] for tensor in tensors}) == 1
-        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
+        fits = all(shape_of(tensor) in (source_shape, shape) for tensor in tensors)
+        same = fits and {_shape(tensor)[axis.dim] for tensor in tensors} == {shape[axis.dim]}
+        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source_shape)) else None
     if name in ("embedding", "index_select", "index"):
         return _inputs_of_index(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
@@ -340,13 +340,13 @@ def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | N
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
-    source = _shape(first)
+    source_shape = _shape(first)
     if is_collective(node):
         # Ranks in the first dimension with equal shares: a row's index determines its rank.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(hops=rows.hops - 1))] if equal and rows.dims[0] == 0 and rows.hops else None
     if name in RESHAPES:
-        found = reshape_rows(shape, rows, source)
+        found = reshape_rows(shape, rows, source_shape)
         return None if found is None else [(first, found)]
     if name in PERMUTES:
         order = permuted_dims(name, args, len(shape))
@@ -357,7 +357,7 @@ def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | N
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
-        return [(first, rows)] if source == shape else None
+        return [(first, rows)] if source_shape == shape else None
     if name in PRODUCTS:
         # addmm and baddbmm have the addend before the two factors.
         given = args[-2:]
@@ -367,8 +367,8 @@ def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | N
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
         index = _DIM_ARGUMENT[name]
-        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source))
-        held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source_shape))
+        held = [tensor for tensor, size in enumerate(source_shape) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
     return None
 
@@ -418,13 +418,13 @@ def _inputs_of_product(name: str, args: Sequence[Any], shape: tuple[int, ...], a
     return [*added, (args[0], left), (args[1], right)]
 
 
-def _inputs_of_reduction(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis) -> Inputs | None:
+def _inputs_of_reduction(node: fx.Node, first: fx.Node, source_shape: tuple[int, ...], axis: Axis) -> Inputs | None:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if dims is None or dims == [] or isinstance(dims, bool):
         return None
-    listed = [_dim(dim, len(source)) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-    left = [dim for dim in range(len(source)) if dim not in listed]
-    kept = len(shape_of(node) or ()) == len(source)
+    listed = [_dim(dim, len(source_shape)) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    left = [dim for dim in range(len(source_shape)) if dim not in listed]
+    kept = len(shape_of(node) or ()) == len(source_shape)
     dim = axis.dim if kept else left[axis.dim]
     return [(first, Axis(dim, axis.outer))] if dim in left else None
 
@@ -473,8 +473,8 @@ def _part_size(node: fx.Node, dim: int) -> int:
 def start_of(node: fx.Node) -> int:
     given: Any = node.args
     dim, start = (0, None) if len(given) < 2 else (given[1], given[2] if len(given) > 2 else None)
-    source = _shape(given[0])
-    return range(source[_dim(dim, len(source))])[slice(start, None)].start
+    source_shape = _shape(given[0])
+    return range(source_shape[_dim(dim, len(source_shape))])[slice(start, None)].start
 
 
 def _inputs_of_index(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:

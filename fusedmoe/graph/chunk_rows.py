@@ -1,6 +1,6 @@
 """Chunks of buffer rows: the rows of one token chunk, or the nonzero rows of a buffer (Lancet §5.1).
 
-`row_operation` returns an operator's implementation on `ChunkRows`; `assemble_rows` assembles the tensor from all
+`row_operation` returns an operator's implementation on `IndexedRows`; `assemble_rows` assembles the tensor from all
 chunks.
 """
 
@@ -52,7 +52,7 @@ def start_row_all_to_all(rows_NM: Tensor, occupied_P: Tensor, ranks: int, group:
     return StartedAllToAll(_all_to_all(rows_NM, *counts, group), received_P.nonzero().squeeze(-1), sum(counts[1]))
 
 
-class IrregularAllToAlls:
+class PaddingFreeAllToAlls:
     """Replaces the all-to-alls of captured passes by ones that omit all-zero rows (padding); receivers fill in zeros.
 
     `rows`, `sent`: counters of the rows of all buffers, and of the rows sent.
@@ -61,7 +61,7 @@ class IrregularAllToAlls:
     def __init__(self) -> None:
         self.rows = self.sent = 0
 
-    def apply_to(self, graph: fx.Graph) -> None:
+    def replace_in(self, graph: fx.Graph) -> None:
         """Replace a graph's all-to-alls, except for vectors, complex dtypes and unequal shares."""
         for node in graph.nodes:
             if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(wait := next(iter(node.users))):
@@ -94,7 +94,7 @@ class IrregularAllToAlls:
 _COLUMN_OPERATORS = frozenset({"slice", "split", "split_with_sizes"})
 
 
-class ChunkRows(NamedTuple):
+class IndexedRows(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
@@ -152,13 +152,13 @@ def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
-    def dispatch_rows(*given: Tensor) -> ChunkRows:
+    def dispatch_rows(*given: Tensor) -> IndexedRows:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
             raise_violation(f"a slot of {text} has several tokens")
         slot_N = taken_P.nonzero()[:, 0]  # synchronizes with the host, once per chunk and layer
-        return ChunkRows(tokens_PS[slot_N] @ x_SF, slot_N)
+        return IndexedRows(tokens_PS[slot_N] @ x_SF, slot_N)
 
     return dispatch_rows
 
@@ -189,7 +189,7 @@ def check_slots(node: fx.Node, raise_violation: OnViolation = raise_violation) -
     """Return a function of all chunks that reports a violation if two of them have rows in the same slot."""
     text = describe(node)
 
-    def check_exclusive(*chunks: ChunkRows) -> None:
+    def check_exclusive(*chunks: IndexedRows) -> None:
         slot_N = torch.cat([rows.slot_N for rows in chunks])
         if len(slot_N.unique()) < len(slot_N):
             raise_violation(f"tokens of two micro-batches share a slot of {text}")
@@ -201,7 +201,7 @@ def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
     ranks, group = len(argument_of(node, "input_split_sizes")), group_of(node)
     num_slots = math.prod(_sizes(node, rows))
 
-    def start_rows(chunk: ChunkRows) -> StartedAllToAll:
+    def start_rows(chunk: IndexedRows) -> StartedAllToAll:
         slot_N, order_N = chunk.slot_N.sort()
         occupied_P = slot_N.new_zeros(num_slots, dtype=torch.bool)
         occupied_P[slot_N] = True
@@ -210,11 +210,11 @@ def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
     return start_rows
 
 
-def _wait_for_rows(started: StartedAllToAll) -> ChunkRows:
-    return ChunkRows(started.wait_for_rows(), started.slot_N)
+def _wait_for_rows(started: StartedAllToAll) -> IndexedRows:
+    return IndexedRows(started.wait_for_rows(), started.slot_N)
 
 
-def _unchanged(chunk: ChunkRows) -> ChunkRows:
+def _unchanged(chunk: IndexedRows) -> IndexedRows:
     return chunk
 
 
@@ -226,7 +226,7 @@ def _permute(node: fx.Node, op_split: OperatorSplit) -> Operation:
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
     order = [moved[dim] for dim in after.dims]
 
-    def permute_rows(chunk: ChunkRows) -> ChunkRows:
+    def permute_rows(chunk: IndexedRows) -> IndexedRows:
         if order == [*before.dims]:
             return chunk
         index = dict(zip(before.dims, _unravel(chunk.slot_N, [*sizes.values()]), strict=True))
@@ -241,7 +241,7 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
     shape, gather_slots = shape_of(node), _gather_broadcast(node, rows)
     assert shape is not None
 
-    def multiply_rows(*given: Any) -> ChunkRows:
+    def multiply_rows(*given: Any) -> IndexedRows:
         chunk, right = given[numbers[-2]], given[numbers[-1]]
         if right.dim() == 2 or len(right) == 1:
             chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
@@ -251,7 +251,7 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
             counts = batch_N.bincount(minlength=len(right)).tolist()
             rows_of_matrices = chunk.values_NF[order_N].split(counts)
             out = torch.cat([rows @ matrix for rows, matrix in zip(rows_of_matrices, right, strict=True)])
-            chunk = ChunkRows(out, chunk.slot_N[order_N])
+            chunk = IndexedRows(out, chunk.slot_N[order_N])
         if len(numbers) < 3:
             return chunk
         return chunk._replace(values_NF=chunk.values_NF + gather_slots(given[numbers[0]], chunk.slot_N))
@@ -266,7 +266,7 @@ def _slice_contents(node: fx.Node) -> Operation:
     args[position - 1 : position] = [1]
     assert callable(target)
 
-    def take_columns(chunk: ChunkRows) -> Any:
+    def take_columns(chunk: IndexedRows) -> Any:
         found = target(chunk.values_NF, *args, **kwargs)
         if isinstance(found, Tensor):
             return chunk._replace(values_NF=found)
@@ -278,7 +278,7 @@ def _slice_contents(node: fx.Node) -> Operation:
 def _element(node: fx.Node) -> Operation:
     number: Any = node.args[1]
 
-    def element_of(chunks: Sequence[ChunkRows]) -> ChunkRows:
+    def element_of(chunks: Sequence[IndexedRows]) -> IndexedRows:
         return chunks[number]
 
     return element_of
@@ -289,8 +289,8 @@ def _elementwise(node: fx.Node, rows: Rows) -> Operation:
     gather_slots = _gather_broadcast(node, rows)
     assert callable(target)
 
-    def elementwise_rows(*given: Any) -> ChunkRows:
-        chunks = [value for value in given if isinstance(value, ChunkRows)]
+    def elementwise_rows(*given: Any) -> IndexedRows:
+        chunks = [value for value in given if isinstance(value, IndexedRows)]
         slot_N = chunks[0].slot_N
         if all(chunk.slot_N is slot_N or torch.equal(chunk.slot_N, slot_N) for chunk in chunks):
             ordered = [chunk.values_NF for chunk in chunks]
@@ -299,14 +299,14 @@ def _elementwise(node: fx.Node, rows: Rows) -> Operation:
             slot_N = torch.cat([chunk.slot_N for chunk in chunks]).unique()
             ordered = [_reorder(chunk, slot_N) for chunk in chunks]
         rest = iter(ordered)
-        values = [next(rest) if isinstance(value, ChunkRows) else gather_slots(value, slot_N) for value in given]
+        values = [next(rest) if isinstance(value, IndexedRows) else gather_slots(value, slot_N) for value in given]
         own_args, own_kwargs = fx.node.map_arg((args, kwargs), lambda one: values[inputs.index(one)])
-        return ChunkRows(target(*own_args, **own_kwargs), slot_N)
+        return IndexedRows(target(*own_args, **own_kwargs), slot_N)
 
     return elementwise_rows
 
 
-def _reorder(chunk: ChunkRows, slot_N: Tensor) -> Tensor:
+def _reorder(chunk: IndexedRows, slot_N: Tensor) -> Tensor:
     # GEMMs order rows by matrix, all-to-alls by rank. Dispatch leaves zeros in unused slots; the first run checks that
     # they are still zero here.
     found = chunk.values_NF.new_zeros(len(slot_N), chunk.values_NF.shape[1])
@@ -334,7 +334,7 @@ def assemble_rows(node: fx.Node, rows: Rows) -> Operation:
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]
     sizes = [shape[dim] for dim in held]
 
-    def assemble(*chunks: ChunkRows) -> Tensor:
+    def assemble(*chunks: IndexedRows) -> Tensor:
         first = chunks[0].values_NF
         # Other readers, such as the backward pass, read the whole tensor.
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()

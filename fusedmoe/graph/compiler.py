@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from fusedmoe.compat.torch import compile_passes, generate_boxed, tracing_context
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.chunk_rows import IrregularAllToAlls
+from fusedmoe.graph.chunk_rows import PaddingFreeAllToAlls
 from fusedmoe.graph.instructions import (
     decouple_random_draws,
     fuse_shifts,
@@ -80,7 +80,7 @@ class GraphBackend:
             )
         self.__name__ = "fusedmoe"
         self.settings = PlanSettings(chunks, groups, own_places, timeout_s)
-        self.irregular = IrregularAllToAlls() if irregular else None
+        self.irregular = PaddingFreeAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
 
@@ -144,7 +144,7 @@ class GraphBackend:
         self.reports.append(report)
         # After planning, which supports only captured operators.
         if self.irregular is not None:
-            self.irregular.apply_to(module.graph)
+            self.irregular.replace_in(module.graph)
         run = _make_function(module)
         if check is not None:
             run = check.run_check_before(run)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from fusedmoe.graph.axes import Axis, Rows, shape_of
-from fusedmoe.graph.chunk_rows import ChunkRows, Operation, assemble_rows, check_slots, row_operation
+from fusedmoe.graph.chunk_rows import IndexedRows, Operation, assemble_rows, check_slots, row_operation
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
 from fusedmoe.graph.rewriting import RangeSplit, join_chunks, make_node_caller, plain_call, slice_chunk
@@ -60,7 +60,7 @@ class OwnPlacesCheck:
         # Summing n values in another order moves a result by a few ulps times √n. A row or gradient that differs in
         # more than half of its digits is wrong: tolerance √ε of the least precise dtype, 0.03% in float32, 9% in
         # bfloat16.
-        self._tolerance = max(_epsilon(split) for _, split, _ in ranges) ** 0.5
+        self._tolerance = max(_max_machine_epsilon(split) for _, split, _ in ranges) ** 0.5
         self._module: fx.GraphModule | None = self._with_comparisons(module, ranges)
         self._is_complete = False
         self._backward: Callable[..., list[str]] | None = None  # finds gradients that differ
@@ -213,7 +213,7 @@ def _zero_unused_slots(node: fx.Node, rows: Rows) -> Operation:
     """Return a function of all rows and each chunk's rows: all rows, with zeros in slots that no chunk fills."""
     whole = assemble_rows(node, rows)
 
-    def zero_unused_slots(captured: Tensor, *chunks: ChunkRows) -> Tensor:
+    def zero_unused_slots(captured: Tensor, *chunks: IndexedRows) -> Tensor:
         # A slot is used if a chunk has it, whatever its values: a token's row may be all zeros.
         taken = whole(*(chunk._replace(values_NF=torch.ones_like(chunk.values_NF)) for chunk in chunks))
         return torch.where(taken != 0, captured, torch.zeros_like(captured))
@@ -221,7 +221,7 @@ def _zero_unused_slots(node: fx.Node, rows: Rows) -> Operation:
     return zero_unused_slots
 
 
-def _epsilon(split: RangeSplit) -> float:
+def _max_machine_epsilon(split: RangeSplit) -> float:
     nodes = {
         one for node, op_split in split.split.items() if op_split.has_rows for one in (node, *node.all_input_nodes)
     }
