@@ -40,17 +40,17 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 def install_ddp_check(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
     """Call `check(wrapper, parameters)` after DistributedDataParallel's constructor, with the reduced parameters."""
-    initialise, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
-    require_parameters(*_VERSIONS, initialise, "self", "module", keywords=[delayed_name])
-    signature = inspect.signature(initialise)
+    original_init, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
+    require_parameters(*_VERSIONS, original_init, "self", "module", keywords=[delayed_name])
+    signature = inspect.signature(original_init)
 
-    @functools.wraps(initialise)
+    @functools.wraps(original_init)
     def checked(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         delayed = given.arguments.get(delayed_name)
         if delayed is not None:  # possibly an iterator, which can be read only once
             given.arguments[delayed_name] = delayed = list(delayed)
-        initialise(*given.args, **given.kwargs)
+        original_init(*given.args, **given.kwargs)
         wrapper = given.arguments["self"]
         # PyTorch also ignores the delayed parameters, and reduces them later in the backward pass.
         named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
