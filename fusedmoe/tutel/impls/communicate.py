@@ -189,7 +189,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         backend = dist.get_backend(world)
     on_gpu = backend == "nccl"
     device = None if backend is None else torch.device("cpu")
-    local_rank = _local("RANK", 0, 0)
+    local_rank = _read_local_variable("RANK", 0, 0)
     if on_gpu:
         local_rank = min(local_rank, torch.cuda.device_count() - 1)
         device = torch.device("cuda", local_rank)
@@ -208,7 +208,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         model_rank=model_rank,
         local_device=device,
         local_rank=local_rank,
-        local_size=_local("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
+        local_size=_read_local_variable("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
         data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
         model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
         global_group=world,
@@ -231,7 +231,7 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
     return dist.new_group(ranks=groups[own], timeout=timeout, use_local_synchronization=True)
 
 
-def _local(what: str, default: int, least: int) -> int:
+def _read_local_variable(what: str, default: int, least: int) -> int:
     return read_integer(f"LOCAL_{what}", read_integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
