@@ -216,7 +216,7 @@ class _Profiler:
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
         self._comm_device = device_of(topology.world)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._comm_device)
-        operations = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
+        operations = {**self._collectives(), "gemm": self._gemm_operation(dtype), "copy": self._copy_operation()}
         self._operations = {name: operations[name] for name in line_names(topology)}
 
     def run(self, machine: str) -> Profile:
@@ -306,7 +306,7 @@ class _Profiler:
             "all-reduce/dp": work(1, lambda each: all_reduce(dp, buffer[: each[0]])),
         }
 
-    def _products(self, dtype: torch.dtype) -> _Operation:
+    def _gemm_operation(self, dtype: torch.dtype) -> _Operation:
         # Zeros would draw less power and run faster on a GPU.
         chance = torch.Generator(self._device).manual_seed(0)
 
@@ -322,7 +322,7 @@ class _Profiler:
 
         return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
 
-    def _copies(self) -> _Operation:
+    def _copy_operation(self) -> _Operation:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
         chance = torch.Generator().manual_seed(0)
         order = torch.randperm(len(rows), generator=chance, device="cpu").to(self._device)
