@@ -178,7 +178,7 @@ class StagedDispatcher(MoETokenDispatcher):
     @property
     def uses_plan(self) -> bool:
         """True if tokens are processed by a plan."""
-        return self._collectives is not None and not self.exchange.is_unplanned
+        return self._collectives is not None and self.exchange.can_plan
 
     @property
     def _collectives(self) -> Collectives | None:

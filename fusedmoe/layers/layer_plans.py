@@ -70,7 +70,7 @@ class LayerPlans:
         assigned: plans that override the schedule; not copied with the layer. A recomputation reuses the plans of the
             forward that it repeats.
         shared: the shared expert of the last batch that plans may compute; None: there is none.
-        cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
+        cost_measurement: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
     #: One-sided kernels are allowed; maximum number of chunks.
@@ -83,7 +83,7 @@ class LayerPlans:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-        self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
+        self.cost_measurement: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
         self._forward_plans = ForwardDecision[AssignedPlans]()
 
@@ -95,9 +95,9 @@ class LayerPlans:
         return "off"
 
     @property
-    def is_unplanned(self) -> bool:
-        """True if the layer always runs without a plan."""
-        return self.assigned is None and self.cost_trial is None
+    def can_plan(self) -> bool:
+        """True if a forward may run by a plan."""
+        return self.assigned is not None or self.cost_measurement is not None
 
     @property
     def can_compile(self) -> bool:
@@ -137,8 +137,8 @@ class LayerPlans:
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
         """Return the plans for this batch, by the maximum number of pairs on a rank. None: run without chunks."""
-        if self.cost_trial is not None and in_chunks is not None:
-            self.cost_trial(x_SM, exchange, in_chunks)
+        if self.cost_measurement is not None and in_chunks is not None:
+            self.cost_measurement(x_SM, exchange, in_chunks)
         return self.assigned_plans()
 
     def assigned_plans(self) -> AssignedPlans | None:
@@ -162,7 +162,7 @@ class PlannedLayer:
 
     @property
     def is_planned(self) -> bool:
-        return self.dispatcher.follows_plans and not self.plans.is_unplanned
+        return self.dispatcher.follows_plans and self.plans.can_plan
 
     @property
     def can_compile_exchange(self) -> bool:

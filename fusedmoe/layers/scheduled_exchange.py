@@ -131,8 +131,8 @@ class ScheduledExchange(PlannedLayer):
             collectives.graph_module = self.experts.graph_module()
 
     @property
-    def is_unplanned(self) -> bool:
-        return self.plans.is_unplanned
+    def can_plan(self) -> bool:
+        return self.plans.can_plan
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
@@ -145,7 +145,7 @@ class ScheduledExchange(PlannedLayer):
         Raises:
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
-        if torch.compiler.is_compiling() or self.is_unplanned:
+        if torch.compiler.is_compiling() or not self.can_plan:
             return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
@@ -154,7 +154,7 @@ class ScheduledExchange(PlannedLayer):
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
         if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.is_unplanned or not self.plans.can_compile or needs_module_call(self.experts):
+        if not (self.can_plan and self.plans.can_compile) or needs_module_call(self.experts):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 

@@ -86,7 +86,7 @@ def tune_step(
     """
     if policy not in TUNED_POLICIES:
         raise ConfigError(f"tune_step supports {' and '.join(TUNED_POLICIES)}; use plan_step for {policy!r}")
-    measure = step.measured if measure is None and step.has_measured else measure
+    measure = step.measured_costs if measure is None and step.has_measured else measure
     source = StepSource(step, policy, tell, measure, resumed)
     return PlanChooser(source, steps=2 if policy == AUTO else _STEPS_PER_SIZE, drift=drift)
 

@@ -16,7 +16,7 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.measure import CostTrial, Measurement
+from fusedmoe.layers.measure import CostMeasurement, Measurement
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
 from fusedmoe.placement.replica_state import ReplicaTiming
@@ -135,7 +135,7 @@ class PlannedStep:
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         self.has_measured = costs is None
         if costs is None and own_layers:
-            costs = self.measured()
+            costs = self.measured_costs()
         if costs is not None:
             self.set_costs(costs)
 
@@ -150,7 +150,7 @@ class PlannedStep:
         """Whether step costs are known. The first forward measures the costs of another library's layers."""
         return self._has_costs
 
-    def measured(self, again_s: float | None = None) -> CostModel | None:
+    def measured_costs(self, again_s: float | None = None) -> CostModel | None:
         """Return the costs of this machine and the model's first layer, measured or cached. Collective.
 
         Return None if the next forward will measure another library's layer, whose parameters may be sharded until
@@ -160,25 +160,25 @@ class PlannedStep:
         if isinstance(first, MoELayer):
             costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
             return costs_of_tokens(costs, self.workload)
-        trial = first.plans.cost_trial
-        if not isinstance(trial, CostTrial):
+        measurement = first.plans.cost_measurement
+        if not isinstance(measurement, CostMeasurement):
             for exchange in exchanges_in(self._model):
                 exchange.set_plan(None)
-                exchange.plans.cost_trial = CostTrial(exchange.plans)
-        elif trial.state is Measurement.DONE or (trial.state is Measurement.TAKEN and not self.has_costs):
-            assert trial.costs is not None and trial.workload is not None
-            trial.state = Measurement.TAKEN
-            self._workload = self._workload or trial.workload
-            return costs_of_tokens(trial.costs, trial.workload)
-        elif trial.state is Measurement.TAKEN:
-            trial.state, trial.budget_s = Measurement.DUE, again_s
+                exchange.plans.cost_measurement = CostMeasurement(exchange.plans)
+        elif measurement.state is Measurement.DONE or (measurement.state is Measurement.TAKEN and not self.has_costs):
+            assert measurement.costs is not None and measurement.workload is not None
+            measurement.state = Measurement.TAKEN
+            self._workload = self._workload or measurement.workload
+            return costs_of_tokens(measurement.costs, measurement.workload)
+        elif measurement.state is Measurement.TAKEN:
+            measurement.state, measurement.budget_s = Measurement.DUE, again_s
         return None
 
     def cancel_measurement(self) -> None:
         first = self._layers[0]
-        trial = first.plans.cost_trial if isinstance(first, ScheduledExchange) else None
-        if isinstance(trial, CostTrial) and trial.state is Measurement.DUE:
-            trial.state = Measurement.TAKEN
+        measurement = first.plans.cost_measurement if isinstance(first, ScheduledExchange) else None
+        if isinstance(measurement, CostMeasurement) and measurement.state is Measurement.DUE:
+            measurement.state = Measurement.TAKEN
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
         """Plan with these costs from now on; the same on every rank."""
@@ -316,8 +316,8 @@ class PlannedStep:
 def _supports_any_degree(layer: MoELayer | ScheduledExchange) -> bool:
     if isinstance(layer, ScheduledExchange):
         # Determined during a forward; outside of it the parameters may be sharded.
-        return isinstance(layer.plans.cost_trial, CostTrial) and layer.plans.cost_trial.can_regroup
-    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).can_regroup
+        return isinstance(layer.plans.cost_measurement, CostMeasurement) and layer.plans.cost_measurement.can_rechunk
+    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).can_rechunk
 
 
 def model_costs(

@@ -220,7 +220,7 @@ def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Ph
             with tuning:
                 pass
             phases.append(tuning.phase)
-        trial = getattr(model[0], EXCHANGE).plans.cost_trial
+        trial = getattr(model[0], EXCHANGE).plans.cost_measurement
         return phases[WINDOW - 1 :], trial.state, source.step.costs is costs, asked
 
 
