@@ -200,7 +200,7 @@ class BatchRouting:
         # Losses are means over all tokens: the gate runs once more, on the scores of all micro-batches.
         dense = [state.dense[index] for index in range(len(state.dense))]
         parts = zip(
-            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense),
+            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.gate_scores] for one in dense),
             strict=True,
         )
         scores = [self._flatten_tokens(torch.cat(part, axis))[whole.own] for part in parts]

@@ -36,7 +36,7 @@ class BlockExperts:
     """The experts of one block.
 
     Attributes:
-        can_regroup: forward and backward may have different chunks.
+        can_rechunk: forward and backward may have different chunks.
         refusal: why this rank cannot use its replicas in this call, if so.
     """
 
@@ -45,7 +45,7 @@ class BlockExperts:
         self.refusal: str | None = None
         # Fixed: whether experts use this library's kernels or autograd.
         like = next(layer.experts.parameters(), torch.empty(0, device="cpu"))
-        self.can_regroup = layer.experts.in_chunks(like).can_regroup
+        self.can_rechunk = layer.experts.in_chunks(like).can_rechunk
 
     @property
     def has_replicas(self) -> bool:
@@ -93,7 +93,7 @@ def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> 
     """Return experts bound to the current parameters, some of which are `replicas`."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     # Experts by autograd must compute with the current tables, even if a chunk runs later.
-    if not chunks.can_regroup:
+    if not chunks.can_rechunk:
         compute = partial(torch.func.functional_call, experts, named)
         chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
     return chunks, replicas

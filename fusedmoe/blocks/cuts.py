@@ -257,7 +257,7 @@ class MicroBatchSizes(NamedTuple):
     recv_pairs_QP: np.ndarray
 
 
-def sizes_of(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
+def micro_batch_sizes(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
     p = sizes.micro_batches
     send_PpE = sizes.send_PE.reshape(len(sizes.send_PE), p, -1)
     recv_QPpE = sizes.recv_QPE.reshape(*sizes.recv_QPE.shape[:2], p, -1)
@@ -293,7 +293,7 @@ class ReceivedChunk:
         self.layout, self.order_N = pairs.sort(self.tokens, self.experts, self.k)
 
 
-class RegroupedIndices:
+class RechunkedIndices:
     """Index map from the chunks of one pass to the chunks of the other, which group the same micro-batches differently.
 
     Tokens and pairs have the same numbers in both passes, ordered by micro-batch, source rank and position.

@@ -275,7 +275,7 @@ class Collectives(Dispatcher):
                 replicas.wait_for_replicas()
             y_SM = self.combine(call_module(experts, rows_RM, handle), handle)
             return y_SM if assigned is None else reduce_in_backward(y_SM, assigned)
-        if not chunk_experts.can_regroup:
+        if not chunk_experts.can_rechunk:
             assigned.plans.require_one_degree()
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
@@ -306,4 +306,4 @@ class Collectives(Dispatcher):
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
         # An activation checkpoint would recompute the whole call from the middle of each chunk's backward.
-        return experts.can_regroup or not has_saved_tensor_hooks()
+        return experts.can_rechunk or not has_saved_tensor_hooks()

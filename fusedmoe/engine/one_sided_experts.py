@@ -5,7 +5,7 @@ in the order of k; collectives return one sum per rank.
 
 Both passes run in chunks (`kernels/one_sided.py`), each with its own kernels. A chunk's results may still be in flight
 while the next chunk is computed. If backward has other chunks, forward saves rows in backward's chunks, and
-pre-activations are regrouped when backward starts.
+pre-activations are rechunked when backward starts.
 """
 
 from __future__ import annotations

@@ -242,8 +242,8 @@ class LayerDispatcher:
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(
                 exchange.tokens_per_pair
             )
-        can_regroup = in_chunks().can_regroup
-        key = (degree, workload, can_regroup)
+        can_rechunk = in_chunks().can_rechunk
+        key = (degree, workload, can_rechunk)
         if key not in self._plans:
             # Planning may run measurements within a forward; hide them from autograd's hooks and modes.
             with measurement_context():
@@ -254,7 +254,7 @@ class LayerDispatcher:
                     schedule = Schedule("tutel", degrees=(degree, degree))
                 assert schedule is not None
                 kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-                plans = schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
+                plans = schedule.plans(kinds, workload, costs, can_rechunk=can_rechunk)
                 # Ranks with different plans would deadlock.
                 require_same_plans(topology, plans)
             self._plans[key] = plans
