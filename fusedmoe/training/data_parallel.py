@@ -233,11 +233,11 @@ def _scale_gradient(wrapper: DataParallel | None, gradient: Tensor, scale: float
     return gradient if scale == 1.0 else gradient * scale
 
 
-def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False, **options: Any) -> nn.Module:
+def fully_shard(module: nn.Module, topology: Topology, *, shard_experts: bool = False, **options: Any) -> nn.Module:
     """Apply PyTorch's FSDP2 to a model or one of its modules, in combination with expert parallelism.
 
-    Dense parameters are sharded over the dp group. Parameters split over ep or esp are unchanged or, with `experts`,
-    sharded over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass.
+    Dense parameters are sharded over the dp group. With `shard_experts`, parameters split over ep or esp are sharded
+    over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass.
     Training steps are as without FSDP. Ranks must start from equal parameters (`broadcast_parameters`). With a dp group
     of one rank the module is returned unchanged.
 
@@ -246,12 +246,12 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
         fully_shard(model, topology)
 
     Args:
-        experts: shard experts along dimension 0; along dimension 1 if there are more ranks than experts and the
+        shard_experts: shard experts along dimension 0; along dimension 1 if there are more ranks than experts and the
             number of ranks divides it. Parameters that an expert layer replicates over ep or esp are not sharded.
-        options: for `torch.distributed.fsdp.fully_shard`, except `mesh`, `ignored_params` and, with `experts`,
+        options: for `torch.distributed.fsdp.fully_shard`, except `mesh`, `ignored_params` and, with `shard_experts`,
             `shard_placement_fn`.
     Raises:
-        ConfigError: `experts` with a PyTorch that supports one mesh per module only, or with experts that migrate
+        ConfigError: `shard_experts` with a PyTorch that supports one mesh per module only, or with experts that migrate
             between ranks.
     """
     if topology.dp.size == 1:
@@ -265,7 +265,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
         if isinstance(parameter, DTensor) or axes.keys().isdisjoint(EXPERT_AXES):
             continue
         copies = replica_group(axes, topology) is topology.edp and NAMED not in axes.values()
-        (sharded_parameters if experts and copies and topology.edp.size > 1 else ignored).add(parameter)
+        (sharded_parameters if shard_experts and copies and topology.edp.size > 1 else ignored).add(parameter)
     if sharded_parameters:
         options["shard_placement_fn"] = _shard_placement(module, topology, sharded_parameters)
     _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
@@ -287,11 +287,13 @@ def _shard_placement(
     ranks, over = topology.edp.size, shard_placement_maker(topology.expert_mesh["edp"])
     if over is None:
         raise ConfigError(
-            f"fully_shard(experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; {torch.__version__} "
-            "supports one per module. Update PyTorch, or pass experts=False."
+            f"fully_shard(shard_experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; "
+            f"{torch.__version__} supports one per module. Update PyTorch, or pass shard_experts=False."
         )
     if any(experts.is_placed for _, experts in experts_of(module)):
-        raise ConfigError("fully_shard(experts=True) of experts that move between ranks: pass experts=False")
+        raise ConfigError(
+            "fully_shard(shard_experts=True) of experts that move between ranks: pass shard_experts=False"
+        )
 
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in sharded_parameters:

@@ -116,7 +116,7 @@ def _entries(path: Path) -> dict[str, Any]:
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     _check_sizes(path, folder, metadata)
     infos = [metadata.storage_data[part.storage_index] for part in plan.items]
-    check_items(path, folder, {Item(info.relative_path, info.offset, info.length) for info in infos}, digests)
+    check_items(path, folder, {ByteRange(info.relative_path, info.offset, info.length) for info in infos}, digests)
     try:
         reader.read_data(plan, planner).wait()
     except UnpicklingError as error:
@@ -349,7 +349,7 @@ def _require_dict(value: Any) -> dict[Any, Any]:
     return value
 
 
-class Item(NamedTuple):
+class ByteRange(NamedTuple):
     """Byte range of one item."""
 
     file: str
@@ -361,7 +361,7 @@ class Digests(NamedTuple):
     """Digests of a checkpoint of format 2: of its index and of its items."""
 
     of_index: str
-    of_items: dict[Item, str]
+    of_items: dict[ByteRange, str]
 
 
 def read_digests(path: Path, folder: Path) -> Digests | None:
@@ -379,7 +379,7 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
     try:
         held: dict[str, Any] = json.loads(body)
         of_files = held["items"].items()
-        items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
+        items = {ByteRange(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
         digests = Digests(held["index"], items)
     except Exception as error:  # not written by save_checkpoint
         raise ConfigError(f"{damaged} cannot be read ({error}). {DAMAGE_FIX}") from error
@@ -391,7 +391,7 @@ def read_index(folder: Path) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
+def check_items(path: Path, folder: Path, items: Iterable[ByteRange], digests: Digests | None) -> None:
     """Raise `ConfigError` for an item that is damaged or would execute code."""
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     for item, file in _open_items(folder, items):
@@ -403,7 +403,7 @@ def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digest
             _check_crc(path, item, file)
 
 
-def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
+def _digest(file: BufferedReader, item: ByteRange, chunk: memoryview) -> str:
     digest, left = hashlib.sha256(), item.length
     while left and (got := file.readinto(chunk[:left])):
         digest.update(chunk[:got])
@@ -411,7 +411,7 @@ def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _open_items(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
+def _open_items(folder: Path, items: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, BufferedReader]]:
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
@@ -419,7 +419,7 @@ def _open_items(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, Buf
                 yield item, file
 
 
-def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
+def _check_unpacked(path: Path, item: ByteRange, file: BufferedReader) -> None:
     """Raise `ConfigError` if an item, a zip file, decompresses to more bytes than it occupies."""
     # Saves do not compress. Compressed or duplicate records could expand a thousandfold.
     try:
@@ -442,7 +442,7 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
         )
 
 
-def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
+def _check_crc(path: Path, item: ByteRange, file: BufferedReader) -> None:
     """Verify an item of format 1, a zip file, by its CRC-32, which most items contain."""
     file.seek(item.offset)
     data = BytesIO(file.read(item.length))
@@ -472,7 +472,7 @@ def unknown_class(error: Exception) -> str:
     return "something of no known class" if name is None else f"something of {name[1]}"
 
 
-def _damaged(path: Path, item: Item) -> ConfigError:
+def _damaged(path: Path, item: ByteRange) -> ConfigError:
     end = item.offset + item.length
     return ConfigError(
         f"the checkpoint {path} is damaged: {item.file} does not match its digest between bytes {item.offset} and "

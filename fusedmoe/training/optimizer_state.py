@@ -30,7 +30,7 @@ class OptimizerState:
 
     def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
         optimizer = JoinedOptimizers(optimizers)
-        self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
+        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs.own
         self.kind = optimizer.kind
         name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()
@@ -44,7 +44,7 @@ class OptimizerState:
             self.names.append([])
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
                 name = name_of.get(parameter)
-                if name is None or name not in self._specs:
+                if name is None or name not in self._shard_specs:
                     raise ConfigError(
                         f"rank {topology.rank}: group {number} of the optimizer has a parameter of shape "
                         f"{list(parameter.shape)} that is not in the model's state. Pass the model that it trains."
@@ -55,13 +55,13 @@ class OptimizerState:
 
     def rank_local_names(self) -> list[list[str]]:
         """Return, per group, the parameter names that only some ranks have."""
-        return [[name for name in names if not self._specs[name].is_on_all_ranks] for names in self.names]
+        return [[name for name in names if not self._shard_specs[name].is_on_all_ranks] for names in self.names]
 
     def entries(self, names_by_rank: list[list[list[str]]], includes: EntryFilter) -> dict[str, Any]:
         """Return this rank's checkpoint entries; `names_by_rank` has every rank's `rank_local_names()`."""
         entries: dict[str, Any] = {}
         for name, values in self._state.items():
-            spec, shape = self._specs[name], self._parameters[name].shape
+            spec, shape = self._shard_specs[name], self._parameters[name].shape
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
                 if not isinstance(key, str) or "." in key:  # a load splits parameter name and key at the last dot
@@ -124,7 +124,7 @@ class OptimizerState:
             if not isinstance(saved, TensorStorageMetadata):
                 targets[entry] = None
                 continue
-            dtype, spec = saved.properties.dtype, self._specs[name]
+            dtype, spec = saved.properties.dtype, self._shard_specs[name]
             parameter, value = self._parameters[name], self._state[name].get(key)
             state_spec = self._state_spec(name, saved.size, spec.shape)
             if state_spec is None:  # for example a step count, complete on every rank
@@ -154,7 +154,7 @@ class OptimizerState:
 
     def _state_spec(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
         """Return the sharding of state of shape `size`; None if not sharded like its parameter."""
-        spec, lead = self._specs[name], len(shape) - 2
+        spec, lead = self._shard_specs[name], len(shape) - 2
         if isinstance(self._optimizer_of(name), MatrixOptimizer):
             return spec.with_trailing_shape(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
         return spec if tuple(size) == tuple(shape) else None
@@ -181,7 +181,7 @@ class OptimizerState:
             name = prefix.removeprefix(STATE)
             if prefix.startswith(STATE) and name in self._number_of_name:
                 if isinstance(value, Tensor):
-                    if self._state_spec(name, value.shape, self._specs[name].shape) is not None:
+                    if self._state_spec(name, value.shape, self._shard_specs[name].shape) is not None:
                         value = self._state[name][key]  # the same memory as a plain tensor instead of a DTensor
                 # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
                 elif (

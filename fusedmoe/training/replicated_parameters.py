@@ -30,7 +30,7 @@ _GRADIENT_ERRORS = {
     "Set its .grad to None, or to a new tensor, before the next backward pass",
     _SPARSE: "the gradient of {name} is sparse. Create its embedding with sparse=False",
 }
-# Modules sharded by `fully_shard(experts=True)`: FSDP divides their gradients by the dp size.
+# Modules sharded by `fully_shard(shard_experts=True)`: FSDP divides their gradients by the dp size.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Number of replica comparisons per model: before the first step and after it.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -124,7 +124,7 @@ def _fsdp_replica_group(
         raise ConfigError(
             f"rank {topology.rank}: {name} is a DTensor over ranks {ranks}, which does not match {topology}. "
             "Shard with fusedmoe.training.fully_shard: dense parameters over the dp group, experts only with "
-            "experts=True."
+            "shard_experts=True."
         )
     return topology.subgroup("own", (topology.rank,)) if "mp" in sharding else topology.mp
 

@@ -78,7 +78,7 @@ class JobNodes:
         own, next_ones = self.ranks(self.node_of_rank[rank]), self.ranks((self.node_of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
-    def sources(self, rank: int) -> list[int]:
+    def source_ranks(self, rank: int) -> list[int]:
         return [other for other in range(len(self.node_of_rank)) if self.buddy(other) == rank]
 
 
@@ -160,12 +160,12 @@ class Snapshots:
                 values.append(value)
             return _digest(repr(parts).encode()), digest
 
-        self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
+        self._gather_parts(parts, on_all_ranks(world, operation, collect), world, operation)
         bases: dict[int, int] = {}
         total = slot_bytes(parts)
-        for source in nodes.sources(me):
-            bases[source] = total
-            total += _sent_bytes(self._parts_by_rank[source])
+        for source_rank in nodes.source_ranks(me):
+            bases[source_rank] = total
+            total += _sent_bytes(self._parts_by_rank[source_rank])
         # The newer slot remains valid until this one is complete on all nodes.
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -179,11 +179,13 @@ class Snapshots:
             memory[part.offset : part.offset + part.bytes].copy_(value)
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._parts_by_rank], nodes.buddy(me)
         if buddy is not None:
-            incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
+            incoming = {source_rank: memory[base : base + sent[source_rank]] for source_rank, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
-        for source, base in bases.items():
-            held += [part._replace(offset=base + part.offset) for part in self._parts_by_rank[source] if part.is_sent]
+        for source_rank, base in bases.items():
+            held += [
+                part._replace(offset=base + part.offset) for part in self._parts_by_rank[source_rank] if part.is_sent
+            ]
         all_parts = (part for of_rank in self._parts_by_rank for part in of_rank)
         keys = {part.key: None if part.start is None else part.full_shape for part in all_parts}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
@@ -192,7 +194,7 @@ class Snapshots:
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(
+    def _gather_parts(
         self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], world: Group, operation: str
     ) -> None:
         """Gather every rank's parts. `digests_by_rank`: of the parts, and of `extra`, which must agree."""

@@ -196,7 +196,7 @@ class StoredState:
                 part = StatePart.from_json(fields)
                 self.parts.setdefault(part.part_key, []).append(StoredPart(node, slot, part, digest))
 
-    def drop(self, damaged: Iterable[StoredPart]) -> None:
+    def remove_parts(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
             place = held.part.part_key
             self.parts[place].remove(held)
@@ -268,7 +268,7 @@ def find_newest_state(
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
-                state.drop(copies)
+                state.remove_parts(copies)
                 slots = dict.fromkeys((held.node, held.slot) for held in copies)
                 damaged += [f"{paths[slot]} on rank {world.ranks[rank]}'s host" for slot in slots]
         if not state.missing():
