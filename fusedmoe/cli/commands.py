@@ -142,7 +142,8 @@ and whether overlap, two-level dispatch (--dispatch 2dh) and expert replicas gai
 of the prediction; if not, leave them off. What the file leaves open is printed as an assumption.
 
 --machine NAME models a machine from data sheets and published measurements; their sources are
-printed. fusedmoe/schedule/machines.py models collectives on many ranks, including the wait for the
+printed. --ranks-per-node, --nics and --nic-bandwidth set the nodes of your cluster, e.g. for a slower
+network. fusedmoe/schedule/machines.py models collectives on many ranks, including the wait for the
 slowest rank. --scale prints step time, tokens per second, speed-up, exposed communication and chunks
 for 8 to 4,096 ranks. These predictions are for comparing machines and layouts; measure if you have
 the machine.
@@ -294,6 +295,13 @@ def _add_plan(commands: Commands) -> None:
         metavar="X",
         help="spread of compute time over ranks (standard deviation / mean), as fusedmoe trace measures it "
         "(default: that of the --machine)",
+    )
+    group.add_argument("--nics", type=int, metavar="N", help="network cards per node (default: that of the --machine)")
+    group.add_argument(
+        "--nic-bandwidth",
+        type=float,
+        metavar="GBIT",
+        help="line rate of a network card in Gbit/s, one direction (default: that of the --machine)",
     )
     group.add_argument("--scale", action="store_true", help="plan for 8 to 4,096 ranks of the --machine")
     group.add_argument("--ranks", type=int, metavar="N", help="number of ranks to plan for (default: WORLD_SIZE)")

@@ -296,15 +296,13 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings.changed(changes)
     if settings.schedule == "off":
         raise ConfigError("--schedule off has no plan; use auto or a policy")
-    if arguments.machine is None and (arguments.scale or arguments.spread is not None):
-        raise ConfigError("--scale and --spread need --machine NAME")
-    machine = None if arguments.machine is None else MACHINES[arguments.machine]
+    machine = _find_machine(arguments, settings)
     if machine is not None:
-        machine = machine if arguments.spread is None else machine.with_spread(arguments.spread)
-        settings = settings if "dtype" in changes else settings.changed({"dtype": machine.dtype})
+        dtype = {} if "dtype" in changes else {"dtype": machine.dtype}
+        settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
-    launch, settings = _resolve_launch(arguments, launched, settings)
+    launch, settings = _resolve_launch(arguments, launched, settings, machine)
     number, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
@@ -329,6 +327,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _find_machine(arguments: argparse.Namespace, settings: Settings) -> Machine | None:
+    """Return the --machine with the values that flags give, or None without --machine."""
+    if arguments.machine is None:
+        needed = {"scale": False, "spread": None, "nics": None, "nic_bandwidth": None}
+        if given := [name for name, unset in needed.items() if getattr(arguments, name) != unset]:
+            raise ConfigError(f"--{given[0].replace('_', '-')} needs --machine NAME")
+        return None
+    gbit_s = arguments.nic_bandwidth
+    return MACHINES[arguments.machine].changed(
+        ranks_per_node=settings.ranks_per_node,
+        cards=arguments.nics,
+        card_bytes_per_s=None if gbit_s is None else gbit_s * 1e9 / 8,
+        spread=arguments.spread,
+    )
+
+
 def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, machine: Machine) -> int:
     if arguments.ranks is not None:
         raise ConfigError(f"--ranks {arguments.ranks}: --scale chooses the numbers of ranks; leave out --ranks")
@@ -345,7 +359,9 @@ def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, 
     return 0
 
 
-def _resolve_launch(arguments: argparse.Namespace, launched: Launch, settings: Settings) -> tuple[Launch, Settings]:
+def _resolve_launch(
+    arguments: argparse.Namespace, launched: Launch, settings: Settings, machine: Machine | None
+) -> tuple[Launch, Settings]:
     """Return the ranks to plan for (by default the launched ones) and the settings for them."""
     ranks, per_node = arguments.ranks, settings.ranks_per_node
     if ranks is not None and ranks < 1:
@@ -354,10 +370,10 @@ def _resolve_launch(arguments: argparse.Namespace, launched: Launch, settings: S
         testbed = TESTBEDS[arguments.testbed]
         # By default the paper's whole cluster.
         ranks, per_node = ranks or testbed.nodes * testbed.gpus, per_node or testbed.gpus
-    elif arguments.machine is not None:
+    elif machine is not None:
         if ranks is None:
             raise ConfigError("--machine needs --ranks N or --scale")
-        per_node = per_node or MACHINES[arguments.machine].node(ranks)
+        per_node = machine.node(ranks)
     elif arguments.costs is None:
         if ranks not in (None, launched.ranks):
             raise ConfigError(

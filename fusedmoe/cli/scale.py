@@ -45,8 +45,6 @@ def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) ->
     sizes = choose_sizes(settings, Launch(0, ranks, 0, machine.node(ranks)))
     experts = settings.model.with_experts(ranks, sizes.ep).experts
     assert experts is not None
-    if sizes.ranks_per_node != machine.node(ranks):
-        raise ConfigError(f"--ranks-per-node {sizes.ranks_per_node}: this machine has {machine.node(ranks)} per node")
     if experts % sizes.ep:
         raise ConfigError(f"{experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {experts}")
     if settings.model.hidden % sizes.esp:

@@ -141,9 +141,41 @@ class Machine:
             raise ConfigError(f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; start a multiple of it")
         return min(ranks, self.ranks_per_node)
 
-    def with_spread(self, spread: float) -> Machine:
-        """Return the machine with this relative spread σ of compute time over ranks (`measured_spread`)."""
-        return replace(self, spread=Datum(spread, "as given"))
+    def changed(
+        self,
+        *,
+        ranks_per_node: int | None = None,
+        cards: int | None = None,
+        card_bytes_per_s: float | None = None,
+        spread: float | None = None,
+    ) -> Machine:
+        """Return the machine with the given values in place of its own; None keeps a value.
+
+        Args:
+            cards: network cards per node.
+            card_bytes_per_s: line rate of a network card in one direction; collectives reach `inter.reached` of it.
+            spread: relative spread σ of compute time over ranks (`measured_spread`).
+
+        Raises:
+            ConfigError: a value is not positive; a negative spread is found by `costs`.
+        """
+        gbit_s = None if card_bytes_per_s is None else card_bytes_per_s * 8e-9
+        numbers = {"ranks per node": ranks_per_node, "network cards per node": cards, "Gbit/s per card": gbit_s}
+        given = {name: number for name, number in numbers.items() if number is not None}
+        for name, number in given.items():
+            if not 0 < number < math.inf:
+                raise ConfigError(f"{name} = {number:g} must be a finite number > 0")
+        inter = self.inter
+        if card_bytes_per_s is not None:
+            inter = replace(inter, bytes_per_s=Datum(card_bytes_per_s, "as given"))
+        return replace(
+            self,
+            words=", ".join([self.words, *(f"with {number:g} {name}" for name, number in given.items())]),
+            ranks_per_node=self.ranks_per_node if ranks_per_node is None else ranks_per_node,
+            cards=self.cards if cards is None else Datum(cards, "as given"),
+            inter=inter,
+            spread=self.spread if spread is None else Datum(spread, "as given"),
+        )
 
     def at_end(self, is_fast: bool) -> Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""

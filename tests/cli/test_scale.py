@@ -67,6 +67,37 @@ def test_scale_predicts_8_to_4096_ranks(
     assert all(one["slowest"] == pytest.approx(1) for one in even["points"]) and even["figures"]["spread"]["value"] == 0
 
 
+def test_flags_change_the_nodes_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        *MODEL,
+        "--machine",
+        "dgx-h100",
+        "--experts",
+        "16",
+        "--ep",
+        "16",
+        "--esp",
+        "1",
+        "--mp",
+        "1",
+        "--schedule",
+        "fsmoe",
+    ]
+    own = plan_json(capsys, *flags, "--ranks", "16")
+    changed = plan_json(
+        capsys, *flags, "--ranks", "16", "--ranks-per-node", "4", "--nics", "2", "--nic-bandwidth", "100"
+    )
+    assert changed["layout"]["ranks_per_node"] == 4 and own["layout"]["ranks_per_node"] == 8
+    assert changed["figures"]["cards"]["value"] == 2 and changed["figures"]["inter.bytes_per_s"]["value"] == 12.5e9
+    assert "with 4 ranks per node, with 2 network cards per node, with 100 Gbit/s per card" in changed["machine"]
+    # One card of 400 Gbit/s for each GPU, then half a card of 100: an eighth of the bandwidth.
+    costs = [MACHINES["dgx-h100"], MACHINES["dgx-h100"].changed(ranks_per_node=4, cards=2, card_bytes_per_s=12.5e9)]
+    whole, eighth = (machine.costs(16, ep=16).lines["all-to-all/ep"].beta_s for machine in costs)
+    assert eighth == pytest.approx(8 * whole * (12 / 16) / (8 / 16))
+    scaled = plan_json(capsys, *flags[:-2], "--scale", "--ranks-per-node", "16", "--schedule", "fsmoe")
+    assert scaled["points"][0]["ranks"] == 16
+
+
 @pytest.mark.slow
 def test_scale_for_one_rank_count_reports_layout_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*MODEL, "--machine", "fsmoe-b", "--ranks", "32", "--spread", "0"]
@@ -93,7 +124,10 @@ def test_scale_for_one_rank_count_reports_layout_and_figures(capsys: pytest.Capt
         (["--machine", "dgx-h100"], "--ranks N"),
         (["--machine", "dgx-h100", "--ranks", "0"], "at least 1"),
         (["--machine", "dgx-h100", "--ranks", "12"], "nodes of 8"),
-        (["--machine", "dgx-h100", "--ranks", "16", "--ranks-per-node", "4"], "this machine has 8"),
+        (["--machine", "dgx-h100", "--ranks", "18", "--ranks-per-node", "4"], "nodes of 4"),
+        (["--machine", "dgx-h100", "--ranks", "16", "--nics", "0"], "network cards per node = 0"),
+        (["--machine", "dgx-h100", "--ranks", "16", "--nic-bandwidth", "nan"], "Gbit/s per card = nan"),
+        (["--ranks", "16", "--nic-bandwidth", "100"], "--nic-bandwidth needs --machine NAME"),
         (["--machine", "dgx-h100", "--ranks", "16", "--dtype", "fp32"], "bf16"),
         (
             ["--machine", "dgx-h100", "--ranks", "48", "--ep", "3", "--esp", "8"],

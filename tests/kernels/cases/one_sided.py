@@ -76,7 +76,8 @@ def _of_puts() -> list[AotCase]:
         far = {"staging_ptr": dtype, "pe_ptr": i32, "dummy_ptr": i64}
         quick = name == "bfloat16 128x4096"
         arguments = {**sent(dtype, tile, width), **nothing, **common}
-        options = always_long if put.has_partial_block(width, tile) else put.launch_options
+        rows = torch.empty((0, width), dtype=dtype)
+        options = always_long if put.has_long_rows_code(rows, tile) else put.launch_options
         add(f"put rows {name}", put.put_rows_kernel, arguments, far, options, quick=quick)
         if tile == 128:
             arguments = {**sent(i32, 1024, 2), "C": 65536, "T": 64, **sent(dtype, tile, width, second=True), **common}

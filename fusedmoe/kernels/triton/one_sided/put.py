@@ -249,9 +249,7 @@ def put_rows(bounds: Bounds, first: SentRows, second: SentRows | None = None) ->
     """Put one or two sets of rows, each into its buffer, and signal each tile; first waits for the peer's credit."""
     buffer, programs, nothing = first.buffer, _tiles(first), (*(None,) * 10, 0, 0, 0, 0)
     shape, second_shape = columns(buffer.rows.shape[-1], buffer.tile), (0, 0)
-    has_long_code = (
-        buffer.network is not None or second is not None or has_partial_block(buffer.rows.shape[-1], buffer.tile)
-    )
+    has_long_code = buffer.network is not None or second is not None or has_long_rows_code(buffer.rows, buffer.tile)
     if second is not None:
         programs += _tiles(second)
         second_shape = second.buffer.tile, columns(second.buffer.rows.shape[-1], second.buffer.tile)["BLOCK"]
@@ -332,14 +330,17 @@ def finish_put(put: Put) -> None:
         signal_far(put.peer_signal, put.epoch, put.addresses.network)
 
 
-def has_partial_block(width: int, tile: int) -> bool:
-    return width % columns(width, tile)["BLOCK"] != 0
+def has_long_rows_code(rows: Tensor, tile: int) -> bool:
+    """Whether rows [..., M] end in a partial block, or have elements of 4 bytes, which take twice as many registers."""
+    width = rows.shape[-1]
+    return width % columns(width, tile)["BLOCK"] != 0 or rows.element_size() > 2
 
 
 def launch_options(has_long_code: bool) -> dict[str, int]:
     """Return options of launches that move rows.
 
-    With more code (NVSHMEM, two sets of rows, or ragged rows) the assembler would spill registers to raise occupancy.
+    With more code (NVSHMEM, two sets of rows, `has_long_rows_code`) the assembler would spill registers to raise
+    occupancy.
     """
     return {"num_warps": _WARPS, "maxnreg": MAX_REGISTERS} if has_long_code else {"num_warps": _WARPS}
 
