@@ -263,7 +263,7 @@ class TrainingJob:
                 values["exposed_s"] = self._draw_timeline(timeline, done + 1)
             else:
                 report = trainer.step(done)
-            done, stop = done + 1, report.stop
+            done, stop = done + 1, report.is_stopping
             load_LE = trainer.load_LE()
             if load_LE is not None:
                 self.loads.record(load_LE)
@@ -271,7 +271,7 @@ class TrainingJob:
                 # Collective: all ranks collect in the same steps.
                 values |= metrics.collect()
             if self.topology.is_first:
-                facts = {name: value for name, value in vars(report).items() if name != "stop"}
+                facts = {name: value for name, value in vars(report).items() if name != "is_stopping"}
                 rate = settings.learning_rate(done - 1)
                 self.folder.write_metrics(done, facts | {"lr": rate, "time": time.time()} | values)
                 now = report.tokens / report.seconds

@@ -62,7 +62,7 @@ class StepReport:
     tokens: int
     seconds: float
     # A rank received a stop request.
-    stop: bool
+    is_stopping: bool
 
 
 class Trainer:
@@ -326,7 +326,7 @@ class Trainer:
             dropped=lost / max(1.0, routed),
             tokens=settings.model.batch * settings.model.seq_len * self.batches_per_step,
             seconds=seconds,
-            stop=stop > 0,
+            is_stopping=stop > 0,
         )
 
     def _own_batches(self) -> Iterator[tuple[int, float, bool]]:

@@ -120,7 +120,7 @@ def measure_layer(
     return replace(costs, observed={workload.shapes: seen})
 
 
-class Measurement(Enum):
+class MeasurementState(Enum):
     """Progress of a `CostMeasurement`."""
 
     DUE = "the next forward measures"
@@ -138,7 +138,7 @@ class CostMeasurement:
 
     def __init__(self, plans: LayerPlans) -> None:
         self._plans = plans
-        self.state = Measurement.DUE
+        self.state = MeasurementState.DUE
         self.budget_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
@@ -150,7 +150,7 @@ class CostMeasurement:
         The results are stored in `costs` and `workload`, and the state becomes DONE. In other states nothing is done.
         Collective over all ranks.
         """
-        if self.state is not Measurement.DUE:
+        if self.state is not MeasurementState.DUE:
             return
         topology, experts = self._plans.topology, self._plans.parts.experts
         self.can_rechunk = in_chunks().can_rechunk
@@ -160,7 +160,7 @@ class CostMeasurement:
         self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
             exchange.tokens_per_pair
         )
-        self.state = Measurement.DONE
+        self.state = MeasurementState.DONE
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.measure import CostMeasurement, Measurement
+from fusedmoe.layers.measure import CostMeasurement, MeasurementState
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
 from fusedmoe.placement.replica_state import ReplicaTiming
@@ -165,20 +165,22 @@ class PlannedStep:
             for exchange in exchanges_in(self._model):
                 exchange.set_plan(None)
                 exchange.plans.cost_measurement = CostMeasurement(exchange.plans)
-        elif measurement.state is Measurement.DONE or (measurement.state is Measurement.TAKEN and not self.has_costs):
+        elif measurement.state is MeasurementState.DONE or (
+            measurement.state is MeasurementState.TAKEN and not self.has_costs
+        ):
             assert measurement.costs is not None and measurement.workload is not None
-            measurement.state = Measurement.TAKEN
+            measurement.state = MeasurementState.TAKEN
             self._workload = self._workload or measurement.workload
             return costs_of_tokens(measurement.costs, measurement.workload)
-        elif measurement.state is Measurement.TAKEN:
-            measurement.state, measurement.budget_s = Measurement.DUE, again_s
+        elif measurement.state is MeasurementState.TAKEN:
+            measurement.state, measurement.budget_s = MeasurementState.DUE, again_s
         return None
 
     def cancel_measurement(self) -> None:
         first = self._layers[0]
         measurement = first.plans.cost_measurement if isinstance(first, ScheduledExchange) else None
-        if isinstance(measurement, CostMeasurement) and measurement.state is Measurement.DUE:
-            measurement.state = Measurement.TAKEN
+        if isinstance(measurement, CostMeasurement) and measurement.state is MeasurementState.DUE:
+            measurement.state = MeasurementState.TAKEN
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
         """Plan with these costs from now on; the same on every rank."""
