@@ -42,7 +42,7 @@ class Activation:
     backward: Callable[..., Tensor]
 
     @property
-    def halves(self) -> int:
+    def num_projections(self) -> int:
         return 2 if self.gated else 1
 
 

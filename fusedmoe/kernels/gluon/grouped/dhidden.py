@@ -34,7 +34,7 @@ def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.c
 
 
 @gluon.jit
-def _release_halves(ring, it, NUM_PROJECTIONS: gl.constexpr, STAGES: gl.constexpr):
+def _release_projections(ring, it, NUM_PROJECTIONS: gl.constexpr, STAGES: gl.constexpr):
     _, empty, _ = ring
     fence_async_shared()
     threads_barrier()
@@ -96,7 +96,7 @@ def _finish(
                 ds += _finish_gated(part, s, h_part, u_part, dh_ptr, a_ptr, row, end, at, H, ACT)
             else:
                 ds += _finish_plain(part, s, h_part, dh_ptr, a_ptr, row, end, at, H, ACT)
-        _release_halves(ring, it, NUM_PROJECTIONS, STAGES)
+        _release_projections(ring, it, NUM_PROJECTIONS, STAGES)
         return ds
     else:
         HALF: gl.constexpr = WIDTH // 2

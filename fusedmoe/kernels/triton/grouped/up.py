@@ -143,7 +143,7 @@ def up(
     variant = call.variant("up", dim, hidden, activation.name, gather, weights.b1 is not None)
 
     def launch(config: Config) -> tuple[Tensor, Tensor]:
-        h = x_SM.new_empty((layout.rows, activation.halves * hidden))
+        h = x_SM.new_empty((layout.rows, activation.num_projections * hidden))
         a = x_SM.new_empty((layout.rows, hidden))
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_up
@@ -151,8 +151,8 @@ def up(
             assert wait is None, "calls that wait are not tuned, and the Gluon form is no one's default"
             launch_up(call, config, x_SM, w1, weights.b1, h, a, activation)
             return h, a
-        columns = config.bn // activation.halves
-        box = [activation.halves, columns, config.bk]
+        columns = config.bn // activation.num_projections
+        box = [activation.num_projections, columns, config.bk]
         tiles = call.tiles(config.bm, wait)
         up_kernel[(len(tiles.table) * triton.cdiv(hidden, columns),)](
             x_SM, layout.source_N, tensor_descriptor(w1.view(-1, hidden, dim), box) if variant.bulk else w1,
