@@ -27,7 +27,7 @@ LINES = 500
 #: raise the budget in a commit that says why.
 BUDGETS = {
     ".": 3179,
-    "autograd": 2393,
+    "autograd": 2324,
     "blocks": 2837,
     "cli": 4826,
     "comm": 4368,
@@ -37,12 +37,12 @@ BUDGETS = {
     "gates": 1689,
     "graph": 3423,
     "hf": 1806,
-    "kernels": 9418,
-    "layers": 2557,
-    "models": 1647,
+    "kernels": 9193,
+    "layers": 2560,
+    "models": 1598,
     "placement": 4057,
     "runtime": 1620,
-    "schedule": 6570,
+    "schedule": 6409,
     "training": 5916,
     "tutel": 3283,
 }

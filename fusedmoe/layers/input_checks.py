@@ -232,7 +232,10 @@ class InputChecks:
             return x_SM, None
         culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
         if not culprits:
-            held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
+            held = (
+                f"{n} tokens of {8 * size}-bit numbers on rank {rank}"
+                for rank, (n, size) in zip(mp.ranks, found, strict=True)
+            )
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
             if raises_here:
                 mp.board.refuse(CHECK, refusal, mp.size)
