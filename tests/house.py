@@ -38,7 +38,7 @@ BUDGETS = {
     "graph": 3423,
     "hf": 1806,
     "kernels": 9177,
-    "layers": 2560,
+    "layers": 2558,
     "models": 1598,
     "placement": 4016,
     "runtime": 1620,
