@@ -38,7 +38,7 @@ BUDGETS = {
     "graph": 3423,
     "hf": 1806,
     "kernels": 9193,
-    "layers": 2560,
+    "layers": 2558,
     "models": 1598,
     "placement": 4057,
     "runtime": 1620,
