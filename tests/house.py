@@ -33,7 +33,7 @@ BUDGETS = {
     "comm": 4368,
     "compat": 868,
     "engine": 3342,
-    "experts": 1468,
+    "experts": 1481,
     "gates": 1689,
     "graph": 3423,
     "hf": 1806,
