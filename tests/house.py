@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9177,
     "layers": 2558,
     "models": 1598,
-    "placement": 4016,
+    "placement": 3901,
     "runtime": 1620,
     "schedule": 6407,
     "training": 5910,
