@@ -30,7 +30,7 @@ BUDGETS = {
     "autograd": 2324,
     "blocks": 2837,
     "cli": 4824,
-    "comm": 4263,
+    "comm": 4266,
     "compat": 868,
     "engine": 3342,
     "experts": 1481,
@@ -108,7 +108,7 @@ def over_budget() -> Iterator[str]:
         sizes[parts[0] if len(parts) > 1 else "."] += len(path.read_text().splitlines())
     for package, lines in sorted(sizes.items()):
         if lines > (budget := BUDGETS.get(package, 0)):
-            yield f"package {package} has {lines} lines, more than its budget of {budget}"
+            yield f"package {package} has {lines} lines, more than its budget of {budget} (BUDGETS in tests/house.py)"
 
 
 def docstrings() -> Iterator[str]:
