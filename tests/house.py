@@ -27,7 +27,7 @@ LINES = 500
 #: raise the budget in a commit that says why.
 BUDGETS = {
     ".": 3179,
-    "autograd": 2393,
+    "autograd": 2324,
     "blocks": 2798,
     "cli": 4824,
     "comm": 4368,
@@ -37,12 +37,12 @@ BUDGETS = {
     "gates": 1689,
     "graph": 3423,
     "hf": 1806,
-    "kernels": 9403,
-    "layers": 2500,
-    "models": 1647,
+    "kernels": 9177,
+    "layers": 2501,
+    "models": 1598,
     "placement": 4016,
     "runtime": 1620,
-    "schedule": 6568,
+    "schedule": 6407,
     "training": 5910,
     "tutel": 3283,
 }
