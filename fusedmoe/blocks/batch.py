@@ -43,7 +43,6 @@ class Batch:
 
     @cached_property
     def token_numbers(self) -> Tensor:
-        """The index of each token, on the host, in x's shape without M."""
         token_shape = self.x.shape[:-1]
         return torch.arange(token_shape.numel(), device="cpu").view(token_shape)
 

@@ -22,9 +22,7 @@ from fusedmoe.placement.replica_state import ReplicaTiming
 class CalledExperts(NamedTuple):
     """The experts of one call.
 
-    Attributes:
-        num_held: number of experts on this rank under dynamic placement; None: equal on all ranks.
-        replicas: transport of expert replicas under dynamic placement.
+    `num_held`: number of experts on this rank under dynamic placement; None: equal on all ranks.
     """
 
     chunks: ChunkExperts

@@ -39,11 +39,10 @@ Index = tuple[slice, ...]
 
 
 class BlockDegrees(NamedTuple):
-    """Numbers of chunks of each part of a block, in the plans of both passes.
+    """Numbers of chunks of each part of a block, forward and backward.
 
     Attributes:
         has_permute_task: the plan has a task that sorts the rows.
-        has_weight_gradient_tasks: the dense part's weight gradients are separate tasks.
         dense_tasks: tasks of the dense part in the backward plan, weight gradients included.
     """
 
@@ -108,7 +107,7 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
         ],
         dense_parent,
         row_children,
-        {  # backward starts at the end
+        {
             "forward": _members(_ends(dense[:1]), dense_ends),
             "backward": _members(_ends(dense[1:]), dense_ends)[::-1],
         },

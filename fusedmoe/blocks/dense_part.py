@@ -86,10 +86,7 @@ class DenseRunner:
 
     @property
     def call_reason(self) -> str | None:
-        """Why the modules must run on whole batches; None: micro-batches are possible.
-
-        Micro-batches would skip or repeat hooks, and evaluate parametrizations once per micro-batch.
-        """
+        """Why modules must run on whole batches: hooks, a replaced `forward` or a parametrization; None: no reason."""
         dense, layer = self._part.dense, self._layer
         # Hooks of sharding wrappers must run in each micro-batch.
         hook = find_hook(dense, ("fusedmoe", "torch.distributed")) or find_hook(layer, ("fusedmoe",))

@@ -103,10 +103,7 @@ class PipelinedBlocks(nn.Module):
         return [block.dense.parameters for block in self._blocks]
 
     def with_copies(self, plan: Plan) -> Plan:
-        """Return the plan with added sparse collectives, tasks that transfer replica weights and gradients.
-
-        They are added for blocks with dynamically placed experts (`ShardedExperts`).
-        """
+        """Return the plan with tasks that transfer replica weights and gradients of dynamically placed experts."""
         return add_sparse_collectives(
             plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas]
         )
@@ -211,9 +208,8 @@ def _run_planned(
 class _PlannedBlocks(Function):
     """Autograd function of all blocks: [B, …, M] -> [B, …, M] and one scalar per block. Once differentiable.
 
-    Saves for backward, per block, the graph of dense part and gate, R·M received tokens, and the experts' activations
-    of P pairs, pre-activations P·H (gated 2·P·H). If the passes have different row chunks, backward copies them once,
-    one block at a time.
+    Saves for backward, per block, the graph of dense part and gate, received tokens R·M, and pre-activations of P pairs
+    P·H (gated 2·P·H). If the passes have different row chunks, backward copies them, one block at a time.
     """
 
     operation = "fusedmoe.pipeline"

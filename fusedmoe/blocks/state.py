@@ -134,7 +134,7 @@ class BlockState:
 
     Attributes:
         module_parameters: of the dense part, the gate and the shared expert.
-        leaves: replace `module_parameters` in the graph, so that hooks on parameters run once, with complete gradients.
+        leaves: replace `module_parameters` in the graph (`DenseRunner.begin`).
         num_held: number of owned experts and replicas on this rank under dynamic placement; None: static placement.
         dscores: gradients of the batch's auxiliary loss with respect to the gate's scores.
         exchange: an exchange of the forward pass, whose collectives backward reuses.

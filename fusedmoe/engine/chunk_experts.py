@@ -143,7 +143,6 @@ class GroupedExperts:
         weight_R: Tensor | None,
         totals: Totals,
     ) -> Totals:
-        """Return the totals plus this chunk's parameter gradients, from the intermediates of `backward_rows`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.needs_grad)
         return experts_backward_weights(dy_RM, x_RM, intermediates, *given, shared=True).parameters
 
@@ -295,10 +294,7 @@ class AutogradExperts:
 
     @contextmanager
     def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
-        """Raise `ConfigError` if the experts call a collective inside this context.
-
-        Only checks chunks up to the first non-empty one of each phase, once in training and once in evaluation.
-        """
+        """Context in which a collective raises `ConfigError`. Checks each phase and mode until a non-empty chunk."""
         phase_and_mode = phase, self._training
         if phase_and_mode in self._checked:
             yield
@@ -342,7 +338,6 @@ class LowRankExperts:
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
-        """Compute the adapters' small gradients immediately; the returned function only adds them."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, saved, layout, weight_R, None)
         return dx_RM, dweight_R, partial(add_to_totals, grads=grads)
 

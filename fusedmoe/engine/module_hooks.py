@@ -20,12 +20,11 @@ from fusedmoe.errors import RankError
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a call of a module or a submodule runs hooks, global hooks included."""
     return any(GLOBAL_HOOKS) or any(has_own_hooks(one) for one in module.modules())
 
 
 def find_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
-    """Describe the first hook outside the `ignored` packages; None if there is none (`has_hooks`)."""
+    """Describe the first hook outside the `ignored` packages; None if there is none."""
     for kind, hooks in zip(HOOK_KINDS, GLOBAL_HOOKS, strict=True):
         for hook in hooks.values():
             if not _is_from(hook, ignored):

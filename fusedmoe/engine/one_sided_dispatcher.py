@@ -24,11 +24,9 @@ from fusedmoe.schedule.task import resources_of
 
 
 class KernelTransport(NamedTuple):
-    """The fused operation chosen for a layer.
+    """The fused operation chosen for a layer, and the size of its buffers.
 
-    Attributes:
-        max_tokens: maximum tokens of a rank.
-        max_rows_per_choice: maximum rows received by a rank's experts, divided by K; None: unlimited.
+    `max_rows_per_choice`: maximum rows received by a rank's experts, divided by K; None: unlimited.
     """
 
     kind: str
@@ -57,7 +55,7 @@ class OneSided(Collectives):
         x_SM, layout, weight_SK, refusal, _ = routed
         # The host does not count the rows that kernels send.
         self.sent_counts = None
-        needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE  # kernels do not call modules
+        needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE
         transport = None if weight_SK is None or needs_module_calls else self._find_transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)

@@ -242,7 +242,6 @@ class PassRun:
         return self.settings.hooks
 
     def replicas(self, task: Task) -> ReplicaTransport | None:
-        """Return the transport of expert replicas of the task's layer; None: static experts."""
         return self.settings.replicas
 
     def prepare_rows(self, task: Task) -> None:

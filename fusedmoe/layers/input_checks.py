@@ -24,10 +24,7 @@ from fusedmoe.losses import Packing
 
 
 class NonFiniteMonitor:
-    """Counts non-finite values over the forwards of one layer, on the device. Copies start at zero.
-
-    `poll()` copies the count to the host asynchronously: a later poll returns it. `wait_for_count()` waits for it.
-    """
+    """Counts non-finite values over the forwards of one layer, on the device. Copies start at zero."""
 
     def __init__(self) -> None:
         self._count: Tensor | None = None

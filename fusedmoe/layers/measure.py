@@ -160,8 +160,7 @@ class CostTrial:
 def measurement_context() -> Iterator[None]:
     """Context that hides measurements and the choice of plans inside a forward pass from the surrounding program.
 
-    Recorders, saved-tensor hooks and dispatch modes are off, so activation checkpoints store and recompute nothing of
-    the block. Gradients are enabled, and inference mode is off.
+    Activation checkpoints store and recompute nothing of the block. Gradients are enabled.
     """
     with (
         torch.inference_mode(False),

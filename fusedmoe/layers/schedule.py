@@ -253,7 +253,6 @@ class ScheduledPlans(LayerPlans):
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __str__(self) -> str:
-        """Return the schedule, with the numbers of chunks of the last plan that a policy has chosen."""
         plans = [*self.plans_by_workload.values()]
         if not plans or self.schedule.degrees is not None:
             return str(self.schedule)
