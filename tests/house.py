@@ -32,7 +32,7 @@ BUDGETS = {
     "cli": 4824,
     "comm": 4260,
     "compat": 868,
-    "engine": 3295,
+    "engine": 3288,
     "experts": 1481,
     "gates": 1689,
     "graph": 3423,

@@ -29,10 +29,10 @@ class MoEBlock:
     """A dense part and its `MoELayer`, split into steps between the exchanges of each micro-batch.
 
     Args:
-        sizes: group for the exchange of sizes, separate from the layer's groups.
+        sizes: group for the exchange of sizes.
     Attributes:
         has_matrix_order: the order computes the rows as a matrix times tokens; otherwise rows are copies of tokens.
-        has_end: `end` processes the experts' results; otherwise they are added to the dense part's output directly.
+        has_end: `end` processes the experts' results; otherwise they are only added to the dense part's output.
         routes_first: dropped rows are known only once all tokens of a batch are routed.
         mp: ranks that share the same tokens, of which each routes a slice; otherwise a group of one.
     """

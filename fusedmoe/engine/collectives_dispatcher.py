@@ -1,10 +1,7 @@
 """Dispatch and combine by collectives: all-to-alls over EP, all-gathers and reduce-scatters over ESP, in both passes.
 
-A batch takes one of two paths, whose results agree to rounding:
-
-- Without a plan, by operators (`autograd/exchange_operators.py`): permute → dispatch → experts → combine → unpermute.
-  Autograd runs the backward, any number of times; compilers and selective checkpoints can capture the operators.
-- With a plan, in overlapping chunks (`engine/planned.py`). The backward reads tensors that the forward saved.
+A batch takes one of two paths, whose results agree to rounding: without a plan, by operators that compilers can capture
+(`autograd/exchange_operators.py`); with a plan, in overlapping chunks (`engine/planned.py`).
 """
 
 from __future__ import annotations
@@ -250,7 +247,7 @@ class Collectives(Dispatcher):
         if not is_in_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts, shared=routed.shared)
         if not isinstance(routed.refusal, str) and not self.hooks:
-            # A selective checkpoint caches the results of operators, so the metadata exchange must be one of them.
+            # A selective checkpoint caches results of operators: the metadata exchange must be one.
             self.sent_counts = None
             return self.run_by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
         with without_selective_checkpoint():

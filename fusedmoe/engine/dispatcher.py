@@ -1,9 +1,7 @@
 """Dispatchers: the base class, and the dispatcher of a single rank.
 
-Local             no communication                                              here
-Collectives       all-to-alls, all-gathers, reduce-scatters, by a plan          `engine/collectives_dispatcher.py`
-OneSided          kernels write tokens into other ranks' memory                 `engine/one_sided_dispatcher.py`
-PlacedDispatcher  experts placed by a `Placement`                               `placement/placed_dispatcher.py`
+Subclasses send tokens by collectives (`Collectives`), by one-sided puts of kernels (`OneSided`), or to dynamically
+placed experts (`PlacedDispatcher`).
 """
 
 from __future__ import annotations

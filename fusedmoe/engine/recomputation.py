@@ -42,8 +42,7 @@ def without_selective_checkpoint() -> AbstractContextManager[Any]:
 class CheckpointedValues(Generic[Value]):
     """One value per forward of a module, returned again when an activation checkpoint recomputes that forward.
 
-    A checkpoint may contain several forwards of the module: their values are stored in order, and freed with the
-    checkpoint. Copies of this object hold no values.
+    The values of several forwards in a checkpoint are stored in order. Copies of this object hold no values.
 
     Raises:
         ConfigError: the checkpoints of this PyTorch version are not recognised.

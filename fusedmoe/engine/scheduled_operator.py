@@ -7,8 +7,7 @@ therefore serves all layers of the same shape, and plans may change without reco
 is a separate operator, are outputs with one unbacked size for tokens and one for pairs.
 
 A rank without tokens takes part in all collectives of the plan. For its backward pass the operator also returns a zero
-with a gradient, which `PlannedLayer.run_captured` adds to the auxiliary loss; parameters without rows get zero
-gradients.
+with a gradient, which `PlannedLayer.run_captured` adds to the auxiliary loss.
 
 An activation checkpoint recomputes the operator, communication included, unless it saves the results
 (`fusedmoe.training.save_communication`).
