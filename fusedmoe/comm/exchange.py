@@ -87,21 +87,25 @@ class RowExchange:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send [num_sent, ...] rows, by destination, to the experts' ranks; return [num_received, ...], by source."""
-        self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
+        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
-        self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
+        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """All-gather [num_received, ...] rows over the experts' shards; return [num_rows, ...] by (shard, source)."""
-        self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
+        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards; adjoint of `all_gather`."""
-        self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
+        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
@@ -113,9 +117,8 @@ class RowExchange:
         if rows.shape[:1] != (count,):
             text = f"the exchange has {count} rows, but the rows have shape {list(rows.shape)}"
             self.algorithm.group.refuse(operation, f"{text}. Padding is not sent: Layout.exact() removes it")
-        if group.axis not in self._compared:
-            self._compared.add(group.axis)
-            compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
+        self._compared.add(group.axis)
+        compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
 class ExchangeSizes(NamedTuple):
