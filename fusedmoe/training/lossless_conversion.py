@@ -26,7 +26,7 @@ def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe the first value that the conversion to `dtype` would not preserve, or return None.
+    """Describe the first value that the conversion to `dtype` would not preserve; return None without one.
 
     Preserved are floating-point numbers up to rounding (including underflow to zero), infinities and NaN if `dtype` has
     them, integers exactly, and 0 or 1 as bool.
@@ -49,7 +49,6 @@ def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def require_convertible(operation: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
-    """Raise `ConfigError` if PyTorch has no conversion between the dtypes."""
     if source == target:
         return
     try:
@@ -64,14 +63,12 @@ def require_convertible(operation: str, key: str, source: torch.dtype, target: t
 
 
 def require_lossless(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` if converting `value` would lose a number."""
     lost = describe_lost_value(value, dtype)
     if lost is not None:
         raise ConfigError(f"{operation}: {key} {lost}. Use a wider dtype, or convert the saved value.")
 
 
 def _is_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [n] bool: whether the conversion preserves each element of `value` [n] up to rounding."""
     exact = value.double()  # represents all values of all floating-point dtypes
     if dtype == torch.bool:
         return (exact == 0) | (exact == 1)
