@@ -7,8 +7,8 @@ name in the single-rank model. Ranks write disjoint parts in parallel. Loading u
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -138,6 +138,7 @@ def _load(
     metadata_values: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[CheckpointReader] = []
+    opened = ExitStack()
 
     # All ranks finish all checks before any rank reads a tensor: either all ranks load the checkpoint or none does.
     def compare() -> str | None:
@@ -151,6 +152,7 @@ def _load(
 
     def compare_index() -> str:
         folder = CheckpointReader(path)
+        opened.callback(folder.close)
         folders.append(folder)
         _raise_not_loaded(path, state.model_difference(folder.metadata))
         keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
@@ -165,7 +167,7 @@ def _load(
         folder.read_values(targets)
         return folder.digest
 
-    with _closing(folders):
+    with opened:
         digests = on_all_ranks(topology.world, operation, compare)
         if None in digests or (not is_last and len(set(digests)) > 1):
             return None
@@ -180,15 +182,6 @@ def _load(
     state.install(targets, metadata_values)
     extra: dict[str, Any] = metadata_values[EXTRA]
     return extra
-
-
-@contextmanager
-def _closing(folders: list[CheckpointReader]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for folder in folders:
-            folder.close()
 
 
 class ModelState:
@@ -289,8 +282,7 @@ class ModelState:
                 targets[_MODEL + name] = None
                 if isinstance(saved, TensorStorageMetadata):
                     device = value.device if isinstance(value, Tensor) else None
-                    target = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
-                    targets[_MODEL + name] = target
+                    targets[_MODEL + name] = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
     def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:

@@ -303,7 +303,7 @@ def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str,
 
 
 def require_intact(path: Path, file: BufferedReader, file_part: FilePart) -> None:
-    if _digest(file, file_part.offset, file_part.length) != file_part.digest:
+    if range_digest(file, file_part.offset, file_part.length) != file_part.digest:
         raise damage_error(path, file_part)
 
 
@@ -315,7 +315,7 @@ def damage_error(path: Path, file_part: FilePart) -> ConfigError:
     )
 
 
-def _digest(file: BufferedReader, offset: int, length: int) -> str:
+def range_digest(file: BufferedReader, offset: int, length: int) -> str:
     digest, left, chunk = hashlib.sha256(), length, memoryview(bytearray(min(length, _CHUNK_BYTES)))
     file.seek(offset)
     while left and (got := file.readinto(chunk[:left])):

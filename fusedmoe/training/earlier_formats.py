@@ -26,7 +26,7 @@ from pickle import UnpicklingError
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -43,13 +43,13 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import read_regular_file
 from fusedmoe.training.checkpoint import ABOUT, metadata_problem
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, find_checkpoint, write_folder
-from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered
+from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered, range_digest
+from fusedmoe.training.checkpoint_reader import PlainPlanner
 
 #: Last format with pickles.
 FORMAT = 2
 CHECKSUMS = ".checksums"
 
-_CHUNK_BYTES = 2**20
 _MAX_INDEX_BYTES = 2**31
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -107,7 +107,7 @@ def _entries(path: Path) -> dict[str, Any]:
     }
     if ABOUT not in entries:
         raise ConfigError(f"{path}: save_checkpoint did not write it. Read it with torch.distributed.checkpoint.")
-    reader, planner = FileSystemReader(folder), _PlainPlanner()
+    reader, planner = FileSystemReader(folder), _UnpicklingPlanner()
     reader.set_up_storage_reader(metadata, True)
     planner.set_up_planner(entries, metadata, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -133,9 +133,8 @@ def _entries(path: Path) -> dict[str, Any]:
     return entries
 
 
-class _PlainPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+class _UnpicklingPlanner(PlainPlanner):
+    """Load planner that reads values, which formats 1 and 2 pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
@@ -388,9 +387,8 @@ def read_index(folder: Path) -> tuple[bytes, str]:
 
 def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
     """Raise `ConfigError` for an item that is damaged or would execute code."""
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
     for item, file in _open_items(folder, items):
-        if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
+        if digests is not None and digests.of_items.get(item) != range_digest(file, item.offset, item.length):
             raise _damaged(path, item)
         # Before torch.load: decompressed data could exhaust memory.
         _check_unpacked(path, item, file)
@@ -398,19 +396,10 @@ def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digest
             _check_crc(path, item, file)
 
 
-def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
-    digest, left = hashlib.sha256(), item.length
-    while left and (got := file.readinto(chunk[:left])):
-        digest.update(chunk[:got])
-        left -= got
-    return digest.hexdigest()
-
-
 def _open_items(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
-                file.seek(item.offset)
                 yield item, file
 
 

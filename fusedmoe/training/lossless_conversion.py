@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.training.plain_values import dtype_name
 
 # Elements converted to float64 at once.
 _CHUNK_ELEMENTS = 2**20
@@ -55,7 +56,7 @@ def require_convertible(operation: str, key: str, source: torch.dtype, target: t
         torch.empty(1, dtype=target, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu")).to(torch.float32)
         torch.zeros(1, dtype=source, device="cpu").double()
     except (RuntimeError, NotImplementedError) as error:
-        names = [str(one).removeprefix("torch.") for one in (source, target)]
+        names = [dtype_name(one) for one in (source, target)]
         raise ConfigError(
             f"{operation}: {key} is {names[0]}, which PyTorch does not convert to {names[1]}. Use the dtype of "
             "the save."
@@ -93,5 +94,5 @@ def _are_integers_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _describe_value(number: Tensor, dtype: torch.dtype) -> str:
-    source, target = (str(one).removeprefix("torch.") for one in (number.dtype, dtype))
+    source, target = map(dtype_name, (number.dtype, dtype))
     return f"has the {source} number {number.item()}, which {target} cannot hold"

@@ -148,7 +148,7 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 
 def byte_buffer(data: Tensor) -> Any:
-    """Return the memory of a uint8 tensor [n], without a copy."""
+    """Return the memory of a uint8 tensor [n]. NumPy arrays have no buffer type before Python 3.12."""
     return data.numpy()
 
 
@@ -167,7 +167,7 @@ def require_storable(tensor: Tensor, label: str) -> None:
             "Convert it by to_dense()",
         )
     elif tensor.dtype not in DTYPES.values():
-        problem, fix = f"has dtype {str(tensor.dtype).removeprefix('torch.')}", "Convert it, or leave it out"
+        problem, fix = f"has dtype {dtype_name(tensor.dtype)}", "Convert it, or leave it out"
     if problem:
         raise ConfigError(f"{label} {problem}, and checkpoints do not store it. {fix}.")
 

@@ -28,7 +28,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, require_extra
 from fusedmoe.training.checkpoint_folder import require_writable
-from fusedmoe.training.plain_values import encode_value, tensor_bytes
+from fusedmoe.training.plain_values import dtype_name, encode_value, tensor_bytes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Version of the headers.
@@ -157,7 +157,7 @@ class Snapshots:
                 values.append(value)
             return _digest(repr(parts).encode()), digest
 
-        self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
+        self._compare(parts, on_all_ranks(world, operation, collect), operation)
         bases: dict[int, int] = {}
         total = slot_bytes(parts)
         for source in nodes.sources(me):
@@ -187,13 +187,12 @@ class Snapshots:
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(
-        self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], world: Group, operation: str
-    ) -> None:
+    def _compare(self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], operation: str) -> None:
         """Gather every rank's parts if a digest of parts has changed. Raise `RankError` if `extra` differs.
 
         `digests_by_rank` has digests of the parts and of `extra`.
         """
+        world = self._topology.world
         for rank, (_, of_extra) in zip(world.ranks, digests_by_rank, strict=True):
             if of_extra != digests_by_rank[0][1]:
                 raise RankError(
@@ -290,7 +289,7 @@ def _own_parts(
             part = StatePart(key, None, None, (), "", offset, value.numel(), key in alone)
         else:
             require_writable(data, f"{operation}: {key}")
-            chunk, dtype = item.tensor_data.chunk, str(data.dtype).removeprefix("torch.")
+            chunk, dtype = item.tensor_data.chunk, dtype_name(data.dtype)
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
             part = StatePart(key, *place, dtype, offset, value.numel(), key in alone)
         yield part, value
