@@ -155,7 +155,6 @@ class Recorder:
     def clear(self) -> None:
         """Discard all spans, including open ones, and restart at zero. Synchronizes with the device."""
         self._records: list[tuple[Span, Any, Any]] = []  # span, start mark, end mark
-        self._added: list[Span] = []
         # An idle device executes the event at once.
         self._wait()
         self._zero_mark = self._mark()
@@ -197,21 +196,13 @@ class Recorder:
             require_known("resource", each)
         return _Record(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
-    def now(self) -> float:
-        """Return the seconds since zero on the host's clock, for `add`."""
-        return self._now() - self._zero_s
-
-    def add(self, span: Span) -> None:
-        """Add a span with known times, for example of work that starts and ends on different threads."""
-        self._added.append(span)
-
     def timeline(self) -> Timeline:
         """Return everything recorded so far. Synchronizes with the device."""
-        records, added = tuple(self._records), tuple(self._added)  # before the wait: others may record
+        records = tuple(self._records)  # before the wait: others may record
         self._wait()
         seconds = self._seconds
-        measured = [what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records]
-        return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
+        spans = tuple(what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records)
+        return Timeline(self.rank, spans, "measured", self._anchor_s)
 
 
 class _LayerRecorder(Recorder):
