@@ -37,7 +37,7 @@ SIZES = Table(
     text="16 GPUs. Attention: 4·M² for each block. Experts: 2·M·H + M + H for each of 16·E/P experts of a block.",
     reasons=(
         "The printed figure has gates too, M·E a block; those of the other models are of projections alone.",
-        "The printed figure has 8·M a block more; the paper does not say what that is.",
+        "The printed figure has 8·M a block more; the paper does not explain them.",
         "A digit is misprinted: no other size of the experts in this model fits, and every other row is met.",
         "Rounded down in the paper.",
     ),
@@ -211,7 +211,7 @@ ITERATIONS = Table(
     "computes twice as long as forward; nothing takes time to start.",
     reasons=(
         "The printed Tutel is faster than two chunks can make the printed vanillaEP, whatever the share, except for "
-        "BERT-Large-MoE: its all-to-alls and kernels are others. So vanillaEP's task times say little of Tutel's.",
+        "BERT-Large-MoE: its all-to-alls and kernels differ. So vanillaEP's task times predict Tutel's poorly.",
         "Which share holds is not printed. Start-ups, the loss, the optimizer and the embedding take time there and "
         "none here.",
     ),
@@ -286,8 +286,8 @@ ABLATION = Table(
     text=f"Mean over {{cases}} of the layers of FSMoE's Table 4 on each of its testbeds, a step of {LAYERS} layers. "
     "FlowMoE's own clusters have no printed costs. S_p: the bytes of a gradient bucket.",
     reasons=(
-        "Other machines and layers: the paper's is one layer of M = H = 8192 on 16 GPUs. What a part gains depends on "
-        "how long communication is beside computation.",
+        "Other machines and layers: the paper's is one layer of M = H = 8192 on 16 GPUs. The gain of a part "
+        "depends on the ratio of communication to computation.",
         "Our tuned S_p is the best of five sizes, by prediction; the paper's is tuned while steps run.",
     ),
 )
@@ -340,7 +340,7 @@ def ablation(progress: Progress) -> list[Table]:
 
 TUNING = Table(
     "flowmoe-table-a3",
-    "How S_p is found: step time over that of Bayesian optimisation",
+    "How S_p is found: step time relative to Bayesian optimisation",
     "FlowMoE",
     "Table A.3",
     "simulated",

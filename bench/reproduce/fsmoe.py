@@ -38,8 +38,8 @@ TABLE_2 = Table(
         "The paper prints neither k nor f of this table; k = 2 and f = 1 fit Mixtral-7B on testbed A. On testbed B its "
         "collectives take longer than the printed lines give, for both models alike.",
         "The products of GPT2-XL's experts on 8 GPUs are small, and take longer than the line of all sizes gives.",
-        "The lines are as fitted, with exponents and units of print that had to be set right; how far single times are "
-        "from them only r² says.",
+        "The lines are as fitted, with exponents and units of print that had to be set right; only r² shows how far "
+        "single times are from them.",
         "Parameters of attention are not printed. Ours: 4·M² for GPT2-XL, 2.5·M² for Mixtral-7B, whose 32 heads share "
         "8 of keys and values. Three projections, not four, fit the paper's GPT2-XL on testbed A (last rows).",
     ),
@@ -107,11 +107,11 @@ TABLE_5 = Table(
     text=f"All cases of the paper's Table 4, a step of {LAYERS} equal layers forward and backward. Costs: {_FIG_5}. "
     "Tutel is Tutel with PipeMoE's degrees, as there. The number of heads changes nothing: 486 cases stand for 1,458.",
     reasons=(
-        "Links alone: traffic inside nodes and between them does not slow each other down. Then FSMoE, which is the "
-        "only one that uses both at a time, gains more than on real nodes.",
+        "Links alone: traffic inside nodes and between them does not slow each other down. Then FSMoE, the only "
+        "policy that uses both links at a time, gains more than on real nodes.",
         "With contention: while both links work, each has 0.65 (A) or 0.75 (B) of its speed. No such number is "
         "printed; these are chosen to meet the paper's FSMoE, and the other figures do not depend on them.",
-        "What a step has beside layers is not printed: their number, gates, orders, launches, the optimizer. Here a "
+        "The rest of a step is not printed: the number of layers, gates, orders, launches, the optimizer. Here a "
         "layer has attention's products and the model-parallel collectives; gates and orders take no time.",
     ),
 )
@@ -142,10 +142,9 @@ DEGREES = Table(
     "§2.3, §4.4",
     "simulated",
     ("links alone", "with contention"),
-    text="For each case of Table 4 the degree that is best for each pass by itself, without gradients to reduce. "
-    f"Costs: {_FIG_5}.",
+    text=f"For each case of Table 4 the best degree of each pass without gradients to reduce. Costs: {_FIG_5}.",
     reasons=(
-        "The paper counts on testbed B, by measurement, and does not say how many chunks it tried. Up to 8, as Tutel "
+        "The paper counts on testbed B, by measurement, and does not state how many chunks it tried. Up to 8, as Tutel "
         "does, the count is nearly the paper's. Each case counts for its three numbers of heads.",
     ),
 )
@@ -186,7 +185,7 @@ ALGORITHM_1 = Table(
     "mean over the passes of Table 4's layers, backward with the layer's own all-reduce.",
     reasons=(
         "The paper takes its cases for exact, and prints no regret. They are exact where an all-gather takes as long "
-        "as a reduce-scatter; it says that it assumes so.",
+        "as a reduce-scatter, which the paper assumes.",
         "As its lines stand, Algorithm 1 takes the least of four minima although each holds in its own case only; §4.2 "
         "has these cases as constraints.",
     ),
@@ -199,8 +198,8 @@ SOLVER = Table(
     "measured",
     text="One choice is for one pass. Mean over the same passes.",
     reasons=(
-        "Another processor, and SciPy's solver from two starts in each of eight regions; the paper does not say how it "
-        "is called.",
+        "Another processor, and SciPy's solver from two starts in each of eight regions; the paper does not state how "
+        "it is called.",
         "The paper prints an upper limit; here 24 points, as there.",
     ),
 )

@@ -49,17 +49,18 @@ def sizes(progress: Progress) -> list[Table]:
 
 MEMORY = Table(
     "hecate-figure13",
-    "Memory of experts, over that of expert parallelism",
+    "Memory of experts relative to expert parallelism",
     "Hecate",
     "Fig. 13, §5.3",
     "simulated",
     ("by arithmetic", "this library"),
     text="By arithmetic: experts that a rank owns take 1 of parameters, 1 of gradients and 6 of optimizer state; "
-    "copies as many parameters as the paper prints, and gradients of one layer at a time, of 12. This library: its "
-    "placements on made loads, 12 layers of 64 experts on 4 nodes of 8 ranks, at the peak of the fullest rank.",
+    "copies take the number of parameters that the paper prints, and gradients of one layer at a time, of 12. This "
+    "library: its placements on made loads, 12 layers of 64 experts on 4 nodes of 8 ranks, at the peak of the "
+    "fullest rank.",
     reasons=(
         "Neither m, t nor the model of the experiment is printed. Here m = t = {m}, which gives the paper's share of "
-        "parameters: that row is no result, and the others rest on it.",
+        "parameters: that row is an input, and the other rows depend on it.",
         "Copies of one layer of 12 instead of all. With the printed 90.2% in its place the arithmetic gives the "
         "printed 11.6% too.",
         "The library's simulation counts gradients of copies in all layers at once.",
@@ -101,7 +102,7 @@ def memory(progress: Progress) -> list[Table]:
         Row("all", 1.64, (plain, ours / ep), "{:.2f}×", (1, 3)),
         Row("all, re-materialising", 1.116, (again, None), "{:.3f}×", (2,)),
         Row("… with the printed part of copies", 1.116, (printed[1], None), "{:.3f}×", (2,)),
-        Row("copies' parameters saved by it", _FREED, (1 - 1 / _LAYERS, None), "{:.1%}", (2,)),
+        Row("parameters of copies saved by rematerialisation", _FREED, (1 - 1 / _LAYERS, None), "{:.1%}", (2,)),
     )
     reasons = tuple(reason.format(m=room) for reason in MEMORY.reasons)
     return [replace(MEMORY, rows=rows, reasons=reasons)]
@@ -206,7 +207,7 @@ VOLUMES = Table(
     "computed",
     ("m = 2", "m = 4"),
     text="Placements of Algorithm 1 for the loads of the table above. λS: bytes of the experts that travel. Means over "
-    "the layers, where nothing else is said.",
+    "the layers, unless stated otherwise.",
     reasons=(
         "The paper's is a limit. An expert travels along a chain from node to node, so no rank sends it twice on one "
         "kind of link.",

@@ -92,13 +92,13 @@ EXPOSED = Table(
     ("costs of A", "costs of B"),
     text=f"{{cases}} of the layers of FSMoE's Table 4 on each of its testbeds, a step of {LAYERS} layers, gradient "
     "all-reduces included; exposed is communication while nothing computes. Lancet prints no times of operators, "
-    "so its own clusters (A100, V100) cannot be simulated; these are others.",
+    "so its own clusters (A100, V100) cannot be simulated; these are different clusters.",
     reasons=(
         "Other machines and models: FSMoE's layers are split over the GPUs of a node, so half of the communication is "
         "inside nodes, and every block has experts, where every second one has in Lancet's models.",
         'The paper\'s "up to" is the best of its models; in ours the largest is over all sampled layers.',
         "All-to-alls without padding, of which the paper gets some of its gain, save nothing here: loads are even.",
-        "With the start-up costs of FSMoE's testbeds; the paper's observation (§5.1) is of its own.",
+        "With the start-up costs of FSMoE's testbeds; the paper's observation (§5.1) is about its own clusters.",
     ),
 )
 OPTIMISING = Table(

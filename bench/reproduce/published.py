@@ -107,7 +107,7 @@ CASES: Mapping[str, Case] = {
         "{:.2f}×",
         partial(_gain, titan_s),
         _TITAN,
-        "Computation and communication both take longer in the published run, so that nearly the same fraction of the "
+        "Computation and communication both take longer in the published run, and nearly the same fraction of the "
         "step is hidden; the lowest value overlaps the pipeline alone, without the shared experts.",
     ),
     "megatron-step": Case(
@@ -143,8 +143,8 @@ CASES: Mapping[str, Case] = {
         "{:.2f}×",
         forwarding,
         _CHOICES | _LINKS | {"pipelined": Range(0, 0, 1)},
-        "DeepEP forwards tokens inside nodes while others arrive, with 12 multiprocessors; the model has the rates of "
-        "the links only, with both levels in sequence (middle) or fully overlapped (highest).",
+        "DeepEP forwards tokens inside nodes while further tokens arrive, with 12 multiprocessors; the model has the "
+        "rates of the links only, with both levels in sequence (middle) or fully overlapped (highest).",
     ),
     "sonic-pairs": Case(
         "SonicMoE, dispatch of pairs",

@@ -297,7 +297,10 @@ def run_unequal_mp_tokens(rank: int, world: int) -> None:
     ("function", "text"),
     [
         (make_mixed_mp_input, "block 2: either all blocks have mp_input='split', or none"),
-        (run_unequal_mp_tokens, f"needs equal tokens .* {2 * L} of 64 bits on rank 0, {3 * L} of 64 bits on rank 1"),
+        (
+            run_unequal_mp_tokens,
+            f"needs equal tokens .* {2 * L} tokens of 64-bit numbers on rank 0, {3 * L} tokens of 64-bit numbers on",
+        ),
     ],
 )
 def test_inconsistent_mp_tokens_are_rejected(cluster: Cluster, function: Callable[..., None], text: str) -> None:

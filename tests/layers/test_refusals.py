@@ -398,7 +398,11 @@ def test_invalid_input_of_one_rank_raises_on_all(cluster: Cluster, place: tuple[
 @pytest.mark.parametrize("mp_input", ["replicated", "partial"])
 def test_unequal_mp_tokens_are_rejected(cluster: Cluster, mp_input: MpInput) -> None:
     assert_all_ranks_raise(
-        cluster, "RankError", "5 of 32 bits on rank 0, 6 of 32 bits on rank 1", unequal_mp_tokens, mp_input
+        cluster,
+        "RankError",
+        "5 tokens of 32-bit numbers on rank 0, 6 tokens of 32-bit numbers on rank 1",
+        unequal_mp_tokens,
+        mp_input,
     )
 
 
