@@ -43,7 +43,7 @@ BUDGETS = {
     "placement": 3901,
     "runtime": 1572,
     "schedule": 6407,
-    "training": 5838,
+    "training": 5835,
     "tutel": 3283,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.

@@ -112,7 +112,6 @@ class CheckpointReader:
             self._read_tensors(narrowed, _ConversionPlanner(target_dtypes, error_prefix))
 
     def read_values(self, targets: dict[str, Any]) -> None:
-        """Set the plain values in `targets`. Raise `ConfigError` for a malformed value."""
         for key in targets:
             if key in self._written.values:
                 targets[key] = self._read_value(key)

@@ -235,8 +235,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
 
     Dense parameters are sharded over the dp group. Parameters split over ep or esp are unchanged or, with `experts`,
     sharded over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass. Ranks
-    must start from equal parameters (`broadcast_parameters`). With a dp group of one rank the module is returned
-    unchanged.
+    must start from equal parameters (`broadcast_parameters`). With a dp group of one rank, the module is unchanged.
 
         for block in model.blocks:
             fully_shard(block, topology)

@@ -27,7 +27,7 @@ def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe the first value that the conversion to `dtype` would not preserve; return None without one.
+    """Describe the first value that the conversion to `dtype` would not preserve; None without one.
 
     Preserved are floating-point numbers up to rounding (including underflow to zero), infinities and NaN if `dtype` has
     them, integers exactly, and 0 or 1 as bool.

@@ -103,7 +103,7 @@ class OptimizerState:
     def compare(
         self, about: dict[str, Any], groups: list[dict[str, Any]], names_by_rank: list[list[list[str]]]
     ) -> str | None:
-        """Describe the first difference from a saved optimizer; return None if there is no difference."""
+        """Describe the first difference from a saved optimizer; None without one."""
         kind = self._optimizer.kind
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:

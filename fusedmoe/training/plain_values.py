@@ -1,8 +1,8 @@
 """JSON encoding of checkpoint values: a closed set of types that round-trip with type and value.
 
 JSON lacks tuples, bytes, infinities and non-string keys. Such a value is encoded as an object with one key, a tag that
-starts with "$". Tensors are numbered in order of first occurrence and stored separately. Decoding only looks up the tag
-in a table.
+starts with "$". Tensors are numbered in order of first occurrence and stored separately. Decoding looks up the tag in a
+table.
 """
 
 from __future__ import annotations

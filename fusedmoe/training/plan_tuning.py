@@ -76,9 +76,8 @@ def tune_step(
         policy: "auto", or "flowmoe", which selects the number of micro-batches and the bucket size.
         drift: relative change of the median step time that restarts the search. None: never.
         measure: measures the costs in about the given number of seconds; collective, same result on all ranks. A None
-            result defers the measurement to the end of the next step; after two such steps the search continues with
-            the previous costs. By default, `PlannedStep` repeats its own measurement; costs that were passed to it are
-            kept.
+            result defers the measurement to the next step, at most twice if there are earlier costs. By default,
+            `PlannedStep` repeats its own measurement and keeps costs that were passed to it.
         resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan is
             followed without trials until drift.
         tell: called on rank 0 with a line that describes each choice.
@@ -251,7 +250,7 @@ class StepSource(PlanSource):
 class BucketSearch:
     """Bayesian optimisation of the gradient bucket size S_p for step time (FlowMoE §4.3).
 
-    Step time is a Gaussian process over the size; the size with the largest expected improvement is tried next.
+    Tries the size with the largest expected improvement under a Gaussian process next.
 
         while (size := search.next()) is not None:
             search.tried.append((size, seconds(size)))

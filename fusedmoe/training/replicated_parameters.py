@@ -24,7 +24,7 @@ MpLoss = Literal["summands", "replicated"]
 # Small gradients share a collective; large gradients and parameters are never copied in full.
 BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _REWRITTEN, _SPARSE = 0, 1, 2, 3
-# Error by gradient state if any rank reports that state.
+# Error by gradient state.
 _GRADIENT_ERRORS = {
     _REWRITTEN: "the gradient of {name} has been synchronised, then written in place outside of a backward pass. "
     "Set its .grad to None, or to a new tensor, before the next backward pass",
@@ -32,7 +32,7 @@ _GRADIENT_ERRORS = {
 }
 # Modules sharded by `fully_shard(experts=True)`: FSDP divides their gradients by the dp size.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
-# Number of replica comparisons per model: before the first step and after it.
+# Number of replica comparisons so far, by model.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "

@@ -228,7 +228,7 @@ def _unpadded_sizes(model: nn.Module) -> dict[str, dict[int, int]]:
 
 
 def expert_number_names(model: nn.Module) -> set[str]:
-    """Return the names of state entries that list this rank's experts. Loading derives them from the specs."""
+    """Return the names of state entries that list this rank's experts."""
     return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 

@@ -1,7 +1,7 @@
 """Snapshot of a job's state in its nodes' memory, with every part on two nodes.
 
 Each node stores parts that several nodes hold (dense parameters, data-parallel replicas of experts) once, from its own
-ranks. Parts that only one node holds are also sent to a buddy rank on another node. Each part has a SHA-256 digest.
+ranks. Parts that only one node holds are also sent to a buddy rank on another node.
 
 Two slots alternate. A rank starts a refresh only after all ranks have finished the previous one: whenever a rank is
 killed, one slot is complete on every node, for the same step.

@@ -296,7 +296,7 @@ def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int,
 
 
 class StateReader:
-    """Reader of a stored state. Construction is local; `read` is collective over all ranks."""
+    """Reader of a stored state."""
 
     def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
