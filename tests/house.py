@@ -35,7 +35,7 @@ BUDGETS = {
     "engine": 3342,
     "experts": 1468,
     "gates": 1689,
-    "graph": 3423,
+    "graph": 3328,
     "hf": 1806,
     "kernels": 9403,
     "layers": 2560,
