@@ -36,7 +36,7 @@ BUDGETS = {
     "experts": 1468,
     "gates": 1689,
     "graph": 3328,
-    "hf": 1806,
+    "hf": 1756,
     "kernels": 9403,
     "layers": 2560,
     "models": 1647,
