@@ -4,10 +4,9 @@
     rows_NM, weight_N = permute(x_SM, layout), row_weights(weight_SK, layout)
     y_SM = experts(x_SM, layout, weight_N, weights, "swiglu")
 
-`gate` routes tokens, `order` sorts the routing decisions by expert, `permute` and `unpermute` gather and sum rows, and
-`experts` or `grouped_linear` compute. `through_experts` sends rows to the ranks of their experts and returns the
-results; it takes the `Exchange` returned by `fusedmoe.comm.exchange_metadata`. Every function validates its arguments
-before it computes or sends: ConfigError, or RankError on the other ranks.
+`through_experts` sends rows to the ranks of their experts; it takes the `Exchange` returned by
+`fusedmoe.comm.exchange_metadata`. Every function validates its arguments before it computes or sends: ConfigError, or
+RankError on the other ranks.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ def guard_aux_loss(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = 
 
     The checkpoint's forward has no graph. Its backward recomputes the layer with one, but the caller's total loss
     contains the first value, whose gradient would be lost. A loss that the checkpointed function returns keeps its
-    gradient, because autograd then uses the checkpoint's output.
+    gradient.
 
     Args:
-        layer: name of the layer, for errors.
         like: a parameter of the gate, required in compiled graphs, which cannot detect a checkpoint.
         if_any: the loss may be absent; a zero loss never raises.
     """
@@ -57,17 +56,12 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
 
 @operator("refused_gradient")
 def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
-    """Backward of `refuse_gradient`: raise if the auxiliary loss has a gradient, which the checkpoint would lose.
+    """Backward of `refuse_gradient`: return zeros like `like`, or raise if the auxiliary loss has a gradient.
 
-    A reentrant activation checkpoint runs its forward without a graph, so a loss from inside it cannot reach the gate.
+    A zero `aux` means no loss. `aux` is None if the layer always has one.
 
-    Args:
-        grad: gradient of the loss.
-        aux: the loss, if the layer may have none (`if_any`); a loss of 0 then means none.
-    Returns:
-        zeros like `like` if no gradient is lost: `grad` is 0, or `aux` is given and 0.
     Raises:
-        DerivativeError: a gradient would be lost.
+        DerivativeError: `grad` is not zero.
     """
     if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)

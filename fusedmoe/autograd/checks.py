@@ -1,7 +1,7 @@
 """Argument checks of the public operations.
 
-Shapes, dtypes and devices are always checked. Values (expert ids, indices of a handmade layout) are checked on the host
-for CPU tensors; on CUDA and under `torch.compile` they become a device assertion without a host synchronization.
+Values (expert ids, indices of a handmade layout) are checked on the host for CPU tensors. On CUDA and under
+`torch.compile` the check is a device assertion, without a host synchronization.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def check_floats(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
-    """Require an integer tensor with `dims` dimensions on the device of `like`."""
     if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
         check_tensor(operation, name, value, like)
     is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
@@ -67,15 +66,12 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
 
 
-#: Message for invalid expert ids; `most`: the largest valid id.
+#: For invalid expert ids; `most` is the largest valid id.
 CHOICE = "chosen experts must be numbers from 0 to {most}, or -1 for an empty pair; these hold others"
 
 
 def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
-    """Require expert ids: [S, K] integers in [0, experts), or -1 for an empty pair.
-
-    CUDA tensors are checked by the kernel of `order`.
-    """
+    """Require [S, K] integers in [0, experts), or -1 for an empty pair. The kernel of `order` checks CUDA tensors."""
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
     if uses_triton(expert_SK):
@@ -84,7 +80,7 @@ def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
     if torch.compiler.is_compiling() or expert_SK.is_meta:
         require_values(operation, ((expert_SK >= -1) & (expert_SK < experts)).all(), text)
     elif expert_SK.numel():
-        # One pass over the values: in a decoding step with few tokens, a layer takes little longer than a check.
+        # One pass: in a decoding step with few tokens, a check takes almost as long as a layer.
         smallest, largest = (extreme.item() for extreme in expert_SK.aminmax())
         if smallest < -1 or largest >= experts:
             refuse(operation, text)
@@ -99,17 +95,15 @@ def check_row_weights(operation: str, weight_N: Any, layout: Layout) -> None:
 
 
 def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:
-    """Require results with the shape of the rows that they were computed from."""
     if not isinstance(out_SM, Tensor) or out_SM.shape != rows_SM.shape:
         got = list(out_SM.shape) if isinstance(out_SM, Tensor) else repr(out_SM)
         raise ConfigError(f"{name} was given rows of shape {list(rows_SM.shape)} and returned {got}")
 
 
 def check_layout(operation: str, layout: Any) -> None:
-    """Require a layout whose fields are consistent with each other."""
     if not isinstance(layout, Layout):
         refuse(operation, f"layout must be a Layout, as `order` makes it, got {type(layout).__name__}")
-    # Layouts of `order` and of exchanges are consistent by construction; checking them again would take a pass.
+    # Layouts of `order` and of exchanges are consistent by construction.
     if layout.verified:
         return
     dims = {"counts_E": 1, "offsets_E1": 1, "source_N": 1, "pair_N": 1, "row_SK": 2}
@@ -138,7 +132,6 @@ def _is_consistent(layout: Layout) -> Tensor:
     pairs, kept = max(row_SK.numel(), 1), offsets_E1[-1]
     row_N = torch.arange(layout.rows, device=row_SK.device)
     padding_N = row_N >= kept
-    # Counts and offsets agree, and the pairs refer to as many rows.
     is_valid = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
     is_valid &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
     is_valid &= ((pair_N >= 0) & (pair_N < pairs)).all()
@@ -153,7 +146,6 @@ def _is_consistent(layout: Layout) -> Tensor:
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
-    """Require parameters of `experts` experts, in the shapes of the activation, for rows like x_SM."""
     if not isinstance(weights, Weights):
         refuse(operation, f"weights must be fusedmoe.kernels.Weights, got {type(weights).__name__}")
     if activation not in ACTIVATIONS:

@@ -6,19 +6,14 @@
     …                                                                 experts
     y_TM = combine(y_RM, send_PC, recv_QPC, len(x_TM), route)
 
-Operators take tensors and plain values, so `route` names the process groups: a `CollectiveRoute`, shared between
-layers, in a compiled graph, and a `BatchRoute`, one batch after its metadata exchange, in eager mode. The number of
-received rows is known only at run time; fake tensors have unbacked sizes (`new_dynamic_size`), one for tokens and one
-for pairs. Each operator depends on the previous one, forward and backward, so no compiler can reorder collectives.
-Compilers recompute only operators that they know, hence none of these in backward.
+`route` names the process groups: a `CollectiveRoute`, shared between layers, in a compiled graph, and a `BatchRoute`,
+one batch after its metadata exchange, in eager mode. The number of received rows is known only at run time; fake
+tensors have unbacked sizes, one for tokens and one for pairs. Each operator depends on the previous one, forward and
+backward, so no compiler can reorder collectives. Compilers recompute only operators that they know, hence none of these
+in backward.
 
-Dispatch and combine are linear and differentiable any number of times:
-
-    operator    gradient             gradient of that
-    dispatch    dispatch_backward    dispatch
-    combine     combine_backward     combine
-
-Sent rows may end with padding (`Layout`), which is not sent; received rows have none.
+Dispatch and combine are differentiable any number of times. Sent rows may end with padding, which is not sent; received
+rows have none.
 """
 
 from __future__ import annotations
@@ -42,7 +37,6 @@ from fusedmoe.kernels.derivatives import operator, register_fake, register_gradi
 from fusedmoe.kernels.layout import Layout, LayoutTensors
 from fusedmoe.runtime.recorder import Recorder, span
 
-# Equal names let one graph serve all layers over the same process groups.
 _new_number = count()
 
 NONFINITE_INPUT = "the input or router logits are NaN or infinite. Check the layer's input and the gate's weights"
@@ -51,8 +45,7 @@ NONFINITE_INPUT = "the input or router logits are NaN or infinite. Check the lay
 class CollectiveRoute:
     """The process groups and the all-to-all algorithm of a layer, registered under a name for compiled graphs.
 
-    Layers with the same process groups and algorithm share the name, which contains no rank, so all ranks compile the
-    same graph.
+    The name contains no rank, so all ranks compile the same graph, and layers over the same groups share it.
     """
 
     recorder: Recorder | None = None  # graphs record no spans
@@ -67,7 +60,7 @@ class CollectiveRoute:
         return self.topology.ep.is_open and self.topology.esp.is_open
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveRoute:
-        return self  # as its topology
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CollectiveRoute, (self.topology, self.all_to_all)
@@ -76,13 +69,8 @@ class CollectiveRoute:
 class BatchRoute:
     """Process groups and row counts of one batch, registered under a name by which eager operators find them.
 
-    The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass.
-
-    Attributes:
-        exchange: the collectives of the batch.
-        is_sharded: experts are split over esp.
-        hooks, recorder: receive the rows of dispatch and combine, and their spans, in both passes.
-        has_compared_backward: the ranks have compared their backward calls.
+    The batch's autograd graph keeps it alive, so the layer may be freed before the backward pass. `hooks` and
+    `recorder` receive the rows of dispatch and combine, and their spans, in both passes.
     """
 
     def __init__(
@@ -120,12 +108,9 @@ def rebuild_exchange(
 
 
 class _OperatorExchange:
-    """Context of one operator's collectives; an exception inside is reported to the other ranks.
+    """Collectives of one operator. An exception inside this context is reported to the other ranks.
 
     `send` sends rows to all shards of their experts; `return_results` returns the results to the tokens' ranks.
-
-    Args:
-        send_PC, recv_QPC: counts of pairs and tokens by peer (`ExchangeSizes`).
     """
 
     def __init__(
@@ -141,7 +126,7 @@ class _OperatorExchange:
         if batch is None:  # in a graph
             layers = handles.require(route, operation)
             with layers.topology.guard(f"fusedmoe::{operation}"):
-                # A graph carries sizes only; the collectives are rebuilt here, in both passes.
+                # A graph carries sizes only; the collectives are rebuilt in both passes.
                 given = layers.all_to_all, send_PC, recv_QPC, device, has_row_per_pair
                 exchange = rebuild_exchange(layers.topology, *given, "a layer's graph")
             batch = BatchRoute(layers.topology, exchange)
@@ -158,7 +143,7 @@ class _OperatorExchange:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            # Other ranks that wait in the same collective raise this error instead of timing out.
+            # Ranks that wait in the same collective raise this error instead of timing out.
             self.batch.topology.stop(f"fusedmoe::{self.operation}", error)
 
     def send(self, x_TM: Tensor) -> Tensor:
@@ -194,7 +179,7 @@ class _OperatorExchange:
 
 
 def _padded(results: Tensor, rows: int) -> Tensor:
-    # Padding rows have no result and must not expose uninitialized memory.
+    # Padding rows must not expose uninitialized memory.
     padded = results.new_zeros((rows, *results.shape[1:]))
     padded[: len(results)] = results
     return padded
@@ -204,9 +189,8 @@ def _padded(results: Tensor, rows: int) -> Tensor:
 def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keep each token once per destination rank.
 
-    Returns the layout of the tokens to send (counts, offsets, source, pair, and row per token and k). Then, for each
-    sent (token, k) pair: its row in the layout sorted by expert, and 2·(local expert) + (1 for the token's first pair
-    on the rank).
+    Returns the layout of the tokens to send (five tensors), then, for each sent (token, k) pair, its row in the layout
+    sorted by expert and its packed expert assignment (`kernels/deduplicate.py`).
     """
     tokens, row_N, code_N, _ = deduplicate_tokens(Layout.of(layout), peers)
     assert tokens.source_N is not None and row_N is not None and code_N is not None
@@ -236,14 +220,12 @@ def exchange_metadata(
     weights: torch.dtype | None,
     route: str,
 ) -> tuple[Tensor, Tensor]:
-    """Exchange the counts of tokens and pairs between ranks, by `fusedmoe.comm.exchange.exchange_metadata`.
+    """Exchange the counts of tokens and pairs. Return `ExchangeSizes.send_PC` and `recv_QPC`, on the host.
 
     Args:
         tokens_W: tokens of this rank per destination rank; None: one row per pair.
         bad: scalar, > 0 if the router logits or their inputs are not finite; all ranks then raise.
         dtype, width, k, weights: as in `RowForm`.
-    Returns:
-        `ExchangeSizes.send_PC` and `ExchangeSizes.recv_QPC`, on the host.
     Raises:
         RankError: on all ranks, if one rank refuses.
     """
@@ -354,7 +336,6 @@ def _(dx_RM: Tensor | None, dweight_N: Tensor | None, order_N: Tensor, *others: 
 
 @operator("combine")
 def combine(y_RM: Tensor, send_PC: Tensor, recv_QPC: Tensor, tokens: int, route: str) -> Tensor:
-    """Return the results of the sent tokens, zero-padded to `tokens` rows."""
     with _OperatorExchange(route, "combine", send_PC, recv_QPC, y_RM.device) as traffic:
         return traffic.return_results(y_RM.contiguous(), tokens)
 
@@ -366,7 +347,7 @@ def _(y_RM: Tensor, send_PC: Tensor, recv_QPC: Tensor, tokens: int, route: str) 
 
 @operator("combine_backward")
 def combine_backward(dy_TM: Tensor, send_PC: Tensor, recv_QPC: Tensor, received: int, route: str) -> Tensor:
-    """Backward of `combine`: send dy_TM to the ranks that computed the results, [T, M] -> [received, M]."""
+    """Send dy_TM to the ranks that computed the results, [T, M] -> [received, M]."""
     with _OperatorExchange(route, "combine_backward", send_PC, recv_QPC, dy_TM.device) as traffic:
         return traffic.send(dy_TM.contiguous())
 

@@ -38,8 +38,7 @@ def experts(
         [S, M'] in x's dtype, where M' is the output width of w2. The gradient of weight_N is zero in padding rows.
     Saves for backward:
         x_SM (unless w1 is frozen), weight_N and the pre-activation: N·H elements, 2·N·H if gated (unless at most b2
-        needs a gradient). The parameters are referenced. Backward computes only the gradients that are needed: half of
-        the work if all parameters are frozen.
+        needs a gradient). The parameters are referenced. If all are frozen, backward does half of the work.
     Raises:
         ConfigError: unknown activation, inconsistent shapes, dtypes or devices, or an inconsistent handmade layout.
     """
@@ -82,12 +81,10 @@ def experts_operator(
 
 @register_fake(experts_operator)
 def _(x_SM: Tensor, weight_N: Any, w1: Tensor, w2: Tensor, b1: Any, b2: Any, b2_start: int, layout: Any, _: str) -> Any:
-    # All sizes follow from the inputs: no unbacked sizes.
     return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((Layout.of(layout).rows, *w1.shape[1:-1]))
 
 
 def row_flops(*shapes: Sequence[int] | None) -> int:
-    """Return the FLOPs of one row times one matrix of each stack, given the stacks' shapes."""
     return sum(2 * prod(shape[1:]) for shape in shapes if shape is not None)
 
 
@@ -113,7 +110,7 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x_SM, weight_N, w1, w2, b1 and b2; empty tensors for those without `needs_grad`.
 
-    h_NH and x_SM may be None if no needed gradient reads them (see `kernels.experts.NeedsGrad`).
+    h_NH and x_SM may be None if no needed gradient reads them.
     """
     weights, needed = Weights(w1, w2, b1, b2, b2_start), NeedsGrad(*needs_grad)
     given = (Layout.of(layout), weight_N, weights, ACTIVATIONS[activation])
@@ -145,7 +142,7 @@ def _(dy_SM: Any, h_NH: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others
 
 
 def backward_flops(needs_grad: NeedsGrad, w1: Any, w2: Any) -> int:
-    """Return the backward FLOPs of one row of experts with w1 and w2 of these shapes."""
+    """Return the backward FLOPs of one row, given the shapes of w1 and w2."""
     needs_da = needs_grad.x_SM or needs_grad.weight_N or needs_grad.w1 or needs_grad.b1
     products = ((needs_da, w2), (needs_grad.x_SM, w1), (needs_grad.w1, w1), (needs_grad.w2, w2))
     return row_flops(*(shape for needed, shape in products if needed))
@@ -153,7 +150,7 @@ def backward_flops(needs_grad: NeedsGrad, w1: Any, w2: Any) -> int:
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.b2_start, layout, ctx.activation = inputs
-    # Operators cannot save intermediates, so h_NH is an output, without gradient.
+    # Operators cannot save intermediates, so h_NH is an output.
     h_NH = output[1]
     ctx.mark_non_differentiable(h_NH)
     # Autograd would materialize zeros for a missing gradient of y.
@@ -217,7 +214,6 @@ def experts_in_parts(
     """Compute `fusedmoe.autograd.experts` without biases, with weights joined from parts during each pass.
 
     Args:
-        x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
         parts: parameters, in the order of `weight_parts.join`; each gets a gradient in its dtype, if its matrix has a
             part that requires grad.
     Saves for backward:
@@ -270,7 +266,6 @@ class _JoinedExpertsFunction(Function):
 
 
 def parts_need_grad(weight_parts: WeightParts, w1: Tensor, w2: Tensor, needs_grad: Sequence[bool]) -> tuple[bool, bool]:
-    """Return whether w1 and w2 have a part that requires grad."""
     if all(needs_grad) or not any(needs_grad) or torch.compiler.is_compiling():
         return any(needs_grad), any(needs_grad)
     # A part that is a view shares memory with its matrix; a copy may belong to both.

@@ -50,14 +50,9 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
 
 
 def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
-    """Route tokens by given logits, such as noisy or cosine logits; otherwise like `gate`.
+    """Route tokens by given logits, [S, E], such as noisy or cosine logits; otherwise like `gate`.
 
-    Args:
-        logits_SE: [S, E], any float dtype; half precision is converted to float32.
-    Returns:
-        A `GateChoice` with the given logits.
-    Saves for backward:
-        The logits and the choices (S·K int64).
+    Half-precision logits are converted to float32. Saves the logits and the choices for backward.
     """
     check_tensor("gate", "logits_SE", logits_SE)
     check_floats("gate", "logits_SE", logits_SE)
@@ -72,7 +67,6 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
 
 
 def _detached_bias(bias_E: Tensor | None) -> Tensor | None:
-    # The bias affects the choice only, so it is detached.
     return None if bias_E is None else bias_E.detach().float().contiguous()
 
 
@@ -90,13 +84,12 @@ def _check_arguments(experts: int, like_SN: Tensor, rule: GateRule, bias_E: Tens
 
 
 def _operator_arguments(rule: GateRule) -> tuple[int, str, bool, float, bool, int | None, bool]:
-    """Return the rule as operator arguments; `GateRule(*fields)` is the inverse."""
+    """Return the fields of the rule in order, for `GateRule(*fields)`."""
     return rule.k, rule.score, rule.normalize, rule.scale, rule.statistics, rule.sequence, rule.logsumexp
 
 
 def _as_choice(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad = tensors
-    # Results that the rule does not request are empty.
     sums_BE, counts_BE = (score_BE, count_BE) if rule.statistics else (None, None)
     requested_S = logsumexp_S if rule.logsumexp else None
     return GateChoice(expert_SK, weight_SK, logits_SE, sums_BE, counts_BE, requested_S, bad)
@@ -109,7 +102,6 @@ _CHOICE = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 @operator("gate", f"(Tensor x_SM, Tensor weight_EM, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_operator(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Return the seven tensors of a `GateChoice`."""
     from fusedmoe.kernels.triton.gate import choose
 
     return _replace_none(choose.gate(x_SM, weight_EM, GateRule(*rule), bias_E))
@@ -122,7 +114,7 @@ def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tup
 
 @operator("gate_from_logits", f"(Tensor logits_SE, Tensor? bias_E, {_RULE}) -> {_CHOICE}")
 def gate_from_logits_operator(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
-    """Like `gate_operator`, from float32 logits; the third tensor, the logits, is empty."""
+    """The third tensor, the logits, is empty."""
     from fusedmoe.kernels.triton.gate import choose
 
     choice = choose.choose(logits_SE, GateRule(*rule), bias_E)
@@ -164,8 +156,7 @@ def gate_backward(
 ) -> Tensor:
     """Return the gradient of the logits, [S, E] float32.
 
-    With `apart`, return two bfloat16 summands [2, S, E rounded up to 16], the input format of the bfloat16 router
-    products.
+    With `apart`: two bfloat16 summands, `summands_shape`, the input format of the bfloat16 router products.
     """
     from fusedmoe.kernels.triton.gate import choose
 
@@ -184,7 +175,6 @@ def _(logits_SE: Tensor, *others: Any) -> Tensor:
 def _save_choice(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     x_SM, weight_EM, _, *ctx.rule = inputs
     expert_SK, _, logits_SE, _, count_BE, _, bad = output
-    # The kernel skips results without a gradient.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE, bad)
     ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)

@@ -26,8 +26,7 @@ def grouped_linear(
             non-contiguous weight.
         bias_EO: [E, O], or None.
     Saves for backward:
-        rows_NK if the weight requires grad; the weight is referenced. Backward computes only the gradients that are
-        needed.
+        rows_NK if the weight requires grad; the weight is referenced.
     Raises:
         ConfigError: inconsistent shapes, dtypes or devices.
     """
@@ -135,15 +134,9 @@ register_gradient(grouped_linear_operator, _linear_gradients, _save_rows)
 def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """Clamped SwiGLU of gpt-oss, [N, 2·I] -> [N, I]: g·σ(alpha·g)·(u + 1), with g the even and u the odd columns.
 
-    g is clamped to at most `limit`, u to [−limit, limit]. Computes in at least float32.
+    g is clamped to at most `limit`, u to [−limit, limit]. Accepts any strides. Computes in at least float32 and returns
+    the dtype of h_NH, which is saved for backward.
 
-    Args:
-        h_NH: rows, floating point, any strides.
-        limit: a positive number.
-    Returns:
-        [N, I] in the dtype of h_NH.
-    Saves for backward:
-        h_NH.
     Raises:
         ConfigError: an odd number of columns, a non-floating dtype, or a limit <= 0.
     """

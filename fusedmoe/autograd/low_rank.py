@@ -47,7 +47,6 @@ def low_rank_experts(
     """Compute `fusedmoe.autograd.experts` with W + scale·B·A in place of the frozen W1 and W2, without forming the sum.
 
     Args:
-        x_SM, layout, weight_N, activation: as for `fusedmoe.autograd.experts`.
         weights: the frozen parameters, in x's dtype; non-contiguous ones are copied first. `StoredWeights` (quantized)
             are materialized one expert at a time and do not enter compiled graphs.
         adapters: adapters of W1 and W2; each may be None. Factors in x's dtype: A [e, r, M] and B [e, 2·H, r] (not
@@ -278,7 +277,6 @@ def low_rank_linear(
     """Compute `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
 
     Args:
-        rows_NK, layout, weight, bias_EO, transposed: as for `grouped_linear`.
         adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, independent of `transposed`.
     Saves for backward:
         rows_NK, and N·r elements.

@@ -1,7 +1,7 @@
 """Dispatch, combine, all-gather and reduce-scatter as differentiable functions of an `Exchange`, for custom models.
 
-None saves a tensor, and all are differentiable any number of times. `MoELayer` uses the operators of
-`autograd/exchange_operators.py`, which compiled graphs can hold.
+None saves a tensor, and all are differentiable any number of times. `MoELayer` uses `autograd/exchange_operators.py`,
+whose operators compiled graphs can hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusedmoe.kernels.layout import Layout
 def dispatch(rows_NM: Tensor, exchange: Exchange) -> Tensor:
     """Send rows to their experts' ranks: [N, M] by global expert -> [R, M] by (source rank, local expert).
 
-    Collective over ep. The backward is a combine.
+    Collective over ep.
     """
     return linear(rows_NM, exchange.dispatch, _backward(exchange, exchange.combine), "dispatch")
 
@@ -30,18 +30,18 @@ def dispatch(rows_NM: Tensor, exchange: Exchange) -> Tensor:
 def combine(rows_NM: Tensor, exchange: Exchange) -> Tensor:
     """Return results of received rows to their source ranks: [R, M] -> [N, M], in the order of the rows sent.
 
-    Collective over ep. The backward is a dispatch.
+    Collective over ep.
     """
     return linear(rows_NM, exchange.combine, _backward(exchange, exchange.dispatch), "combine")
 
 
 def all_gather(rows_RM: Tensor, exchange: Exchange) -> Tensor:
-    """All-gather the rows over the shards of an expert. The backward is a reduce-scatter."""
+    """All-gather the rows over the shards of an expert."""
     return linear(rows_RM, exchange.all_gather, _backward(exchange, exchange.reduce_scatter), "all-gather")
 
 
 def reduce_scatter(rows_RM: Tensor, exchange: Exchange) -> Tensor:
-    """Sum the rows over the shards of an expert and return this rank's part. The backward is an all-gather."""
+    """Sum the rows over the shards of an expert and return this rank's part."""
     return linear(rows_RM, exchange.reduce_scatter, _backward(exchange, exchange.all_gather), "reduce-scatter")
 
 
@@ -54,7 +54,7 @@ def _backward(exchange: Exchange, move: LinearMap) -> LinearMap:
     return compare_and_move
 
 
-# Maps rows, their layout by local expert, and the weight of each sorted row (or None) to one summed result per row.
+# Rows, their layout by local expert, and the weight of each sorted row (or None) -> one summed result per row.
 Compute = Callable[[Tensor, Layout, "Tensor | None"], Tensor]
 
 
@@ -66,9 +66,9 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
     Args:
         rows_NM: [N, M] rows sorted by global expert, with the counts given to `exchange`.
         weight_N: [N] router weights, or None for 1.
-        compute: the local experts; their results may have another width.
+        compute: the local experts.
     Returns:
-        [N, M'] weighted results.
+        [N, M'] weighted results, with the width of the experts' results.
     Raises:
         ConfigError, RankError: the number of rows, weights or results differs from the exchange's.
     """
@@ -81,7 +81,7 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
     rows_RM = all_gather(dispatch(rows_NM, exchange), exchange)
     layout, weight_R = received_layout(exchange.counts_RE, exchange.num_rows), None
     if weight_N is not None:
-        # A column, so that weights and their gradients are exchanged like rows.
+        # A column, because weights and their gradients are exchanged like rows.
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[layout.pair_N, 0]
     out_RM = compute(rows_RM, layout, weight_R)
     check_rows("through_experts", "the experts' result", out_RM, len(rows_RM))

@@ -39,8 +39,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
     Returns:
         A `Layout`; on CUDA and under `torch.compile` with padding rows, which avoids a device synchronization.
     Raises:
-        ConfigError: an expert id that is neither -1 nor in [0, E). On CUDA and in compiled graphs an invalid id fails a
-            device assertion.
+        ConfigError: an expert id is neither -1 nor in [0, E). On CUDA and in compiled graphs a device assertion fails.
     """
     check_choice("order", expert_SK, experts)
     if capacity is not None:
@@ -50,8 +49,8 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
         if priority_S.shape != expert_SK.shape[:1]:
             shapes = f"{list(priority_S.shape)} for {list(expert_SK.shape)} choices"
             refuse("order", f"priority_S must have one number for each token, got {shapes}")
-        priority_S = priority_S.detach()  # only the order matters, which has no gradient
-    # Sizes in a graph must not depend on values: pad to the bound.
+        priority_S = priority_S.detach()
+    # Sizes in a graph must not depend on values.
     tensors = order_operator(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
     return Layout.of(tensors)
 
@@ -60,7 +59,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
 def order_operator(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sort pairs by expert; return the five tensors of the `Layout`. `padded`: pad to `row_bound` on CPUs as well."""
+    """Return the five tensors of `build_layout`'s result. `padded`: pad to `row_bound` on CPUs as well."""
     layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {CHOICE.format(most=experts - 1)}")
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
@@ -71,7 +70,6 @@ def order_operator(
 @register_fake(order_operator)
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
     tokens, K = expert_SK.shape
-    # With padding, shapes do not depend on values.
     rows: Any = row_bound(tokens, K, experts, capacity)
     if not padded and not expert_SK.is_cuda:
         rows = torch.library.get_ctx().new_dynamic_size()
@@ -104,7 +102,7 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
-    """Gather the value of each sorted row's pair, such as its router weight: [S, K] -> [N]; zeros in padding rows.
+    """Gather a value per pair to the sorted rows: [S, K] -> [N]; zeros in padding rows.
 
     The backward scatters each row's gradient to its pair, with 0 for pairs without a row.
     """
@@ -118,7 +116,7 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
 
 
 def row_weights(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
-    """Return the router weight of each sorted row, [N], as `take_pairs`; None (all weights are 1) for None."""
+    """Return the router weight of each sorted row, [N], zero in padding rows; None (all weights are 1) for None."""
     return None if weight_SK is None else take_pairs(weight_SK, layout)
 
 

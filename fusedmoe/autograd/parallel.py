@@ -8,9 +8,8 @@
 | join_rows | split -> replicated | all-gather | slice |
 
 A split tensor is [counts[group.index], M]; every other tensor is [sum(counts), M]. `counts[i]` is the number of rows of
-the group's i-th rank, the same on every rank. A replicated tensor has the same rows and gradient on every rank; a
-partial tensor is a summand. Shapes are validated before anything is sent (ConfigError, RankError). None saves a tensor
-for backward.
+the group's i-th rank. A replicated tensor has the same rows and gradient on every rank; a partial tensor is a summand.
+Shapes are validated before anything is sent (ConfigError, RankError). None saves a tensor for backward.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from fusedmoe.runtime.recorder import Recorder, active_recorder, span
 
 
 def split_counts(rows: int, group: Group) -> list[int]:
-    """Return the number of rows of each rank if `rows` rows are split as by `torch.chunk`.
-
-    Each rank gets ⌈rows / ranks⌉ rows; the last ranks may get fewer or none.
+    """Return the number of rows of each rank if `rows` rows are split as by `torch.chunk`: the last ranks may get none.
 
     Raises:
         ConfigError: `rows` is not an integer >= 0.
@@ -45,33 +42,29 @@ def split_counts(rows: int, group: Group) -> list[int]:
 
 
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """All-gather split rows that each rank uses differently."""
     return _linear_collective("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Reduce-scatter partial rows to split rows."""
     return _linear_collective("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Slice replicated rows, without communication."""
     if torch.compiler.is_compiling() and group.graph_name:
         return split_operator(x_SM, counts, group.index, group.graph_name)
     return _linear_collective("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """All-gather split rows that all ranks use in the same way."""
     if torch.compiler.is_compiling() and group.graph_name:
         return join_operator(x_SM, counts, group.index, group.graph_name)
     return _linear_collective("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
 
 
 def name_for_graphs(group: Group) -> None:
-    """Register a group for `split_rows` and `join_rows` in compiled graphs, where they are operators.
+    """Register a group for `split_rows` and `join_rows` in compiled graphs. Ranks call it in the same order.
 
-    Groups over the same process groups share a name, and so a graph. Ranks call it in the same order.
+    Groups over the same process groups share a name, and so a graph.
     """
     if group.size > 1:
         group.graph_name = group.identity
@@ -120,7 +113,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
 
 
 def sum_gradient(value: Tensor, group: Group) -> Tensor:
-    """Return the value and all-reduce its gradient, for parameters that each rank applies to different rows."""
+    """All-reduce the gradient of a value, for parameters that each rank applies to different rows."""
     if group.size == 1:
         return value
     return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()), "sum_gradient")
@@ -186,8 +179,7 @@ MpInput = Literal["replicated", "split", "partial"]
 class MpTokens:
     """Split a layer's tokens over an MP group and join the results.
 
-    Attributes:
-        is_joint: each rank routes a slice of the group's tokens and gets all results. False: its own tokens only.
+    `is_joint`: each rank routes a slice of the group's tokens and gets all results. False: its own tokens only.
 
     Raises:
         ConfigError: unknown `mp_input`.
@@ -200,7 +192,6 @@ class MpTokens:
         self.is_joint = group.size > 1 and mp_input != "split"
 
     def counts(self, tokens: int) -> list[int]:
-        """Return the number of tokens that each rank routes."""
         return split_counts(tokens, self.group) if self.is_joint else [tokens]
 
     def shard(self, x_SM: Tensor, counts: Sequence[int]) -> Tensor:
@@ -220,7 +211,7 @@ class MpTokens:
         return torch.func.functional_call(module, parameters, inputs)
 
     def with_summed_gradient(self, parameter: Tensor) -> Tensor:
-        """Return the parameter; its gradient is all-reduced over the MP group."""
+        """Return the parameter, whose gradient is all-reduced over the MP group."""
         return sum_gradient(parameter, self.group) if self.is_joint else parameter
 
     def aux_loss_share(self, aux: Tensor) -> Tensor:

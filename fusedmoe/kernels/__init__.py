@@ -1,7 +1,7 @@
 """Kernels: `X.py` is an operation in plain PyTorch, `triton/X.py` its Triton form, `gluon/X.py` its Hopper form.
 
-Functions `define_…` are references: they define the results that all forms must reproduce. Triton and Gluon forms are
-imported only on devices that run them.
+`define_…` functions are the references that all forms must reproduce. Triton and Gluon forms are imported only on
+devices that run them.
 """
 
 from __future__ import annotations

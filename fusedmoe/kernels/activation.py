@@ -30,10 +30,7 @@ _SLICE_BYTES = 1 << 17
 class Activation:
     """An activation and its derivative as PyTorch out-variants.
 
-    Attributes:
-        gated: H has two halves.
-        forward: `forward(x, out=a)` writes act(x).
-        backward: `backward(grad, x, grad_input=dx)` writes grad·act'(x).
+    `forward(x, out=a)` writes act(x), and `backward(grad, x, grad_input=dx)` writes grad·act'(x).
     """
 
     name: str
@@ -44,6 +41,15 @@ class Activation:
     @property
     def halves(self) -> int:
         return 2 if self.gated else 1
+
+    def apply(self, h: Tensor, a: Tensor) -> None:
+        """Write the activation of h, [N, H] or gated [N, 2·H], to `a`, [N, H]."""
+        if self.gated:
+            g, u = h.split(a.shape[1], 1)
+            self.forward(g, out=a)
+            a.mul_(u)
+        else:
+            self.forward(h, out=a)
 
 
 _silu = _aten.silu.out, _aten.silu_backward.grad_input
@@ -105,7 +111,6 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return the gradient of h_NH; zero at and beyond a bound."""
     da_NI, h_NH = da_NI.contiguous(), h_NH.contiguous()
     if has_kernels(h_NH):
         from fusedmoe.kernels.triton import activation as kernels
@@ -136,10 +141,9 @@ def _half_slices(h_NH: Tensor, num_scratch: int) -> Iterator[tuple[slice, list[T
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         size = rows.stop - start
-        # The first slice is the largest.
         storage = storage or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + num_scratch)]
         buffers = [buffer[:size] for buffer in storage]
-        # De-interleave once, so that all later passes are contiguous.
+        # De-interleave once; all later passes are contiguous.
         pairs = h_NH[rows].view(size, I, 2)
         for half in range(2):
             buffers[half].copy_(pairs[..., half])

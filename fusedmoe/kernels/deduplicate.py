@@ -8,8 +8,8 @@ Example, two ranks with two experts each, K = 3. Token a is routed to experts 0,
     rank 0    receives a       codes of a: experts 0, 1 → 1, 2
     rank 1    receives a b     codes of a: expert 3 (local 1) → 3; of b: experts 2, 3, 2 (local 0, 1, 0) → 1, 2, 0
 
-Rank 1 sorts its local rows by expert, b b | a b, and returns one partial sum for a and one for b. The sender sums the
-partial sums of a token in rank order. Plain PyTorch on every device.
+Rank 1 sorts its local rows by expert, b b | a b, and returns one partial sum for a and one for b, which the sender sums
+in rank order.
 """
 
 from __future__ import annotations
@@ -80,24 +80,15 @@ def deduplicate_tokens(layout: Layout, peers: int) -> SentTokens:
 
 
 class ReceivedPairs(NamedTuple):
-    """P pairs of received tokens, ordered by token, then k.
-
-    Attributes:
-        expert_P: local expert of each pair.
-        token_P: index of its received token, ascending.
-    """
+    """P pairs of received tokens, ordered by token, then k: the local expert and the token index of each."""
 
     expert_P: Tensor
     token_P: Tensor
 
     def sort(self, tokens: int, experts: int, k: int) -> tuple[Layout, Tensor]:
-        """Sort the pairs by local expert, without device synchronization.
+        """Sort the pairs by local expert, without device synchronization. `k`: maximum number of pairs per token.
 
-        Args:
-            tokens, experts: number of received tokens and of local experts.
-            k: maximum number of pairs per token.
-        Returns:
-            the layout, and the pair of each of its rows, [N].
+        Returns the layout, and the pair of each of its rows, [N].
         """
         key_P = self.expert_P.to(torch.int16 if experts < 2**15 else torch.int32)
         order_N = key_P.sort(stable=True).indices
@@ -114,14 +105,13 @@ class ReceivedPairs(NamedTuple):
     def in_chunks(self, order_R: Tensor, rows: list[int]) -> tuple[Tensor, list[ReceivedPairs]]:
         """Split the pairs into chunks of tokens: permuted by `order_R`, `rows[i]` tokens in chunk i.
 
-        Returns:
-            the permutation of the pairs, stable within a token, and each chunk's pairs.
+        Returns the permutation of the pairs, stable within a token, and each chunk's pairs. Synchronizes with the
+        device.
         """
         place_P = inverse(order_R)[self.token_P]
         # Stable, so sums have the same order for any number of chunks.
         place_P, pair_P = place_P.sort(stable=True)
         first = list(accumulate(rows, initial=0))
-        # On CUDA this synchronizes with the device: only here are the pairs per chunk known.
         ends = torch.searchsorted(place_P, torch.tensor(first, device=place_P.device)).tolist()
         expert_P, spans = self.expert_P[pair_P], zip(pairwise(ends), first[:-1], strict=True)
         return pair_P, [
@@ -130,22 +120,20 @@ class ReceivedPairs(NamedTuple):
 
 
 def inverse(order_N: Tensor) -> Tensor:
-    # An indexed write is cheaper than argsort.
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
 
 
 def decode(code_P: Tensor) -> ReceivedPairs:
-    # The lowest bit marks a token's first pair; its running count is the token index.
+    # The running count of first pairs is the token index.
     return ReceivedPairs((code_P >> 1).long(), (code_P & 1).cumsum(0) - 1)
 
 
 def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
-    """Return the message with one row per sent (token, k) pair: its code and its router weight, as bytes [N, bytes].
+    """Return the message with one row per sent pair, its code and its router weight, as bytes [N, bytes].
 
-    A code is a packed expert assignment (see the module). Without codes, returns the weights alone, [N, 1]; without
-    either, None.
+    Without codes, returns the weights alone, [N, 1]; without either, None.
     """
     if code_N is None:
         return None if weight_N is None else weight_N[:, None]
@@ -156,7 +144,6 @@ def pack(code_N: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
 
 
 def unpack(message_P: Tensor, code: torch.dtype, weight: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Split a message of `pack` into codes (packed expert assignments) and router weights, if any."""
     # Clone, because a contiguous slice may be unaligned.
     halves = message_P[:, : code.itemsize], message_P[:, code.itemsize :]
     code_P, weight_P = (half.clone(memory_format=torch.contiguous_format).view(-1) for half in halves)
@@ -197,7 +184,7 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor
 def define_deduplicate_tokens(
     layout: Layout, peers: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
-    """Reference for `deduplicate_tokens`: tokens as (rank, token), and pairs as (rank, token, local expert, first)."""
+    """List the tokens as (rank, token), and the pairs as (rank, token, local expert, is first)."""
     expert_of = [expert for expert, count in enumerate(layout.counts) for _ in range(count)]
     chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
     tokens, pairs = [], []
@@ -212,7 +199,7 @@ def define_deduplicate_tokens(
 
 
 def define_received(pairs: list[tuple[int, int]], tokens: int, experts: int) -> list[list[tuple[int, int]]]:
-    """Reference for `ReceivedPairs.sort`: return each expert's rows as (token, index in `pairs`)."""
+    """Return each expert's rows as (token, index in `pairs`)."""
     rows: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
     for number, (expert, token) in enumerate(pairs):
         assert token < tokens

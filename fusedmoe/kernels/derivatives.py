@@ -45,8 +45,8 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
     """Decorate a function of tensors and plain values to make it the operator `torch.ops.fusedmoe.<name>`.
 
     Unless given, the schema is inferred from the annotations, without defaults. The function must return new memory and
-    mutate no argument. Tensors inside lists (a layout) get no gradient. Complete the operator with `register_fake` and
-    `register_gradient`.
+    mutate no argument. Tensors inside lists (a layout) get no gradient. Call `register_fake` for the operator, and
+    `register_gradient` if it is differentiable.
     """
 
     # A call takes a few µs longer; with `torch.library.custom_op` and a gradient about 20 µs.
@@ -57,7 +57,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         _library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeExplicitAutograd")
         overload = getattr(torch.ops.fusedmoe, name).default
-        # Looked up at each call, since `register_gradient` runs later.
+        # `register_gradient` replaces its functions later.
         gradient = _gradients[overload] = _Gradient(lambda *_: _raise_double_backward(qualified), lambda *_: None)
 
         class Differentiated(torch.autograd.Function):
@@ -78,7 +78,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
         apply = super(torch.autograd.Function, Differentiated).apply
 
         def autograd_kernel(keyset: Any, *inputs: Any) -> Any:
-            # Redispatch below autograd to the operator's body, its fake, or a dispatch mode.
+            # To the operator's body, its fake, or a dispatch mode.
             keyset = keyset & KEYS_AFTER_AUTOGRAD
             differentiable = False
             if torch.is_grad_enabled():
@@ -122,14 +122,14 @@ def _apply_per_element(overload: Any, info: Any, in_dims: tuple[Any, ...], *valu
 
 
 def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Register an operator's fake implementation: shapes, dtypes and devices of its results."""
+    """Register a function that returns empty results with an operator's shapes, dtypes and devices."""
     return torch.library.register_fake(overload, lib=_library)
 
 
 def graph_allows_dynamic_sizes() -> bool:
-    """Return whether the graph being traced may contain data-dependent sizes (number of received rows).
+    """Return whether the graph being traced may contain data-dependent sizes, as with `fullgraph=True`.
 
-    True with `fullgraph=True`; otherwise the graph would break at each operator with such results.
+    Other graphs break at each operator with such results.
     """
     context = tracing_context()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
@@ -156,10 +156,7 @@ _flops: dict[Any, tuple[Callable[..., int], bool]] = {}
 
 
 def register_flops(overload: Any, get_raw: bool = False) -> Callable[[Callable[..., int]], Any]:
-    """Register an operator's formula with `FlopCounterMode`.
-
-    The formula receives shapes in place of tensors, and `out_shape`; with `get_raw`, tensors and `out_val`.
-    """
+    """Register an operator's FLOP formula, of shapes and `out_shape`; with `get_raw`, of tensors and `out_val`."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _flops[overload.overloadpacket] = formula, get_raw
@@ -195,11 +192,9 @@ LinearMap = Callable[[Tensor], Tensor]
 
 
 class Function(torch.autograd.Function):
-    """Base class of the library's autograd functions.
+    """Base class of the library's autograd functions. `operation` is the name in errors.
 
-    Attributes:
-        operation: name used in errors.
-        double_backward: backward is itself differentiable; otherwise higher-order derivatives raise.
+    With `double_backward`, backward is itself differentiable; otherwise higher-order derivatives raise.
     """
 
     operation: ClassVar[str]
@@ -257,10 +252,9 @@ def linear(rows: Tensor, forward_map: LinearMap, backward_map: LinearMap, name: 
 
 
 def first_order(operation: str, gradients: Sequence[Any], sources: Iterable[Any]) -> tuple[Any, ...]:
-    """Wrap gradients computed without a graph, so that differentiating them again raises `DerivativeError`.
+    """Wrap gradients computed without a graph: differentiating them by a source raises `DerivativeError`.
 
-    `sources`: tensors that the gradients depend on. PyTorch's `once_differentiable` does not connect them in the graph,
-    so a second derivative with respect to a source would not raise.
+    PyTorch's `once_differentiable` does not connect the sources in the graph, so a second derivative would not raise.
     """
     connected = [one for one in sources if isinstance(one, Tensor) and one.requires_grad]
     if not connected:
@@ -277,7 +271,6 @@ def _first_order_only(operation: str, backward: Callable[..., Any]) -> Callable[
             return backward(ctx, *grads)
         _require_reverse_mode(operation, grads)
         with torch.no_grad():
-            # `first_order` attaches the node that raises.
             gradients = backward(ctx, *grads)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         return first_order(operation, gradients, (ctx.inputs, *grads))

@@ -3,8 +3,7 @@
 y_SM[s] = Σ over the kept rows n of token s of weight_N[n]·FFN_e(x_SM[s]), FFN_e(x) = act(x·W1_eᵀ + b1_e)·W2_eᵀ + b2_e.
 
 Only the pre-activation H, N·H elements, is saved for backward, which recomputes A = act(H). The router weight's
-gradient is ⟨dA', A⟩ (SonicMoE), so the output of the down projection is not needed. With frozen parameters
-(`NeedsGrad`) backward takes half the time and never reads x. The caller owns all returned buffers.
+gradient is ⟨dA', A⟩ (SonicMoE), so the output of the down projection is not needed.
 
 Plain PyTorch processes rows in blocks, so H is the only tensor of its size, and applies activations in slices that fit
 in cache. A block has rows of one expert, or of several experts whose rows fit in cache together. On CUDA this path
@@ -94,7 +93,6 @@ class Gradients:
         return self.w1, self.w2, self.b1, self.b2
 
     def accumulated_into(self, totals: Gradients | None) -> Gradients:
-        """Accumulate the parameter gradients in place into `totals`, if given."""
         if totals is None:
             return self
 
@@ -113,13 +111,11 @@ def experts_forward(
     activation: Activation,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the expert outputs y_SM and the pre-activations H.
+    """Compute the expert outputs y_SM and the pre-activations H, [N, 2, H] or [N, H].
 
     Args:
         weight_N: router weight of each sorted row; None for 1.
         shared: communication occupies some multiprocessors of the GPU. Affects time and rounding only.
-    Returns:
-        y_SM, like x_SM, and h_NH, [N, 2, H] or [N, H].
     """
     if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
@@ -131,7 +127,7 @@ def experts_forward(
     width, rows = activation.halves * hidden, layout.rows
     h_NH, out_NM = x_SM.new_empty((rows, width)), x_SM.new_empty((rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
-    # One call creates all views: for experts with few rows a view takes as long as a GEMM.
+    # For experts with few rows, creating a view takes as long as a GEMM.
     w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
     for block in blocks:
         x, h, a, out = block.gather(x_SM, layout, x_buffer), block.of(h_NH), a_buffer[: block.rows], block.of(out_NM)
@@ -140,12 +136,7 @@ def experts_forward(
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
-            if activation.gated:
-                g, u = h_part.split(hidden, 1)
-                activation.forward(g, out=a_part)
-                a_part.mul_(u)
-            else:
-                activation.forward(h_part, out=a_part)
+            activation.apply(h_part, a_part)
         for expert, a_e, out_e in block.by_expert(a, out):
             torch.mm(a_e, w2_E[expert], out=out_e)
             if b2 is not None:
@@ -203,8 +194,10 @@ def experts_backward_rows(
     needs_grad: NeedsGrad = ALL,
     shared: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, HiddenRows]:
-    """Compute the first half of `experts_backward`: dx_SM, dweight_N and the intermediates for the second half."""
-    # Consumers of dx need not wait for the weight-gradient GEMMs (Lancet §4).
+    """Compute the first half of `experts_backward`: dx_SM, dweight_N and the intermediates for the second half.
+
+    Consumers of dx need not wait for the weight-gradient GEMMs (Lancet §4).
+    """
     if has_kernels(dy_SM):
         from fusedmoe.kernels.triton import experts
 
@@ -253,10 +246,7 @@ def experts_backward_weights(
 class _RowGradients:
     """Gradients of rows and router weights, accumulated block by block in plain PyTorch.
 
-    Attributes:
-        blocks, max_rows: row blocks, and the row count of the largest.
-        width: width of a row of H.
-        dweight_N: zero in padding rows; None if not requested.
+    `width` is the width of a row of H. `dweight_N` is zero in padding rows, and None if not requested.
     """
 
     def __init__(
@@ -276,17 +266,14 @@ class _RowGradients:
         self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
         self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
         self._dy, self._da = dy_SM.new_empty((self.max_rows, dim)), dy_SM.new_empty((self.max_rows, hidden))
-        # Cache-sized slices; `_a` holds activations that no parameter gradient needs.
+        # `_a` holds activations that no parameter gradient needs.
         self._step = step
         self._act, self._a = (dy_SM.new_empty((min(self.max_rows, step), hidden)) for _ in range(2))
         self._dx_NM = dy_SM.new_empty((layout.rows, weights.w1.shape[-1])) if needs_grad.x_SM else None
         self.dweight_N = dy_SM.new_zeros(layout.rows) if weight_N is not None and needs_grad.weight_N else None
 
     def add(self, block: _RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
-        """Compute one block's gradients and return dy of its rows.
-
-        Writes activations to `a` and dH to `dh`, if given.
-        """
+        """Compute one block's gradients, fill `a` (activations) and `dh`, if given, and return dy of its rows."""
         activation, hidden, step = self._activation, self._act.shape[1], self._step
         dy = block.gather(self._dy_SM, self._layout, self._dy)
         ds = None if self.dweight_N is None else block.of(self.dweight_N)

@@ -31,14 +31,13 @@ class GateRule:
     """Rule that selects a token's experts and weights from its logits.
 
     The score of expert e is softmax(logits)_e, σ(logit_e), or the logit itself ("none", for non-negative scores). The k
-    experts with the highest logits are selected; with a selection bias, the highest score + bias. NaN sorts
-    first; ties select the lower expert index.
+    experts with the highest logits are selected; with a selection bias, the highest score + bias. NaN sorts first; ties
+    select the lower expert index.
 
     Attributes:
-        score: a name in `SCORES`.
         normalize: divide the weights by their sum (`normalize_by_sum`); softmax is then taken over the selected logits.
         scale: factor on the weights.
-        statistics: return the sums of shares and of choices (see `GateChoice`).
+        statistics: return `GateChoice.score_BE` and `GateChoice.count_BE`.
         sequence: tokens per sequence for the statistics, a divisor of S; None: all S tokens are one sequence.
         logsumexp: return the logsumexp of each token's logits.
 
@@ -65,11 +64,7 @@ class GateRule:
             raise ConfigError(f"gate: unknown score {self.score!r}; choose one of {', '.join(SCORES)}")
 
     def sequences(self, tokens: int) -> int:
-        """Return the number of sequences in S tokens; 1 for no tokens.
-
-        Raises:
-            ConfigError: `sequence` does not divide S.
-        """
+        """Return the number of sequences in S tokens, at least 1. ConfigError if `sequence` does not divide S."""
         if self.sequence is None:
             return 1
         if tokens % self.sequence:
@@ -148,10 +143,7 @@ def define_choice(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = Non
 
 
 def count_invalid(logits_SE: Tensor) -> Tensor:
-    """Count tokens without a valid choice: a logit is NaN or +inf, or all are −inf. Returns an int64 scalar.
-
-    A logit of −inf excludes its expert.
-    """
+    """Count tokens without a valid choice (int64 scalar): a logit is NaN or +inf, or all are −inf."""
     return (~logits_SE.amax(1).isfinite()).sum()
 
 

@@ -17,7 +17,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
         from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
-    # Padding rows copy a token, so zero them.
+    # Padding rows copy a token.
     return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N))
 
 
@@ -34,13 +34,11 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
-        # Row n is token n.
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     row_N, start_S = layout.bags
     tokens, k = layout.row_SK.shape
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((tokens, rows_NM.shape[1]))
-    # One row per token: a copy.
     if k == 1 and row_N.numel() == tokens:
         rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])

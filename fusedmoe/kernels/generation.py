@@ -1,8 +1,7 @@
 """Choice of a table of GEMM tile sizes by GPU generation: its tensor-core instruction and shared memory per block.
 
-Tables exist for sm_80, sm_90 and sm_100. Hopper (wgmma) and data-centre Blackwell (tcgen05) use their table if a block
-has enough shared memory for its tiles. All other devices use the sm_80 table, whose mma instruction every GPU supports:
-sm_86, sm_89, and sm_120, where a block has 99 KB.
+Hopper (wgmma) and data-centre Blackwell (tcgen05) use their table if a block has enough shared memory for its tiles.
+All other devices, such as sm_120 (99 KB per block), use the sm_80 table, whose mma instruction every GPU supports.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ _TABLE_OF_MAJOR = {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}
 
 
 def generation(capability: Capability, shared_bytes: int) -> Capability:
-    """Return the generation whose GEMM tiles fit a device. Raises `ConfigError` if it cannot run the kernels.
+    """Return the generation whose GEMM tiles fit a device with `shared_bytes` of shared memory per block.
 
-    `shared_bytes`: maximum shared memory per block.
+    Raises:
+        ConfigError: the device cannot run the kernels.
     """
     own = _TABLE_OF_MAJOR.get(capability[0], AMPERE)
     for table in (own, AMPERE):
@@ -38,7 +38,7 @@ def generation(capability: Capability, shared_bytes: int) -> Capability:
 
 
 def generation_of(device: torch.device) -> Capability | None:
-    """Return the generation whose GEMM tiles a CUDA device uses, or None under Triton's interpreter."""
+    """Return `generation` of a CUDA device, or None under Triton's interpreter."""
     if INTERPRET:
         return None
     gpu: Any = torch.cuda.get_device_properties(device)  # PyTorch's type stubs lack shared_memory_per_block_optin

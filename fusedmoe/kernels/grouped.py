@@ -1,13 +1,11 @@
 """Grouped GEMMs over rows sorted by expert: references, and two GEMMs as stand-alone operations. Not differentiable.
 
-Row n belongs to expert `expert_N[n]` and copies token `source_N[n]`. The four GEMMs:
+Row n belongs to expert `expert_N[n]` and copies token `source_N[n]`. The four GEMMs of `experts`:
 
-* `up`: h = x[source]·W1_eᵀ + b1_e and a = act(h), with gathered inputs and the activation as epilogue;
+* `up`: h = x[source]·W1_eᵀ + b1_e and a = act(h);
 * `product`: a[n]·B_e (+ bias), for the down projection and for the input gradient of the up projection;
 * `dhidden`: dA' = dy[source]·W2_e, with all its consumers as epilogue;
 * `dweight`: Σ over the rows n of an expert of left[n]ᵀ·right[n], the weight gradient.
-
-`grouped_product` and `grouped_dweight` serve networks other than `experts`.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
     out = left_NP.new_empty((layout.experts, left_NP.shape[1], right_NQ.shape[1]))
     for e, count in enumerate(layout.counts):
         if count == 0:
-            # An expert without rows has a zero gradient, and `out` is uninitialized.
+            # `out` is uninitialized.
             out[e].zero_()
     for e, start, stop in _of_experts(layout):
         torch.mm(left_NP[start:stop].t(), right_NQ[start:stop], out=out[e])
@@ -60,7 +58,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
 
 
 def _of_experts(layout: Layout) -> list[tuple[int, int, int]]:
-    """List experts with rows as (expert, first row, end). Synchronizes with the device."""
+    """Return (expert, first row, end) of experts with rows. Synchronizes with the device."""
     ends = list(accumulate(layout.counts))
     return [(e, end - count, end) for e, (count, end) in enumerate(zip(layout.counts, ends, strict=True)) if count]
 
@@ -104,6 +102,5 @@ _Sum = TypeVar("_Sum", Tensor, Tensor | None)
 
 
 def at_least_float32(total: _Sum) -> _Sum:
-    """Return an accumulator for weight gradients: the tensor itself, or a float32 copy of a half-precision one."""
-    # The sum is rounded to half precision once, not after each chunk.
+    """Return an accumulator for weight gradients: float32 in place of half precision, to round the sum once."""
     return total.float() if total is not None and total.dtype.itemsize < 4 else total

@@ -4,8 +4,7 @@ Example, two experts, K = 2, capacity 2: expert_SK = [[0, 1], [0, 1], [0, -1]]. 
 (token 2 is dropped: the expert is full); of expert 1: tokens 0, 1. So counts_E = [2, 2], offsets_E1 = [0, 2, 4],
 source_N = [0, 1, 0, 1], pair_N = [0, 2, 1, 3] and row_SK = [[0, 2], [1, 3], [-1, -1]].
 
-CUDA uses a counting sort in two launches, without device synchronization; the CPU uses stable sorts. Both are
-deterministic.
+CUDA uses a counting sort without device synchronization, the CPU stable sorts. Both are deterministic.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ LayoutTensors = list[Tensor | None]
 class Layout:
     """Rows sorted by expert, with their tokens and (token, k) pairs.
 
-    On CPU in eager mode N is the number of rows kept. On CUDA, and in any `torch.compile` graph, N is an upper bound
-    (`row_bound`), and rows from offsets_E1[E] on are padding, with valid indices (token 0, pair 0) that kernels may
-    dereference. Operations return zeros for padding rows, gradients included, and never read padding inputs. On CUDA,
-    `counts`, `kept`, `exact` and `bags` synchronize with the device once.
+    On CPU in eager mode N is the number of rows kept. On CUDA, and in any `torch.compile` graph, N is an upper bound,
+    and rows from offsets_E1[E] on are padding, with valid indices (token 0, pair 0) that kernels may dereference.
+    Operations return zeros for padding rows, gradients included, and never read padding inputs. On CUDA, `counts`,
+    `kept`, `exact` and `bags` synchronize with the device once.
 
     Attributes:
         counts_E: number of rows kept per expert, int64.
@@ -50,7 +49,6 @@ class Layout:
 
     @cached_property
     def counts(self) -> list[int]:
-        """`counts_E` on the host."""
         counts: list[int] = self.counts_E.tolist()
         return counts
 
@@ -78,7 +76,6 @@ class Layout:
         return sum(self.counts)
 
     def exact(self) -> Layout:
-        """Return this layout without padding."""
         if torch.compiler.is_exporting():
             raise ConfigError(
                 "torch.export: Custom experts and the order Einsum read the rows per expert on the host, which an "
@@ -87,7 +84,6 @@ class Layout:
         return self.cut(self.kept)
 
     def cut(self, kept: int) -> Layout:
-        """Return this layout without padding, given the number of kept rows on the host."""
         if kept == len(self.pair_N):
             return self
         source_N = None if self.source_N is None else self.source_N[:kept]
@@ -137,7 +133,6 @@ class Layout:
 def row_bound(tokens: int, k: int, experts: int, capacity: int | None) -> int:
     """Return the maximum number of rows that routing can produce."""
     positions = tokens * k
-    # In a graph both may be symbolic.
     return positions if capacity is None else torch.sym_min(positions, experts * capacity)
 
 
@@ -161,8 +156,8 @@ def build_layout(
 ) -> Layout:
     """Sort (token, k) pairs by expert and drop pairs beyond the capacity (`fusedmoe.autograd.order`).
 
-    `refusal`: on CUDA, message of a device-side assertion that every index is an expert's or -1; without it an invalid
-    index is an empty pair. On CPU the caller validates.
+    `refusal`: on CUDA, message of a device assertion that every index is -1 or an expert's; without it an invalid index
+    is an empty pair. On CPU the caller validates.
     """
     order_S = None if priority_S is None else priority_S.argsort(descending=True, stable=True)
     if uses_triton(expert_SK):

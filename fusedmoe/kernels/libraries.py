@@ -21,7 +21,7 @@ HOW_TO_INSTALL = "pip install 'fusedmoe[nvshmem]' for CUDA 13, 'fusedmoe[nvshmem
 
 def nvshmem_home() -> Path | None:
     """Return the NVSHMEM package folder, which contains include/ and lib/, or None."""
-    spec = PathFinder.find_spec("nvidia")  # imports nothing
+    spec = PathFinder.find_spec("nvidia")
     folders = [Path(folder) / "nvshmem" for folder in (spec.submodule_search_locations or [] if spec else [])]
     return next((folder for folder in folders if (folder / "lib" / "libnvshmem_host.so.3").exists()), None)
 
@@ -40,8 +40,8 @@ def nvshmem_packages() -> dict[int, str]:
 def nvshmem_bitcode() -> dict[str, str]:
     """Return the `extern_libs` launch option for kernels that call NVSHMEM's device functions.
 
-    NVSHMEM 3.4 ships one library for all GPUs, later versions one per compute capability. Selects the newest that the
-    current GPU can run; without a GPU assumes the oldest supported capability.
+    NVSHMEM 3.4 ships one library for all GPUs. Of later versions' libraries, one per compute capability, selects the
+    newest that the current GPU can run; without a GPU, the oldest.
 
     Raises:
         ConfigError: the package is not installed, or has no suitable library.

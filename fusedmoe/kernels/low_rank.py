@@ -5,11 +5,8 @@ gradients, with t = dh·B, use tensors of width r:
 
     dx = dh·W + scale·t·A             dA = scale·tᵀ·x             dB = scale·dhᵀ·(x·Aᵀ)
 
-Router weights are applied to tensors of width r, and when rows are summed to dx_SM. Forward saves hidden_NL for
-backward: per row the pre-activation H and x·Aᵀ of both GEMMs.
-
-Plain PyTorch processes rows in blocks and materializes stored (for example quantized) weights expert by expert. Triton
-uses grouped GEMMs. Not differentiable.
+Router weights are applied to tensors of width r, and when rows are summed to dx_SM. Plain PyTorch processes rows in
+blocks and materializes stored (for example quantized) weights expert by expert. Triton uses grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -49,12 +46,10 @@ class LowRank(NamedTuple):
         return LowRank(self.a_ErI.to(dtype), self.b_EOr.to(dtype), self.scale)
 
     def delta_EOI(self) -> Tensor:
-        """Return the materialized update of the matrices, [e, out, in]."""
         return self.scale * (self.b_EOr @ self.a_ErI)
 
     @classmethod
     def joined(cls, adapters: list[LowRank]) -> LowRank:
-        """Merge adapters into one whose update is the sum of theirs."""
         if len(adapters) == 1:
             return adapters[0]
         a = torch.cat([adapter.a_ErI for adapter in adapters], 1)
@@ -72,13 +67,11 @@ class Adapters(NamedTuple):
 
 
 class StoredMatrices(Protocol):
-    """Expert matrices [e, out, in] in a stored (quantized) form; each is materialized when its expert computes."""
+    """Stored (quantized) expert matrices [e, out, in]; each is materialized, in the rows' dtype, for its expert."""
 
     shape: Sequence[int]
 
-    def __getitem__(self, expert: int) -> Tensor:
-        """Return the matrix [out, in] of an expert, in the dtype of the rows."""
-        ...
+    def __getitem__(self, expert: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +81,7 @@ class StoredWeights:
     Attributes:
         up: [e, 2·H, M] for a gated activation (first half g, second u), else [e, H, M].
         down: [e, M, H].
-        b1: [e, 2·H] or [e, H], or None.
-        b2: [e, M] or None.
+        b1, b2: [e, 2·H] or [e, H], and [e, M]; each may be None.
     """
 
     up: StoredMatrices
@@ -120,8 +112,7 @@ def low_rank_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute y_SM, and hidden_NL to save for backward. All parameters are contiguous.
 
-    hidden_NL holds side by side, per row, the pre-activations and the low-rank products x·Aᵀ of the adapters of both
-    matrices; L is its width (`hidden_width`).
+    A row of hidden_NL has the pre-activation and the low-rank products x·Aᵀ of both adapters, L columns in all.
     """
     if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
@@ -141,7 +132,7 @@ def low_rank_forward(
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
-            _activate(activation, h_part, a_part)
+            activation.apply(h_part, a_part)
         for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
             torch.mm(a_e, down_E[expert].t(), out=out_e)
             down.add(expert, a_e, low_e, out_e)
@@ -211,7 +202,6 @@ def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
         _, dim, hidden = weights.down.shape
         return weights.up, weights.down, dim, hidden
     _, dim, hidden = weights.w2.shape
-    # As in `kernels/experts.py`.
     return weights.w1.flatten(1, -2).unbind(), weights.w2.unbind(), dim, hidden
 
 
@@ -222,15 +212,12 @@ def _widths(weights: Weights | StoredWeights, adapters: Adapters) -> list[int]:
 
 
 def hidden_width(weights: Weights | StoredWeights, adapters: Adapters) -> int:
-    """Return L, the number of columns of hidden_NL: pre-activation and low-rank products (`_parts`)."""
+    """Return L, the number of columns of hidden_NL."""
     return sum(_widths(weights, adapters))
 
 
 def _parts(hidden_NL: Tensor, weights: Weights | StoredWeights, adapters: Adapters) -> tuple[Tensor, ...]:
-    """Split hidden_NL by columns: the pre-activation, then the low-rank products of the up and the down adapter.
-
-    The products are not yet multiplied by `scale`; their width is 0 without an adapter.
-    """
+    """Split hidden_NL by columns: the pre-activation, then x·Aᵀ of the up and the down adapter."""
     return hidden_NL.split(_widths(weights, adapters), 1)
 
 
@@ -250,12 +237,7 @@ class _ForwardAdapter:
 
 
 class _FactorGradientSums:
-    """Adapter of one GEMM in backward, and the gradients of its factors.
-
-    Attributes:
-        needs_grad: the adapter exists and is trained.
-        da, db: gradients of the factors; None unless `needs_grad`.
-    """
+    """Adapter of one GEMM in backward, and the gradients of its factors, None unless they are trained."""
 
     def __init__(
         self, adapter: LowRank | None, weight_N: Tensor | None, max_rows: int, needs_grad: bool, like: Tensor
@@ -267,7 +249,6 @@ class _FactorGradientSums:
         if adapter is None:
             return
         self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
-        # Scale and router weight of each row, the factor of all tensors of width r.
         self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
         if self.needs_grad:
             # Zeros for experts without rows; experts with many rows accumulate blocks.
@@ -296,15 +277,6 @@ class _FactorGradientSums:
         for (expert, x_e, low_e), (t_e, dh_e) in zip(block.by_expert(x, low), columns, strict=True):
             torch.addmm(self._da_E[expert], t_e, x_e, out=self._da_E[expert])
             torch.addmm(self._db_E[expert], dh_e, low_e, out=self._db_E[expert])
-
-
-def _activate(activation: Activation, h: Tensor, a: Tensor) -> None:
-    if activation.gated:
-        g, u = h.split(a.shape[1], 1)
-        activation.forward(g, out=a)
-        a.mul_(u)
-    else:
-        activation.forward(h, out=a)
 
 
 def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor, dh: Tensor, act: Tensor) -> None:
@@ -339,10 +311,8 @@ def low_rank_input_gradient(
     dout_NO: Tensor, weight: Tensor, adapter: LowRank | None, layout: Layout, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the rows' gradient of `low_rank_product`, and scale·dout·B, [N, r], for the gradient of A."""
-    drows_NK, t_Nr = (
-        grouped_product(dout_NO, weight, None, layout, not transposed),
-        _scaled_dout_b(dout_NO, adapter, layout),
-    )
+    drows_NK = grouped_product(dout_NO, weight, None, layout, not transposed)
+    t_Nr = _scaled_dout_b(dout_NO, adapter, layout)
     if adapter is not None:
         drows_NK.add_(grouped_product(t_Nr, adapter.a_ErI, None, layout, False))
     return drows_NK, t_Nr
@@ -367,7 +337,7 @@ def _forward_grouped(
     rows_NM = permute(x_SM, layout)
     h_NH, up_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
     a_NH = x_SM.new_empty((layout.rows, weights.w2.shape[2]))
-    _activate(activation, h_NH, a_NH)
+    activation.apply(h_NH, a_NH)
     out_NM, down_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
     return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
 
@@ -385,14 +355,10 @@ def _backward_grouped(
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
     h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
-    # Grouped GEMM results have zero padding rows, which activations keep.
+    # Results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
-    a_NH, act_NH, dh_NH = (
-        da_NH.new_empty(da_NH.shape),
-        da_NH.new_empty(da_NH.shape),
-        h_NH.new_empty(h_NH.shape),
-    )
+    a_NH, act_NH, dh_NH = (like.new_empty(like.shape) for like in (da_NH, da_NH, h_NH))
     _activate_backward(activation, h_NH, da_NH, a_NH, dh_NH, act_NH)
     dweight_N = None
     if weight_N is not None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class NeedsGrad(NamedTuple):
     """Inputs of `experts_forward` that need a gradient.
 
-    Example: with W1 and W2 frozen, only dA' = dy·W2 and dx = dH·W1 are computed. With only W1 frozen, dW1 = dH'ᵀ·x is
-    skipped and x need not be saved for backward.
+    With W1 and W2 frozen, only dA' = dy·W2 and dx = dH·W1 are computed. With only W1 frozen, dW1 = dH'ᵀ·x is skipped
+    and x need not be saved for backward.
     """
 
     x_SM: bool = True

@@ -14,11 +14,10 @@ With several chunks, tokens are ordered by the first chunk that needs them. If f
 tokens ordered for lcm(r, r') chunks are in order for both.
 
 A remote peer is a rank whose memory this GPU cannot address (on another node); all other peers are near. Rows for
-remote peers are first stored in local NVSHMEM memory (staging) and then sent (`triton/one_sided/network.py`). Fields
-`network` are None without remote peers.
+remote peers are first stored in local NVSHMEM memory (staging) and then sent. Fields `network`, `staging` and
+`target_N` are None without remote peers.
 
-`define_…` functions are the reference implementations of the plan kernels. They do not synchronize with the device if
-the row counts that they receive are upper bounds.
+The references `define_…` do not synchronize with the device if the row counts that they receive are upper bounds.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MAX_FAULT_COUNT = 2**31 - 1
 
 
 class Bounds(NamedTuple):
-    """Limits of kernel waits (`fusedmoe.kernels.triton.one_sided.remote.wait`)."""
+    """Limits of kernel waits: the flag that ends them, the record of a wait that failed, and the time limit."""
 
     stop: Tensor
     record: Tensor
@@ -50,7 +49,7 @@ class Bounds(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """Faults detected on devices during a pass, which all ranks receive at its end.
+    """Faults detected on devices during a pass, which all ranks receive at its end. A fault ends all waits.
 
     A fault word is 0, or a message number (`Watch.fault_number`) times 2³² plus a count.
 
@@ -58,7 +57,6 @@ class Faults(NamedTuple):
         own: [1] int64, this rank's word.
         received_W: [W] int64, words received from all ranks.
         table: [W] addresses of all ranks' copies of `received_W`.
-        bounds: limits of all waits; a fault ends all waits.
     """
 
     own: Tensor
@@ -81,7 +79,7 @@ class Network(NamedTuple):
     Attributes:
         pe_W: int32, PE (NVSHMEM's rank number) of each rank.
         dummy_signal: [1] int64 in symmetric memory; kernels write to it where a thread has no signal to set.
-        libraries: bitcode that kernels with NVSHMEM calls are linked with.
+        libraries: bitcode to link with kernels.
     """
 
     pe_W: Tensor
@@ -99,7 +97,6 @@ def nvshmem_options(network: Network | None) -> dict[str, Any]:
 
 
 def network_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return a kernel's PE table and dummy signal; (None, None) without remote peers."""
     return (None, None) if network is None else (network.pe_W, network.dummy_signal)
 
 
@@ -121,8 +118,7 @@ class ReceiveBuffer(NamedTuple):
         epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
             that sets the credit at a peer then increments the peer's copy.
         me: this rank's index.
-        network: NVSHMEM access to remote peers; None without any.
-        staging: [slots, W, C, M], outgoing rows for remote peers; None without any, or if rows are staged elsewhere.
+        staging: [slots, W, C, M], outgoing rows for remote peers; None if rows are staged elsewhere.
     """
 
     rows: Tensor
@@ -151,10 +147,10 @@ class Addresses(NamedTuple):
 
     Attributes:
         peer_N: int32, destination rank.
-        store_N: int64, address to which the kernel stores the row: at a near peer, or in staging for a remote peer.
-            Consecutive rows are adjacent in staging.
+        store_N: int64, address to which the kernel stores the row: at a near peer, or in staging for a remote peer,
+            where consecutive rows are adjacent.
         target_N: int64, for remote peers the row's destination as NVSHMEM expects it: the corresponding address in this
-            rank's symmetric memory. 0 for near peers; None without remote peers.
+            rank's symmetric memory. 0 for near peers.
     """
 
     peer_N: Tensor
@@ -164,10 +160,7 @@ class Addresses(NamedTuple):
 
 
 class PeerSignal(NamedTuple):
-    """The signal that this rank sets at each peer: element `signal_index` of the peers' `signals`.
-
-    `table`: [W], addresses of `signals` on every rank.
-    """
+    """The signal that this rank sets at each peer: element `signal_index` of `signals`, at addresses `table` [W]."""
 
     signals: Tensor
     signal_index: int
@@ -218,9 +211,8 @@ class Sends(NamedTuple):
     """Indices of the tokens, and the routing metadata, that a rank puts to its peers' receive buffers.
 
     Attributes:
-        token_WC, token_used_W: int32, the token that is written to each row of a peer's buffer, and the number of
-            tokens for each peer.
-        metadata: [E + N, 2] int32, metadata lines for all peers (see the module).
+        token_WC, token_used_W: int32, the token that is written to each row of a peer's buffer, and their number.
+        metadata: [E + N, 2] int32, metadata lines for all peers.
         line_WC, line_used_W: int32, the lines in `metadata` that each peer receives, and their number.
     """
 
@@ -255,7 +247,7 @@ class ReturnBuffers(NamedTuple):
     Attributes:
         own: [slots, rows, width], this rank's buffer.
         table: [W] addresses of all ranks' buffers, 0 for remote peers.
-        staging: [rows, width], outgoing rows for remote peers, of all chunks in order; None without any.
+        staging: [rows, width], outgoing rows for remote peers, of all chunks in order.
     """
 
     own: Tensor
@@ -295,8 +287,6 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
 
     Args:
         layout: this rank's tokens over all E experts; rank p hosts experts from p·E/peers on.
-        weight_SK: router weight of each pair; None for 1.
-        peers: number of ranks.
         degree: number of chunks of the receivers; determines the token order.
         capacity, lines: rows per source rank in a peer's token buffer, and lines per source in its metadata buffer.
     """
@@ -320,7 +310,6 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
     token_WC[:, :tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
-    # A line per expert: number of rows, first row. Then a line per row: buffer row of its token, bits of its weight.
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
     buffer_row_N = buffer_row_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
@@ -328,7 +317,6 @@ def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: i
     count_W = layout.counts_E.view(peers, local).sum(1)
     line = torch.arange(lines, device=device)
     own_W1 = torch.arange(peers, device=device)[:, None]
-    # A peer gets the lines of its experts, then the contiguous lines of their rows.
     line_WC = torch.where(
         line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
     ).clamp(max=max(layout.experts + rows - 1, 0))
@@ -355,8 +343,7 @@ def define_arrivals(
 
     Args:
         metadata_WC2: int32, metadata lines received from all ranks.
-        experts: number of local experts.
-        degree: number of chunks.
+        experts, degree: number of local experts, and of chunks.
         capacity: rows per source in a buffer slot.
         rows: row count of each chunk, or upper bounds.
         arrival_tile: None: each expert's rows are sorted by source and sender order. Otherwise they are sorted by
@@ -416,7 +403,7 @@ def define_addresses(peer_R: Tensor, result_row_R: Tensor, rows: ReturnBuffers, 
 def match_rows(old: Sequence[Arrivals], new: Sequence[Arrivals], peers: int, results_per_source: int) -> list[Tensor]:
     """Return, for each new chunk, the index of its rows among the concatenated rows of the old chunks.
 
-    Old and new chunks contain the same rows, identified by source rank and result row. Padding gets an arbitrary index.
+    A row is identified by its source rank and result row. Padding gets an arbitrary index.
     """
     # Table over all result rows; padding shares the last entry.
     device = old[0].result_row_R.device
@@ -447,12 +434,7 @@ def _row_index_like(x: Tensor) -> Tensor:
 def expand_to_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
     """Expand a layout to send each row to all shards of its expert; the shards' results are summed in order.
 
-    Rank g·shards + q hosts shard q of the e experts of group g.
-
-    Args:
-        layout: over groups·e experts.
-    Returns:
-        layout over groups·shards·e experts, in rank order; pair k of a token becomes pairs k·shards + q.
+    Rank g·shards + q hosts shard q of the e experts of group g. Pair k of a token becomes pairs k·shards + q.
 
     Example, 2 groups of one expert, 2 shards: rows a b | c become a b | a b | c | c.
     """
@@ -461,7 +443,6 @@ def expand_to_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
     counts_Ge = layout.counts_E.view(groups, -1)
     counts_G = counts_Ge.sum(1)
     start_G = counts_G.cumsum(0) - counts_G
-    # Padding is the last group.
     kept = layout.offsets_E1[-1:].to(counts_G.dtype)
     start_G, counts_G = torch.cat([start_G, kept]), torch.cat([counts_G, rows - kept])
     start_N, count_N = (torch.repeat_interleave(of, counts_G, output_size=rows) for of in (start_G, counts_G))

@@ -19,10 +19,9 @@ def tile_bound(rows: int, experts: int, block_rows: int) -> int:
 
 
 def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
-    """List (expert, first row) of each tile of up to `block_rows` rows of one expert.
+    """List (expert, first row) of each tile of up to `block_rows` rows of one expert; (-1, 0) if unused.
 
-    Example, tiles of 4 rows, counts [5, 0, 3]: expert 0 has rows 0–4, expert 2 rows 5–7; the table is [[0, 0], [0, 4],
-    [2, 5], [-1, 0], [-1, 0]]. Its size holds for any distribution of rows.
+    Example, tiles of 4 rows, counts [5, 0, 3]: the table is [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
     """
     tiles, start = [], 0
     for expert, count in enumerate(counts):

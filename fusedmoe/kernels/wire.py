@@ -5,10 +5,9 @@
 | bf16 | M bfloat16 | 2·M | relative 2⁻⁹ |
 | fp8 | M e4m3, then their float32 scale: one row of uint8 | M + 4 | relative 2⁻⁴, or 2⁻¹⁰ scales |
 
-An fp8 row is x / scale with scale = max|x| / 448, which maps its largest element to the e4m3 maximum. Rounds to nearest
-even. Non-finite elements, which e4m3 cannot encode as infinity, are excluded from the maximum and unpack as NaN.
-Gradients use e4m3, too, as in DeepSeek-V3 (§3.3.2): the row scale provides the range that e5m2 would add at the cost of
-one bit of precision.
+An fp8 row is x / scale with scale = max|x| / 448, the e4m3 maximum. Rounds to nearest even. Non-finite elements are
+excluded from the maximum and unpack as NaN. Gradients use e4m3, too, as in DeepSeek-V3 (§3.3.2): the row scale provides
+the range of e5m2 at one more bit of precision.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def pack_bf16(rows_NM: Tensor) -> Tensor:
 
 
 def pack_fp8(rows_NM: Tensor) -> Tensor:
-    """Quantize each row to float8_e4m3fn with a scale of its own: [n, M] floating point -> [n, M + 4] uint8.
-
-    The last 4 bytes of a row are its scale. Infinities and NaN become NaN.
-    """
+    """Quantize each row to float8_e4m3fn with its own scale: [n, M] floating point -> [n, M + 4] uint8."""
     if uses_triton(rows_NM):
         from fusedmoe.kernels.triton import wire
 
@@ -76,7 +72,7 @@ def fp8_dim(packed: Tensor) -> int:
 
 
 def define_pack_fp8(rows_NM: Tensor) -> Tensor:
-    """Reference for `pack_fp8`: round scaled elements to e4m3, ties to even, and append the scale of each row."""
+    """Round scaled elements to e4m3, ties to even, and append the scale of each row."""
     rows = rows_NM.float()
     magnitude = rows.abs()
     finite = magnitude.isfinite()

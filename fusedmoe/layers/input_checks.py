@@ -224,18 +224,16 @@ class InputChecks:
         own_13 = torch.tensor([[*own, x_SM.requires_grad]], device=device_of(mp))
         # Sizes and dtypes are compared first: ranks that differ would deadlock in the next collective.
         gathered = all_gather_rows(mp, own_13, [1] * mp.size, "exchange of counts").tolist()
-        found = [sizes for *sizes, _ in gathered]
-        if found == [own] * mp.size and refusal is None:
+        size_by_rank = [sizes for *sizes, _ in gathered]
+        if size_by_rank == [own] * mp.size and refusal is None:
             # Backward gathers gradients of tokens over all ranks: some would wait forever otherwise.
             if torch.is_grad_enabled() and not x_SM.requires_grad and any(grad for *_, grad in gathered):
                 x_SM = x_SM.detach().requires_grad_()
             return x_SM, None
-        culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
+        culprits = [rank for rank, other in zip(mp.ranks, size_by_rank, strict=True) if other == [-1, 0]]
         if not culprits:
-            held = (
-                f"{n} tokens of {8 * size}-bit numbers on rank {rank}"
-                for rank, (n, size) in zip(mp.ranks, found, strict=True)
-            )
+            sizes = zip(mp.ranks, size_by_rank, strict=True)
+            held = (f"{n} tokens of {8 * size}-bit numbers on rank {rank}" for rank, (n, size) in sizes)
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
             if raises_here:
                 mp.board.refuse(CHECK, refusal, mp.size)

@@ -1,14 +1,12 @@
 """Model configurations: dimensions and component names, with the models of the papers' experiments by name.
 
-FlowMoE, Table 2 (layers, batch, sequence, M, H, experts per GPU, k; capacity factor 1): GPT2-Tiny-MoE, BERT-Large-MoE,
-LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4 (batch 1, k = 2, capacity factor 1.2): GPT2-XL-MoE and Mixtral-7B with the
-dimensions of GPT-2 XL and Mixtral 8x7B; the paper uses one expert per node, here `experts` sets the number. Head counts
-not given in a paper follow the family: head dim 64, or 128 for large models. Qwen3-30B-A3B and DeepSeek-V3 have the
-experts of their published configurations, without token dropping.
+FlowMoE, Table 2: GPT2-Tiny-MoE, BERT-Large-MoE, LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4: GPT2-XL-MoE and
+Mixtral-7B with the dimensions of GPT-2 XL and Mixtral 8x7B; the paper uses one expert per node, here `experts` sets the
+number. Head counts not given in a paper follow the family: head dim 64, or 128 for large models. Qwen3-30B-A3B and
+DeepSeek-V3 have the experts of their published configurations, without token dropping.
 
 All models read bytes (vocabulary of 256). Simplifications: DeepSeek models use multi-head instead of latent attention;
-DeepSeek-V3 has experts in its first three blocks, too. `fusedmoe plan --config` reads exact configurations of published
-models. The default, bytes-small, trains in minutes on any machine.
+DeepSeek-V3 has experts in its first three blocks, too. `fusedmoe plan --config` reads exact configurations.
 """
 
 from __future__ import annotations
@@ -50,40 +48,29 @@ class ModelConfig:
     layers: int = 4
     model_dim: int = 128
     heads: int = 4
-    # Key/value heads for grouped-query attention; None: equal to heads.
-    kv_heads: int | None = None
+    kv_heads: int | None = None  # for grouped-query attention; None: equal to heads
     seq_len: int = 128
-    # Sequences per step and data-parallel replica.
-    batch: int = 16
+    batch: int = 16  # sequences per step and data-parallel replica
     norm: str = "rms"
     positions: str = "rope"
     bias: bool = False
     expert: str = "swiglu"
-    # For "ffn" experts: a name in `fusedmoe.kernels.activation.ACTIVATIONS`.
-    activation: str = "gelu"
+    activation: str = "gelu"  # of "ffn" experts: a name in `fusedmoe.kernels.activation.ACTIVATIONS`
     hidden: int = 256
-    # Total over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
-    experts: int | None = 8
+    experts: int | None = 8  # over all ranks; None: see `with_experts`
     experts_per_rank: int = 1
     k: int = 2
-    # Expert capacity relative to the even share; None: no token is dropped.
-    capacity_factor: float | None = 1.25
-    # A name in `fusedmoe.gates.GATES`, and its additional arguments.
-    gate: str = "topk"
-    gate_options: Mapping[str, Any] = field(default_factory=dict)
-    # None: sparse with a capacity, else dropless.
-    order: str | None = None
-    # Hidden dim of an expert shared by all tokens (DeepSeekMoE); 0: none.
-    shared_hidden: int = 0
+    capacity_factor: float | None = 1.25  # relative to the even share; None: no token is dropped
+    gate: str = "topk"  # a name in `fusedmoe.gates.GATES`
+    gate_options: Mapping[str, Any] = field(default_factory=dict)  # its additional arguments
+    order: str | None = None  # None: sparse with a capacity, else dropless
+    shared_hidden: int = 0  # of an expert shared by all tokens (DeepSeekMoE); 0: none
     # After the leading dense blocks, every n-th block has experts; other blocks have a dense feed-forward.
     moe_every: int = 1
-    # Channels of a head; None: model_dim / heads, and `dense_work` is unknown.
-    head_dim: int | None = None
-    # None: `BYTES`, and the mask of a masked model.
-    vocab_size: int | None = None
-    # Leading blocks without experts, and the hidden dim of dense feed-forwards; None: `hidden`.
-    dense_layers: int = 0
-    dense_hidden: int | None = None
+    head_dim: int | None = None  # None: model_dim / heads
+    vocab_size: int | None = None  # None: `BYTES`, and the mask of a masked model
+    dense_layers: int = 0  # leading blocks without experts
+    dense_hidden: int | None = None  # of dense feed-forwards; None: `hidden`
     # Ranks of latent attention (None: projections of full rank), its rotated channels and its channels of a value.
     q_rank: int | None = None
     kv_rank: int | None = None
@@ -111,7 +98,6 @@ class ModelConfig:
             raise ConfigError(f"model_dim = {self.model_dim} is not divisible by heads = {self.heads}")
         if self.heads % self.key_heads:
             raise ConfigError(f"heads = {self.heads} is not a multiple of kv_heads = {self.key_heads}")
-        # Rotary embeddings rotate pairs of channels.
         if self.positions == "rope" and (self.rope_dim if self.kv_rank and self.rope_dim else self.head_size) % 2:
             raise ConfigError(
                 f"rotary positions need an even head dim, and model_dim / heads is {self.head_size}; "
@@ -120,7 +106,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Name of the preset and the fields that differ from it, at most three of them: "Mixtral-7B with k=4"."""
+        """Name of the preset and at most three fields that differ from it: "Mixtral-7B with k=4"."""
         preset = MODELS.get(self.name, self)
         changed = [one.name for one in fields(self) if getattr(self, one.name) != getattr(preset, one.name)]
         # A preset without a number of experts leaves it to the job.
@@ -140,12 +126,10 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Channels of a query or key head."""
         return self.model_dim // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def dense_size(self) -> int:
-        """Hidden dim of dense feed-forwards."""
         return self.hidden if self.dense_hidden is None else self.dense_hidden
 
     def has_experts(self, layer: int) -> bool:
@@ -176,7 +160,6 @@ class ModelConfig:
 
     @property
     def num_matrices(self) -> int:
-        """Weight matrices of an expert or dense feed-forward."""
         return 3 if self.expert == "swiglu" else 2
 
     @property
@@ -185,7 +168,7 @@ class ModelConfig:
 
     @property
     def nonlinearity(self) -> str:
-        """Activation of experts and dense feed-forwards; "swiglu" uses three matrices."""
+        """Activation of experts and dense feed-forwards."""
         return "swiglu" if self.expert == "swiglu" else self.activation
 
     @property
@@ -200,11 +183,10 @@ class ModelConfig:
     def with_experts(self, ranks: int, ep: int = 1) -> ModelConfig:
         """Return the config with a definite number of experts: given, or `experts_per_rank` times `ranks`.
 
-        The product is at least k, rounded up to a multiple of `ep`.
+        The product is at least k, the number of distinct experts of a token, rounded up to a multiple of `ep`.
         """
         if self.experts is not None:
             return self
-        # A token has k distinct experts, and all ep ranks host equally many.
         least = max(self.experts_per_rank * ranks, self.k)
         return replace(self, experts=-(-least // ep) * ep)
 
@@ -244,7 +226,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model with this name, case-insensitively. Raise `ConfigError` for an unknown name.
+    """Return the model with this name, case-insensitively. Raises `ConfigError` for an unknown name.
 
     FSMoE calls Mixtral 8x7B "Mixtral-7B"; both names are known.
     """

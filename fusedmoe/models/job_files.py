@@ -17,6 +17,9 @@ from fusedmoe.models.config import ModelConfig
 #: Model types of Hugging Face transformers whose parameters were compared with this module's.
 HF_TYPES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
+#: Components of every supported model of transformers and torchtitan.
+SWIGLU_ROPE: dict[str, Any] = {"expert": "swiglu", "norm": "rms", "positions": "rope", "capacity_factor": None}
+
 _MAX_SEQ_LEN = 4096
 
 
@@ -73,8 +76,13 @@ class Fields:
         return default
 
     def optional(self, *names: str) -> int | None:
-        """Return the first of these fields that is set, or None."""
         return self.count(*names) if any(self.data.get(name) is not None for name in names) else None
+
+    def model(self, name: str, **sizes: Any) -> ModelConfig:
+        try:
+            return ModelConfig(name, **sizes)
+        except ConfigError as error:
+            raise self.error(str(error)) from error
 
 
 def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
@@ -128,14 +136,7 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     seq_len = min(positions, _MAX_SEQ_LEN)
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
-    return ExternalJob(_model(fields, kind, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
-
-
-def _model(fields: Fields, name: str, **sizes: Any) -> ModelConfig:
-    try:
-        return ModelConfig(name, norm="rms", positions="rope", capacity_factor=None, expert="swiglu", **sizes)
-    except ConfigError as error:
-        raise fields.error(str(error)) from error
+    return ExternalJob(fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
 
 
 def _latent(fields: Fields) -> dict[str, int | None]:
@@ -171,7 +172,6 @@ def _dense_layers(fields: Fields, layers: int) -> int:
 
 
 def _not_modelled(data: Mapping[str, Any]) -> list[str]:
-    """Return what the plan of a config.json leaves out."""
     omissions = []
     if data.get("sliding_window") and (data.get("use_sliding_window", True) or data.get("layer_types")):
         omissions.append(

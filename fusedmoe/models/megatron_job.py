@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.job_files import ExternalJob, Fields, TrainingState
 
 _PARALLEL = {
@@ -24,7 +23,7 @@ _PARALLEL = {
 }
 _UNSUPPORTED_SIZES = ("pipeline_model_parallel_size", "context_parallel_size")
 _TRUE, _FALSE = (True, "true", "True"), (False, None, "false", "False")
-# Pipes, redirections, lists of commands. Parentheses are not among them: they are part of unquoted patterns.
+# Without parentheses, which are part of unquoted patterns.
 _SHELL_SYNTAX = ";<>|&"
 #: Without the flag, a command line's --num-query-groups has no effect. YAML sets the model's fields directly.
 LINE_DEFAULTS: dict[str, Any] = {"group_query_attention": False}
@@ -96,8 +95,7 @@ def _parsed(text: str) -> Any:
 def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults.
 
-    Raises:
-        ConfigError: an argument is missing or unsupported; names it and the file.
+    Raises `ConfigError` with argument and file if one is missing or unsupported.
     """
     fields = Fields(path, data)
     for name in _UNSUPPORTED_SIZES:
@@ -136,10 +134,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "positions": "rope" if latent or data.get("position_embedding_type") in ("rope", "yarn") else "learned",
         "head_dim": fields.count("kv_channels", default=max(1, model_dim // heads)),
     }
-    try:
-        model = ModelConfig("megatron", **sizes | latent)
-    except ConfigError as error:
-        raise fields.error(str(error)) from error
+    model = fields.model("megatron", **sizes | latent)
     return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields))
 
 

@@ -14,11 +14,10 @@ from fusedmoe.models.titan_job import titan_job
 def read_job(path: Path) -> ExternalJob:
     """Read a job's model and sizes.
 
-    The suffix selects the format: `.json` for a config.json of Hugging Face transformers; `.toml` for a
-    torchtitan job; `.yaml` and `.yml` for Megatron-core's arguments; any other for a command line with them.
+    The suffix selects the format: `.json` for a config.json of Hugging Face transformers; `.toml` for a torchtitan job;
+    `.yaml` and `.yml` for Megatron-core's arguments; any other for a command line with them.
 
-    Raises:
-        ConfigError: the file cannot be read, or a field is missing or unsupported; names both.
+    Raises `ConfigError` with file and field if the file cannot be read, or a field is missing or unsupported.
     """
     # Editors on Windows start a file with a byte-order mark.
     text = read_text(path).removeprefix("\ufeff")

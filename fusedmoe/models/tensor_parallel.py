@@ -1,8 +1,8 @@
 """Dense parts of a block with tensor parallelism over the MP group: attention by heads, feed-forward by hidden dim.
 
 Tensor parallelism (Megatron-LM, Shoeybi et al. 2019, section 3) with sequence parallelism (Korthikanti et al. 2022,
-section 4.2): outside these parts every MP rank holds a slice of each sequence. An all-gather assembles the sequences
-for this rank's heads or hidden units, and a reduce-scatter sums their results. Backward exchanges the two.
+section 4.2): outside these parts every MP rank holds a slice of each sequence. An all-gather assembles the sequences,
+and a reduce-scatter sums the results of this rank's heads or hidden units. Backward exchanges the two.
 
 Every rank draws whole parameters, on the CPU in float32 from torch's default generator, and keeps its shard:
 `torch.manual_seed(seed)` gives the same model for any number of ranks, device and dtype, and the ranks' generators stay
@@ -34,8 +34,7 @@ _ROTARY_BASE = 10000.0
 class TokenSplit:
     """Split of sequences of L positions over the MP ranks, equal for all sequences, as `torch.chunk` would split L.
 
-    Applies to any number B of samples: rank m's rows are [B, P_m, M], and a subset of samples is a slice of them. L = 5
-    gives lengths (2, 2, 1) on three ranks and (2, 2, 1, 0) on four.
+    Rank m's rows are [B, P_m, M]. L = 5 gives lengths (2, 2, 1) on three ranks and (2, 2, 1, 0) on four.
 
     Attributes:
         length: L.
@@ -55,12 +54,10 @@ class TokenSplit:
         return cls(length, tuple(lengths), start, start + lengths[topology.mp.index])
 
     def row_counts(self, samples: int) -> list[int]:
-        """Return the number of rows of each MP rank."""
         return [samples * length for length in self.lengths]
 
     def to_samples(self, rows_TM: Tensor, samples: int) -> Tensor:
         """Reorder rows concatenated by rank (after a gather) to [samples, L, M]."""
-        # Both orders are equal: no copy.
         if len(self.lengths) == 1 or samples == 1:
             return rows_TM.view(samples, self.length, rows_TM.shape[-1])
         parts = rows_TM.split(self.row_counts(samples))
@@ -83,10 +80,9 @@ def normal_parameter(
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
     """Create a normally distributed parameter; with a group, this rank's chunk along `dim`."""
-    # Nothing is drawn on meta: a job that only plans leaves the generator unchanged.
+    # A job that only plans leaves the generator unchanged.
     if torch.empty(0, device=device).is_meta:
         return nn.Parameter(shard(torch.empty(shape, device=device, dtype=dtype), group, dim))
-    # All ranks draw the whole tensor to keep their generators in sync.
     whole = torch.randn(shape, dtype=torch.float32, device="cpu") * std
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else device
@@ -94,12 +90,10 @@ def normal_parameter(
 
 
 def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **factory_kwargs: Any) -> nn.Parameter:
-    """Create a zero parameter; with a group, this rank's chunk along `dim`."""
     return nn.Parameter(shard(torch.zeros(shape, **factory_kwargs), group, dim))
 
 
 def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
-    """Return this rank's chunk of a tensor; the size along `dim` is a multiple of the group size."""
     if group is None or group.size == 1:
         return whole
     # A view would keep the whole tensor alive.
@@ -270,7 +264,6 @@ class DenseFeedForward(nn.Module):
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
         mp, counts = self.topology.mp, split.row_counts(len(x_BPM))
-        # Rows stay concatenated by rank: the network is position-wise.
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, self.recorder)
         bias = None if self.up_bias is None else self.up_bias.flatten()
         up_TH = F.linear(x_TM, self.up_weight.flatten(0, -2), bias).unflatten(1, self.up_weight.shape[:-1])

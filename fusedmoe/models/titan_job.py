@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.job_files import ExternalJob, Fields, TrainingState
+from fusedmoe.models.job_files import SWIGLU_ROPE, ExternalJob, Fields, TrainingState
 
 _SECTIONS = ("training", "parallelism", "activation_checkpoint")
 _PARALLEL = {
@@ -35,8 +34,7 @@ _UNSUPPORTED_SIZES = ("pipeline_parallel_degree", "context_parallel_degree")
 def titan_job(path: Path, text: str) -> ExternalJob:
     """Return the job of a TOML file.
 
-    Raises:
-        ConfigError: invalid TOML, no torchtitan, an unknown model, or an unsupported field; names it and the file.
+    Raises `ConfigError` for invalid TOML, without torchtitan, or for an unknown model or unsupported field.
     """
     try:
         data = tomllib.loads(text)
@@ -78,10 +76,7 @@ def titan_job(path: Path, text: str) -> ExternalJob:
         "seq_len": training.count("seq_len", default=2048),
     }
     name = str(data.get("config") or f"{model.get('name')} {model.get('flavor')}")
-    try:
-        read = ModelConfig(name, norm="rms", positions="rope", capacity_factor=None, expert="swiglu", **sizes)
-    except ConfigError as error:
-        raise fields.error(str(error)) from error
+    read = fields.model(name, **SWIGLU_ROPE, **sizes)
     shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
     state = TrainingState(sharded=shards)
     return ExternalJob(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)

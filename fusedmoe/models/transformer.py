@@ -1,7 +1,4 @@
-"""Transformer over bytes: embedding, blocks, head and loss, with sequences split over the MP group.
-
-Also creates components from a config, the workload for schedule selection, and the micro-batch pipeline over blocks.
-"""
+"""Transformer over bytes: embedding, blocks, head and loss, with sequences split over the MP group."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ from fusedmoe.schedule.workload import uniform_share
 
 # Target of ignored positions, cross_entropy's default.
 IGNORE = -100
-# Gate arguments set by the model config.
 _MODEL_ARGUMENTS = ("experts", "k", "capacity_factor")
 
 
@@ -51,7 +47,6 @@ def make_gate(config: ModelConfig) -> Gate:
         raise ConfigError("the number of experts is not set: pass `experts`, or call with_experts(ranks)")
     kind = GATES[config.gate]
     known = inspect.signature(kind).parameters
-    # Some gates do not accept k or a capacity.
     arguments = {name: getattr(config, name) for name in _MODEL_ARGUMENTS if name in known}
     for name in config.gate_options:
         if name in _MODEL_ARGUMENTS:
@@ -73,7 +68,6 @@ def make_experts(config: ModelConfig, hidden: int | None = None) -> FeedForward:
 
 
 def make_order(config: ModelConfig) -> Order | None:
-    """Create the order named in the config; None: the layer's default."""
     if config.order is None:
         return None
     if config.order not in ORDERS:
@@ -125,7 +119,6 @@ class Block(nn.Module):
         x_BPM = x_BPM + self.attention(self.attention_norm(x_BPM), split)
         if isinstance(self.experts, DenseFeedForward):
             return x_BPM + self.experts(self.experts_norm(x_BPM), split), x_BPM.new_zeros(())
-        # A layer's auxiliary loss belongs to its last forward.
         return x_BPM + self.experts(self.experts_norm(x_BPM)), self.experts.aux_loss
 
 
@@ -166,7 +159,6 @@ class DenseUntilExpertsInPositions(DenseUntilExperts):
             own.extend(found)
             return x_BPM + y_BPM
 
-        # This rank is the only one, and holds all positions of the micro-batch.
         positions = x_BPM.shape[1]
         part = TokenSplit(positions, (positions,), 0, positions)
         for block in self.before:
@@ -186,7 +178,7 @@ class BlockPipeline:
     """
 
     def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
-        # Groups of consecutive blocks, each ending with a block with experts.
+        # Each group ends with a block with experts.
         groups, group = list[list[Block]](), list[Block]()
         for block in blocks:
             group.append(block)
@@ -223,12 +215,9 @@ class BlockPipeline:
 class Loss:
     """This rank's part of the loss of its replica's batch; the parts of an MP group sum to it."""
 
-    # Scalar, cross-entropy of this rank's tokens divided by the number of targets in the whole batch.
-    nats: Tensor
-    # Scalar, the gates' auxiliary losses of this rank's tokens, summed over layers.
-    aux: Tensor
-    # In the whole batch.
-    targets: int
+    nats: Tensor  # scalar, cross-entropy of this rank's tokens divided by `targets`
+    aux: Tensor  # scalar, the gates' auxiliary losses of this rank's tokens, summed over layers
+    targets: int  # in the whole batch
 
 
 class Transformer(nn.Module):
@@ -341,12 +330,12 @@ class Transformer(nn.Module):
         return layers
 
     def update_gates(self) -> None:
-        """Update non-gradient state of the gates; call it after each optimizer step."""
+        """Update the gates' non-gradient state; call it after each optimizer step."""
         for layer in self.moe_layers():
             layer.update_gate()
 
     def record(self, recorder: Recorder | None) -> None:
-        """Record spans of the whole model with `recorder` from now on; None stops."""
+        """Record spans of the whole model from now on; None stops."""
         self.recorder = recorder
         modules: Iterable[nn.Module] = self.modules()
         if self._block_pipeline is not None:
@@ -369,7 +358,6 @@ class Transformer(nn.Module):
                 raise ConfigError(f"sequences of {length} tokens exceed the {self.config.seq_len} learned positions")
             x_BPM = x_BPM + self.position_weight[split.start : split.stop]
         for layer in self.moe_layers():
-            # Hash layers route by token id.
             if isinstance(layer.gate, Hash):
                 layer.gate.token_ids = tokens_BP
         aux, blocks = x_BPM.new_zeros(()), list(self.blocks)
@@ -378,7 +366,7 @@ class Transformer(nn.Module):
             blocks = list(self._block_pipeline.trailing_blocks)
         for block in blocks:
             if self.recompute and torch.is_grad_enabled():
-                # Blocks communicate: recompute to the end of the block, so that all ranks stop at the same point.
+                # Blocks communicate: all ranks must recompute to the same point.
                 with set_checkpoint_early_stop(False):
                     x_BPM, own = checkpoint(block, x_BPM, split, use_reentrant=False)
             else:
@@ -388,12 +376,11 @@ class Transformer(nn.Module):
 
 
 def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
-    """Return the workload of one rank in one block with experts: attention and experts.
+    """Return the workload of one rank in one block with experts, for the tokens of all `esp` ranks that shard them.
 
-    Counts the tokens of all `esp` ranks that shard the same experts; each has 1/mp of its replica's batch.
+    Each rank has 1/mp of its replica's batch.
 
     Args:
-        ep, esp, mp: ranks along these axes.
         itemsize: bytes per element sent.
     """
     assert config.experts is not None

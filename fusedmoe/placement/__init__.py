@@ -1,11 +1,8 @@
 """Placements of experts: owners, replicas for a step, and the transfers between them (Hecate).
 
-placement, traffic, balance, row_sharing, replica_search, hecate    values and policies, without torch
-expert_map     replicas and row splits as tensors, for dispatchers of other libraries
-sharded_experts, planner, resharding    `ShardedExperts` for a model in training: decisions, changes of owners
-placed_experts, placed_dispatcher       one layer's experts in its forward and backward passes
-expert_table, replicas, replica_state   memory of a rank's experts; states of its replicas
-replica_gradients, expert_transport     gradients of replicas in autograd; transfers of experts
+`placement`, `traffic`, `balance`, `row_sharing`, `replica_search` and `hecate` hold values and policies and import no
+torch; `expert_map` gives their results to dispatchers of other libraries. The other modules implement `ShardedExperts`,
+which applies placements to a model in training.
 """
 
 from __future__ import annotations

@@ -3,22 +3,17 @@
 After the gates every rank has all counts, [W, E], and computes the same assignment in three steps:
 
 1. Assign rows to the nearest owner or replica. Then move rows above the mean along chains of ranks that hold the same
-   experts (augmenting paths) while this reduces the maximum. No other assignment of rows to these replicas has a
-   smaller maximum over ranks.
+   experts (augmenting paths). No other assignment of rows to these replicas has a smaller maximum over ranks.
 2. Move the surplus of overloaded ranks to new replicas, one expert's rows (a piece) at a time, largest piece first: to
-   the rank with the least room that fits the piece, or else to the rank with the most room. Each new replica fills a
-   rank, or takes a rank's whole surplus or all its rows of an expert.
+   the rank with the least room that fits the piece, or else to the rank with the most room.
 3. If there is room for too few replicas, add replicas to full ranks that can pass rows on (bridges), and repeat step 1.
-
-If it saves time, nodes that send all their rows for an expert over the network first get node-local replicas
-(`replica_search.add_node_local`).
 
 With unlimited room for replicas, the busiest rank computes the mean, rounded up. With room for m ≥ 1 replicas per rank,
 no earlier replicas, and at most q owned experts per rank, no rank computes more than 1 + q/m times the mean: a rank
 that was not filled has taken m pieces, each at least as large as any remaining piece.
 
 Worked example: ranks 0 and 1 own an expert each, the counts are [[5, 1], [5, 1]] and the mean is 6. Rank 0 would
-compute 10 rows, so rank 1 gets a replica of expert 0 and computes 4 of its own 5 rows for it, which are not sent.
+compute 10 rows, so rank 1 gets a replica of expert 0 and computes 4 of its own 5 rows for it.
 """
 
 from __future__ import annotations
@@ -46,14 +41,13 @@ from fusedmoe.placement.traffic import (
     transfers_s,
 )
 
-#: Maximum over mean of the rows per rank, as tried by `cheapest_balance`. Higher levels keep more rows near their rank;
-#: the search for a level starts from the result of the next higher level.
+#: Levels (maximum over mean of the rows per rank) that `cheapest_balance` tries. Higher levels move fewer rows.
 LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-# Replicas that compute fewer rows than this fraction of a rank's mean are underused and may be replaced.
+# Replicas that compute fewer rows than this fraction of a rank's mean may be replaced.
 _UNDERUSED_FRACTION = 1 / 4
 # On-demand replicas, and planning, must save this fraction of the layer's time.
 _MIN_SAVING = 0.02
-# The search retries max(2, 2048 / (W·E)) levels inside nodes and with less room, which bounds planning time.
+# Number of retried levels: max(2, 2048 / (W·E)), which bounds planning time.
 _MIN_RETRIES, _RETRY_BUDGET = 2, 2048
 
 
@@ -63,8 +57,8 @@ class Balance:
 
     Attributes:
         placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
-        tokens_WE: [W, E] int64, rows for each expert, by the rank whose tokens they are.
-        computed_EV: [E, V] int64, rows of each expert, by the rank that computes them.
+        tokens_WE: int64, rows for each expert, by the rank whose tokens they are.
+        computed_EV: int64, rows of each expert, by the rank that computes them.
     """
 
     placement: Placement
@@ -79,7 +73,7 @@ class Balance:
     def sent_from(self, rank: int) -> NDArray[np.int64]:
         """Return [E, V] int64, the rows of each expert that a rank sends to each rank, itself included.
 
-        Rows stay on the rank if possible, otherwise on its node if possible.
+        Rows stay on the rank if possible, otherwise on its node.
         """
         links, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
         far_sent_EW, far_received_EW = links.sent_EW - links.near_sent_EW, links.received_EW - links.near_received_EW
@@ -93,7 +87,6 @@ class Balance:
 
     @cached_property
     def load(self) -> PlacementLoad:
-        """Rows per rank and link in one all-to-all."""
         sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._link_rows[1:])
         far_sent_W, far_received_W = sent_W - near_sent_W, received_W - near_received_W
         inter, intra = (
@@ -120,7 +113,7 @@ class Balance:
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
         both = inside_EN.nonzero()
         near_sent_ENR, near_received_ENR = np.zeros_like(sent_ENR), np.zeros_like(sent_ENR)
-        # In proportion over a node's ranks on each kind of link, to balance the links.
+        # In proportion over a node's ranks, to balance their links.
         near_sent_ENR[both] = _split_in_proportion(sent_ENR[both], inside_EN[both])
         near_received_ENR[both] = _split_in_proportion(received_ENR[both], inside_EN[both])
         four = (sent_ENR, received_ENR, near_sent_ENR, near_received_ENR)
@@ -165,8 +158,7 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
 def quick_balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> Balance:
     """Add replicas that take the surplus rows of overloaded ranks, in under 1 ms for 64 ranks and 256 experts.
 
-    Step 2 of `balance` without steps 1 and 3: all other rows stay on the nearest owner or replica. The bound for m ≥ 1
-    in the module's docstring holds here, too. Arguments: see `balance`.
+    Step 2 of `balance` only, with its bound for m ≥ 1: all other rows stay on the nearest owner or replica.
     """
     tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
     sharing = RowSharing(tokens_WE, placement, nodes, m)
@@ -179,9 +171,8 @@ def cheapest_balance(
 ) -> Balance:
     """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
 
-    For several levels, the search compares balances without new replicas, with new replicas anywhere or only inside
-    nodes, with room for fewer replicas, and with node-local replicas. The result never costs more than `balance` with
-    any of `LEVELS`, with m = 0 or this m. New replicas may replace underused replicas.
+    The result never costs more than `balance` with any of `LEVELS`, with m = 0 or this m. New replicas may replace
+    underused replicas.
     """
     level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
@@ -200,12 +191,8 @@ def auto_balance(
     """Return the cheapest balance if planning can pay off, otherwise rows on the nearest replicas.
 
     Plans only if a perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time. New
-    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). New replicas may replace underused
-    replicas, except those that forwarded their expert to another rank.
-
-    Worked example: rank 0 owns expert 0, rank 1 owns expert 1, and each has room for one replica. Expert 1 was
-    predicted, so rank 0 has a replica of it, but all rows are for expert 0. Rank 1 gets a replica of expert 0 if
-    computing half of the rows takes longer than the exposed transfers of its parameters and gradients.
+    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). They may replace underused replicas,
+    except those that forwarded their expert to another rank.
 
     Args:
         placement: owners, and replicas sent by one gather (`traffic.gather_transfers`).
@@ -231,8 +218,8 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
     `before` first, then those of the new replicas.
 
-    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 8,
-    parameters count 5 s and gradients 0 s. With `hidden_s` = 6, gradients count 2 s.
+    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 6,
+    parameters count 5 s and gradients 2 s.
     """
     after, nodes = balanced.placement, balanced.nodes
     if after.is_within(before):
@@ -246,10 +233,9 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
 def _cheapest(
     before: Placement, costs: PlacementCosts, balances: Sequence[Balance], hidden_s: float
 ) -> tuple[float, Balance]:
-    """Return the minimum seconds of a layer over `balances`, and the first balance that attains it."""
     best_s, best = math.inf, balances[0]
     for found in balances:
-        # Cheap lower bounds first: all ranks wait for this result.
+        # Cheap lower bounds first.
         if found.max_rank_rows * costs.token_s < best_s:
             found_s = layer_s(found.load, costs)
             if found_s < best_s:
@@ -264,8 +250,7 @@ class _LevelBalances:
 
     Attributes:
         balances: the first assigns each row to its nearest replica; one more for each level that moves rows.
-        unreached_levels: row assignments of the levels that only new replicas can reach. The key is the level's
-            maximum number of rows per rank.
+        unreached_levels: row assignments of levels that need new replicas, by maximum rows per rank.
     """
 
     def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
@@ -283,7 +268,7 @@ class _LevelBalances:
 
     @cached_property
     def _crossing_NE(self) -> NDArray[np.int64]:
-        """[N, E], rows that each node sends to other nodes, one entry per expert, ascending."""
+        """[N, E], rows that each node sends to other nodes for each expert, ascending."""
         by_node = (self.start.experts, self.nodes.count, self.nodes.per_node)
         from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
         return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
@@ -300,14 +285,8 @@ def _search_replicas(
 ) -> Balance | None:
     """Return the fastest balance with new or replaced replicas, if its layer takes less than `below_s`; else None.
 
-    The search starts from the replicas of `before`. It may also start without the underused replicas, and from that
-    start with node-local replicas added. For each start, the search adds replicas at each of `LEVELS` that a lower
-    bound of the time does not exclude.
-
-    Args:
-        level_balances: the balances over the replicas of `before`, already computed.
-        m: maximum number of replicas per rank.
-        hidden_s: seconds of gradient transfers that overlap with computation.
+    The search starts from the replicas of `before`, also without the underused ones, and with node-local ones added.
+    For each start, it adds replicas at each of `LEVELS` that a lower bound of the time does not exclude.
     """
     tokens_WE, nodes, best = level_balances.tokens_WE, level_balances.nodes, None
     transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
@@ -322,13 +301,13 @@ def _search_replicas(
         return offered_s
 
     def can_be_faster(each: _LevelBalances, row_limit: int, room: int) -> bool:
-        # Lower bound: one rank computes `row_limit` rows, and one new replica is sent.
+        # Lower bound with one new replica.
         work_s = row_limit * costs.token_s
         rows_s = EXCHANGES * each.min_inter_node_rows(room) * costs.token_bytes / costs.inter_bytes_s
         return work_s + rows_s + transfer_s + max(0.0, transfer_s - hidden_s) < below_s
 
     def replicate(each: _LevelBalances, row_limit: int, room: int, *, inside: bool = False) -> tuple[float, int]:
-        """Consider up to `room` new replicas per rank. Returns the seconds and the maximum replicas of a rank."""
+        """Consider up to `room` new replicas per rank. Return the seconds and the maximum replicas of a rank."""
         sharing = each.unreached_levels[row_limit].copy(room)
         sharing.replicate(row_limit, inside=inside)
         return consider(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.max_new_rank_replicas
@@ -355,7 +334,7 @@ def _search_replicas(
         # Node-local replicas change neither a node's total rows nor its inter-node rows.
         if can_be_faster(each, max(row_limit, each.unreached_levels[row_limit].busiest_node_mean_rows), 0):
             replicate(each, row_limit, m, inside=True)
-        # Less room than the fullest rank used leads to a different choice of replicas.
+        # Less room than the fullest rank used leads to other replicas.
         while (room := room - 1) > 0:
             if can_be_faster(each, row_limit, room):
                 _, room = replicate(each, row_limit, room)
@@ -363,7 +342,7 @@ def _search_replicas(
 
 
 def _drop_underused(balanced: Balance) -> Placement:
-    # Replicas that forwarded their expert to another rank must stay.
+    # Replicas that forwarded their expert must stay.
     placement = balanced.placement
     transfers = gather_transfers(placement.sharding, placement, balanced.nodes)
     passed_on = {(one.expert, one.source) for one in transfers}
@@ -376,7 +355,6 @@ def _drop_underused(balanced: Balance) -> Placement:
 
 
 def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Placement:
-    # Keep the replicas in `before` that fit.
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m, before.extra_W()) - placement.extra_W()
     for expert, rank in np.argwhere(before.holds_EW & ~holds_EW).tolist():
         if room_W[rank] > 0:
@@ -404,7 +382,7 @@ def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], nodes: Nodes)
 
 
 def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Split `part_X` rows over each node's ranks in proportion to `counts_XR`, in integers."""
+    """Split `part_X` rows over ranks in proportion to `counts_XR`, in integers."""
     before_XR = counts_XR.cumsum(axis=1)
     before_XR = before_XR * part_X[:, None] // before_XR[:, -1:]
     before_XR[:, 1:] -= before_XR[:, :-1].copy()
@@ -412,7 +390,7 @@ def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]
 
 
 def _rows_sent_by(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [E, V], the rows that `rank` sends to each rank. Senders and receivers are matched in rank order."""
+    """Return [E, V], the rows that `rank` sends to each rank. Senders and receivers match in rank order."""
     start_E = sent_EW[:, :rank].sum(axis=1)
     ends_EV = np.minimum(np.maximum(received_EV.cumsum(axis=1) - start_E[:, None], 0), sent_EW[:, rank, None])
     ends_EV[:, 1:] -= ends_EV[:, :-1].copy()

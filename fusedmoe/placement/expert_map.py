@@ -29,14 +29,14 @@ def balance_experts(
 ) -> ExpertMap:
     """Choose replicas, and share each expert's rows over its copies, for one batch's counts.
 
-    For training with another library's layers and dispatcher: all ranks call this with equal counts (an all-gather of
-    each rank's rows per expert), send the parameters of new replicas, and replace the expert numbers of their tokens by
-    numbers of physical experts (`ExpertMap.assign`). The dispatcher then sees `ranks * slots` experts. After the
-    backward pass, gradients of replicas are added to those of their owners.
+    For another library's layers and dispatcher: all ranks call this with equal counts, send the parameters of new
+    replicas, and replace the expert numbers of their tokens by numbers of physical experts (`ExpertMap.assign`). The
+    dispatcher then sees `ranks * slots` experts. After the backward pass, add the gradients of replicas to those of
+    their owners.
 
     With at most q owned experts on a rank and no replicas in `placement`, no rank computes more than 1 + q / `replicas`
-    times the mean number of rows (rounded up). Real loads come much closer: within 8% of the mean for 256 experts with
-    popularity 1/rank on 64 ranks and one replica per rank, and within 1% with four.
+    times the mean number of rows (rounded up). For 256 experts with popularity 1/rank on 64 ranks, it is within 8% of
+    the mean with one replica per rank, and within 1% with four.
 
     Args:
         counts_WE: [ranks, experts] integers: rows of each rank for each expert (tokens · top-k). A tensor on a GPU is
@@ -49,8 +49,8 @@ def balance_experts(
             slower, up to tens of milliseconds for 64 ranks and 256 experts.
         device: of the returned tensors.
     Raises:
-        ConfigError: the counts are no [ranks, experts] integers of 0 or more, or do not match `placement`;
-            `replicas` < 0; `ranks_per_node` does not divide the number of ranks.
+        ConfigError: the counts are no [ranks, experts] integers of 0 or more, or do not match `placement`; `replicas`
+            is negative; `ranks_per_node` does not divide the number of ranks.
     """
     import torch  # plans and simulations import this package without torch
 
@@ -74,9 +74,9 @@ class ExpertMap:
     """Where each expert's rows are computed. Made by `balance_experts`.
 
     A *logical* expert is an expert of the model; a *physical* expert is one copy of it, on a slot of a rank: number
-    `rank * slots + slot`. On each rank the slots hold its own experts in ascending order, then its replicas.
-    Axes: W ranks (V where they compute rows), E logical experts, P = W · slots physical experts, C copies of an expert,
-    S tokens, K choices.
+    `rank * slots + slot`. On each rank the slots hold its own experts in ascending order, then its replicas. Axes: W
+    ranks (V where they compute rows), E logical experts, P = W · slots physical experts, C copies of an expert, S
+    tokens, K choices.
 
     Attributes:
         balance: the placement (`balance.placement`) and rows per expert and rank (`balance.computed_EV`).
@@ -102,7 +102,7 @@ class ExpertMap:
 
     @cached_property
     def copies_E(self) -> Tensor:
-        """[E] int64, number of copies of each expert, its owner's included."""
+        """[E] int64, number of copies of each expert, including its owner's."""
         return self._tensor(self._num_copies_E)
 
     @cached_property
@@ -121,8 +121,8 @@ class ExpertMap:
         """Return [S, K], the physical expert for each choice of this rank's tokens; -1 stays -1. int32 or int64.
 
         An expert's first rows (in the order of tokens) go to its first copy, and so on, as `row_splits_EC` counts them.
-        Computed on the device of `expert_SK`, without waiting for it. The choices must be those that were counted:
-        surplus rows go to the last copy.
+        Does not synchronize with the device. The choices must be those that were counted: surplus rows go to the last
+        copy.
 
         Args:
             expert_SK: [S, K] integers, the logical experts of each token.
@@ -179,7 +179,6 @@ class ExpertMap:
         return ranks * self.slots + slot
 
     def _by_copy(self, value_of_copy: NDArray[np.int64], fill: int) -> NDArray[np.int64]:
-        """Arrange a value of each copy as [E, C]."""
         copies_E = self._num_copies_E
         made_EC = np.full((len(copies_E), int(copies_E.max())), fill, np.int64)
         made_EC[np.arange(made_EC.shape[1]) < copies_E[:, None]] = value_of_copy

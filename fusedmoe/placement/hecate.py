@@ -1,8 +1,7 @@
 """Hecate's algorithms: replicas for one iteration, and owners.
 
-Sparse materialisation (Algorithm 1) assigns replica slots to experts by the loads of the last iterations; a local
-search (`replica_search`) improves it. Calibration (section 4.2) adds replicas after the gate. Heterogeneous sharding
-(Algorithm 2) chooses owners over all layers at once.
+Sparse materialisation (Algorithm 1) assigns replica slots to experts by the loads of the last iterations. Calibration
+(section 4.2) adds replicas after the gate. Heterogeneous sharding (Algorithm 2) chooses owners over all layers at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s
 
 #: Iterations between two changes of owners.
 RESHARDING_STEPS = 100
-# Owners stay while the load of the busiest ranks exceeds the mean by at most this fraction.
+# Owners stay while the busiest ranks exceed the mean load by at most this fraction.
 _MAX_IMBALANCE = 0.05
 #: Iterations that a prediction averages (w in the paper).
 WINDOW = 5
@@ -42,7 +41,7 @@ class LayerLoads:
     costs: PlacementCosts
 
 
-#: Returns the placement of one layer's experts for the next step. A pure function: all ranks need the same result.
+#: Returns the placement for the next step: a pure function, as all ranks need the same result.
 LayerPolicy = Callable[[LayerLoads], Placement]
 
 
@@ -73,7 +72,7 @@ def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[
 
 
 def is_due(step: int) -> bool:
-    """Return whether owners may change: every `RESHARDING_STEPS` steps, and after the first `WINDOW` steps."""
+    """Return whether owners may change in this step: every `RESHARDING_STEPS` steps, and once after `WINDOW` steps."""
     return step % RESHARDING_STEPS == 0 or step == WINDOW
 
 
@@ -83,7 +82,6 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
     Args:
         idle_s: seconds that a plan leaves the link idle (`schedule.policies.sparse_collectives.hidden_s`), or the
             forward time of the attention before the layer, as in the paper.
-        expert_bytes: size of one expert's parameters.
         bytes_per_s: bandwidth of a rank's inter-node link (on a single node, of its intra-node link).
     """
     if not (idle_s >= 0 and expert_bytes > 0 and bytes_per_s > 0 and math.isfinite(idle_s * bytes_per_s)):
@@ -95,15 +93,14 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
 
 
 def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int) -> Placement:
-    """Add replicas to `placement` by load (Algorithm 1).
+    """Add replicas to `placement` by load per holder (Algorithm 1).
 
-    Loads are compared per holder. If every rank has room for `t` more replicas (t ≤ m), each rank gets the `t` experts
-    with the highest load. Otherwise these experts, in descending order, share the free slots: an expert gets (free
-    slots)·(its load)/(load of this and the following experts) replicas, rounded, at most one per other rank.
+    If every rank has room for `t` more replicas (t ≤ m), each rank gets the `t` experts with the highest load.
+    Otherwise these experts, in descending order, share the free slots: an expert gets (free slots)·(its load)/(load of
+    this and the following experts) replicas, rounded, at most one per other rank.
 
     Args:
-        placement: a sharding; or a placement with replicas (calibration), which count against `m` and share the load of
-            their expert.
+        placement: a sharding; or, for calibration, a placement with replicas, which count against `m`.
         load_E: [E], the expected load of each expert, in any unit.
         t: overlap degree, the maximum number of experts sent.
         m: memory, the maximum number of replicas per rank.
@@ -119,7 +116,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     _require_loads(load_E, "materialisation")
     if t < 0 or m < 0:
         raise ConfigError(f"materialisation: t = {t} and m = {m} must be 0 or more")
-    # Load per holder: calibration must not add replicas of the same expert repeatedly.
+    # Per holder: calibration must not add replicas of the same expert repeatedly.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
     free_W = np.clip(m - placement.extra_W(), 0, t)  # m ← min(m, t)
@@ -135,7 +132,7 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         if load_left <= 0.0:
             break  # the other experts have no load
         holding = np.flatnonzero(holds_EW[expert]).tolist()
-        # Rounded half up; at most one per other rank.
+        # Rounded half up.
         num_replicas = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
         part = float(load_E[expert]) / (len(holding) + num_replicas)
         for rank in holding:
@@ -160,7 +157,7 @@ def _choose_ranks(
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
     # Nodes without a replica first: their tokens for the expert then stay on the node. Then most free slots, as in the
-    # paper. The paper leaves ties open: least work (an expert's load is split evenly), then the lower rank.
+    # paper. The paper leaves ties open: least work, then the lower rank.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
@@ -186,11 +183,7 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
     """Return the fastest of `placement` and candidates with more replicas, including their transfers.
 
     Candidates are results of Algorithm 1 from `placement` with the actual token counts and the remaining memory.
-
-    Args:
-        placement: the predicted placement.
-        tokens_WE: [W, E] integers, the tokens of each rank for each expert, equal on all ranks.
-        m: maximum number of replicas per rank, including replicas in `placement`.
+    `tokens_WE`, `m`: as for `balance.balance`.
     """
     load_E = np.asarray(tokens_WE).sum(axis=0)
     best, best_s = placement, layer_s(placement_load(tokens_WE, placement, nodes), costs)
@@ -208,12 +201,10 @@ def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, 
 
 
 def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
-    """Return the seconds of the sparse all-gather from `before` to `after` and its reduce-scatter, if not hidden."""
     return 2 * transfers_s(gather_transfers(before, after, nodes), nodes, costs, costs.expert_bytes)
 
 
 def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
-    """Return the maximum number of experts that a rank owns over all layers."""
     return -(-layers * experts // ranks)
 
 
@@ -224,7 +215,7 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     least load in this layer, and there on the rank with the least load. A rank may own any number of a layer's experts,
     since all layers share its slots (`max_owned_experts`). The paper leaves the owners of the top `t` experts open.
     Here such an expert stays if its owner has a free slot and owns fewer than t / ranks of the layer's top experts.
-    Otherwise it moves to the node and rank that own the fewest top experts of the layer.
+    Otherwise it moves to the node and rank that own the fewest of them.
 
     Args:
         shardings: [L], the current owners. All layers have the same number of experts.
@@ -252,7 +243,7 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
     t = min(t, experts)
     largest_L = load_LE[np.arange(layers), order_LE[:, t]] if t < experts else np.zeros(layers)
-    # The layer with the largest expert load is the hardest to balance: first, while every rank has room.
+    # Hardest first, while every rank has room: the layer with the largest expert load.
     for layer in np.argsort(-largest_L, kind="stable").tolist():
         work_W = np.zeros(nodes.ranks)
         for expert in order_LE[layer, t:].tolist():
@@ -264,7 +255,7 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
     before_LE = np.array([sharding.owners for sharding in shardings])
     stays = (before_LE == owner_LE)[owner_LE >= 0].all() and np.bincount(before_LE.ravel()).max() <= room
     found_LE = before_LE if stays else _assign_busiest(before_LE, owner_LE, busiest_LT, free_W, nodes)
-    # Repeat while this reduces the crowding of the busiest experts: a second call must change nothing.
+    # Repeat while this reduces crowding: a second call must change nothing.
     while True:
         next_LE = _assign_busiest(found_LE, owner_LE, busiest_LT, free_W, nodes)
         if _count_crowded(next_LE, busiest_LT, nodes) >= _count_crowded(found_LE, busiest_LT, nodes):
@@ -277,7 +268,7 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
 def is_uneven(shardings: Sequence[Placement], load_LE: ArrayLike) -> bool:
     """Return whether the load of each layer's busiest owner, summed over layers, exceeds the mean by over 5%.
 
-    Replicas do not count. `reshard` (Hecate's Algorithm 2) can only worsen balanced loads. Arguments: see `reshard`.
+    `reshard` can only worsen balanced loads. Replicas do not count.
     """
     work_LW = [load_E @ one.holds_EW for one, load_E in zip(shardings, np.asarray(load_LE, dtype=float), strict=True)]
     return bool(np.max(work_LW, axis=1).sum() > (1 + _MAX_IMBALANCE) * np.mean(work_LW, axis=1).sum())
@@ -290,9 +281,7 @@ def _assign_busiest(
     free_W: NDArray[np.int64],
     nodes: Nodes,
 ) -> NDArray[np.int64]:
-    """Choose the owners of the t busiest experts of each layer. Returns the owners of all experts, [L, E].
-
-    A busiest expert stays with its owner in `before_LE` if that rank has a free slot and few other busiest experts.
+    """Return the owners of all experts, [L, E], with chosen owners for the t busiest experts of each layer.
 
     Args:
         before_LE: owners before the resharding.
@@ -301,7 +290,7 @@ def _assign_busiest(
         free_W: free slots of each rank for owned experts.
     """
     owner_LE, free_W, t = others_LE.copy(), free_W.copy(), busiest_LT.shape[1]
-    # The t busiest experts get replicas anyway, so owning one is little work: they move only if they must.
+    # The t busiest experts get replicas anyway, so owning one is little work.
     to_reassign = []
     for column in range(t):
         for layer, expert in enumerate(busiest_LT[:, column].tolist()):
@@ -322,7 +311,7 @@ def _assign_busiest(
 
 
 def _count_crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], nodes: Nodes) -> int:
-    """Count the busiest experts that ranks own beyond an even share of t / ranks per layer, rounded up."""
+    """Count the busiest experts that ranks own beyond t / ranks per layer, rounded up."""
     layers, t = busiest_LT.shape
     owned_LW = np.zeros((layers, nodes.ranks), dtype=np.int64)
     np.add.at(owned_LW, (np.arange(layers)[:, None], np.take_along_axis(owner_LE, busiest_LT, axis=1)), 1)
@@ -335,7 +324,7 @@ def _least_loaded_rank(
     """Return the rank with the least work on the node with the least work, among ranks with free slots."""
     work_NR = work_W.reshape(nodes.count, nodes.per_node)
     free_NR = free_W.reshape(nodes.count, nodes.per_node)
-    # Ties: fewer free slots first, as in the paper; `prefer_most_free`: more.
+    # Ties: fewer free slots first, as in the paper, or more.
     sign = -1 if prefer_most_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))

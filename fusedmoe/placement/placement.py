@@ -83,7 +83,7 @@ class Placement:
             raise ConfigError(f"placement: replicas of {len(replicas)} experts, but owners of {len(owners)}")
         for expert, (owner, holders) in enumerate(zip(owners, replicas, strict=True)):
             if not holders and 0 <= owner < self.ranks:
-                continue  # most experts: balances make dozens of placements in each pass of a layer
+                continue  # most experts need no further checks
             for rank in (owner, *holders):
                 if not 0 <= rank < self.ranks:
                     raise ConfigError(f"placement: expert {expert} is on rank {rank}; ranks are 0 to {self.ranks - 1}")
@@ -109,7 +109,7 @@ class Placement:
         held_EW = np.array(holds_EW, dtype=np.bool_)
         held_EW[np.arange(len(owners)), owners] = True
         held_EW.flags.writeable = False
-        vars(placement)["holds_EW"] = held_EW  # a balance makes dozens of placements, and reads this of all of them
+        vars(placement)["holds_EW"] = held_EW  # fills the cached property, which balances read
         return placement
 
     @property
@@ -123,7 +123,7 @@ class Placement:
         expert_n, rank_n = np.array([*enumerate(self.owners), *held]).T
         holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
         holds_EW[expert_n, rank_n] = True
-        holds_EW.flags.writeable = False  # it is cached: a caller that wrote to it would change the placement
+        holds_EW.flags.writeable = False  # cached: must not change
         return holds_EW
 
     @property
@@ -136,15 +136,15 @@ class Placement:
         return tuple(expert for expert, owner in enumerate(self.owners) if owner == rank)
 
     def extra_W(self) -> NDArray[np.int64]:
-        """Return the number of replicas that each rank holds, [W]."""
+        """Return the number of replicas on each rank, [W]."""
         return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.ranks)
 
     def both(self, other: Placement) -> Placement:
-        """Return the placement with the common replicas of this placement and `other`. Owners must be equal."""
+        """Return the placement with the replicas that both have. Owners must be equal."""
         return self if self.is_within(other) else Placement.holding(self.owners, self.holds_EW & other.holds_EW)
 
     def is_within(self, other: Placement) -> bool:
-        """Return whether `other` has the same owners and at least the replicas of this placement."""
+        """Return whether `other` has the same owners and at least these replicas."""
         same = (self.ranks, self.owners) == (other.ranks, other.owners)
         return same and not (self.holds_EW & ~other.holds_EW).any()
 

@@ -20,7 +20,7 @@ from fusedmoe.runtime.cache import measured_costs
 
 HECATE_POLICIES = ("hecate", "algorithm1")
 
-#: Corrects a layer's placement after its gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
+#: Adds replicas after a layer's gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
 Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
 
 #: Placeholder if no decision depends on costs.
@@ -30,12 +30,10 @@ UNKNOWN_COSTS = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 class PlacementPlanner:
     """Chooses placements by a policy, identically on all ranks.
 
-    Args:
-        memory: m, maximum number of replicas on a rank in each layer.
-        may_reshard: owners may change.   correction: see `Correction`.
     Attributes:
-        costs: of tokens and experts.
+        memory: m, maximum number of replicas on a rank in each layer.
         overlap: t, maximum number of experts sent for a layer.
+        may_reshard: owners may change.
         planning_s: seconds that a search for a balance takes on the slowest rank; None: always search.
     """
 
@@ -56,7 +54,7 @@ class PlacementPlanner:
     def choose_placements(
         self, iteration: int, placements: Sequence[Placement], history_ILE: NDArray[np.int64], topology: Topology
     ) -> list[Placement]:
-        """Return each layer's placement in the next step, from current placements and loads. Collective."""
+        """Return each layer's placement in the next step. Collective."""
         world, before = topology.world, tuple(placements)
         if self.policy in HECATE_POLICIES and self.may_reshard and is_due(iteration):
             shardings, load_LE = tuple(placement.sharding for placement in before), predict_load(history_ILE)
@@ -94,7 +92,6 @@ class PlacementPlanner:
         return placement
 
     def calibrate(self, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
-        """Return the placement with on-demand replicas for the current batch's routing."""
         assert self.correction is not None
         calibrated = self.correction(placement, tokens_WE, self.nodes, self.memory, self.costs)
         if not placement.is_within(calibrated):
@@ -105,9 +102,9 @@ class PlacementPlanner:
         return calibrated
 
     def share_rows(self, placement: Placement, tokens_WE: NDArray[np.int64], may_add: bool) -> Balance:
-        """Return the assignment of a batch's rows to owners and replicas, with new replicas if `may_add`."""
+        """Assign a batch's rows to owners and replicas, with new replicas if `may_add`."""
         m = self.memory if may_add else 0
-        # Backward between two layers takes twice as long as forward, which hides t experts.
+        # Backward takes twice as long as forward, which hides t experts.
         hidden_s = 2 * self.overlap * self.costs.expert_bytes / self.costs.inter_bytes_s
         if self.planning_s is None:
             return cheapest_balance(placement, tokens_WE, self.nodes, m, self.costs, hidden_s)
@@ -121,7 +118,7 @@ class PlacementPlanner:
         for _ in range(3):  # the first also imports and allocates
             start = perf_counter()
             balance = auto_balance(sharding, skewed_WE, self.nodes, self.memory, self.costs)
-            auto_balance(balance.placement, skewed_WE, self.nodes, 0, self.costs)  # as `PlacedExperts.split_rows` does
+            auto_balance(balance.placement, skewed_WE, self.nodes, 0, self.costs)  # as in `split_rows`
             seconds.append(perf_counter() - start)
         self.planning_s = max_over_ranks_s(topology.world, [min(seconds)], "time to balance in")[0]
 
@@ -132,7 +129,7 @@ def measured_placement_costs(placed: PlacedExperts, model_dim: int, topology: To
     first = parameters[0]
     fitted = measured_costs(topology, first.device, first.dtype).lines
     inter = fitted["all-to-all/ep"]
-    # Forward: one multiplication and one addition per parameter; backward: twice that.
+    # A multiplication and an addition per parameter in forward, twice that in backward.
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
     return PlacementCosts(
         token_s=flop * fitted["gemm"].beta_s,

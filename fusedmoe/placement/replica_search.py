@@ -13,15 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts
 
-# Weight of the imbalance over all ranks in the objective: prefers the more even of equally fast placements.
+# Weight of the imbalance over all ranks in the objective, to choose among equally fast placements.
 _IMBALANCE_WEIGHT = 0.1
-# Maximum steps from one start. From Algorithm 1, 32 experts on 16 ranks take fewer than 10.
+# Maximum steps from one start. 32 experts on 16 ranks take fewer than 10.
 _MAX_STEPS = 60
-# Maximum number of slots that count as few.
+# With up to this many slots, the search also starts without the replicas of Algorithm 1.
 _FEW_SLOTS = 16
 # Minimum relative gain of a step.
 _MIN_GAIN = 1e-3
-# Minimum fraction of the layer's time that replicas must save.
+# Minimum fraction of the layer's time to save.
 _MIN_SAVING = 0.02
 
 
@@ -30,8 +30,8 @@ def improve(
 ) -> Placement:
     """Return `start`, or a placement within the same limits that makes the layer faster at the expected load.
 
-    Each step removes, adds, moves or swaps replicas, choosing the change that reduces the layer's time most. The time
-    is `traffic.layer_s` for equal numbers of tokens on all ranks, split evenly over holders, with free transfers inside
+    Each step removes, adds, moves or swaps replicas, choosing the change that reduces the layer's time (`layer_s`)
+    most. The time assumes equal numbers of tokens on all ranks, split evenly over holders, and free transfers inside
     nodes. Deterministic.
 
     Args:
@@ -42,7 +42,7 @@ def improve(
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
     if search.compute_s == search.exchange_s == 0:
         return start  # the costs are unknown
-    # With few slots Algorithm 1 may be a bad start: search also from `placement`.
+    # With few slots Algorithm 1 may be a bad start.
     starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
     ends = [search.descend(begin.holds_EW) for begin in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
@@ -51,12 +51,9 @@ def improve(
 def accept_if_faster(
     placement: Placement, candidate: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts
 ) -> Placement:
-    """Return `candidate` if it makes the layer more than 2% (`_MIN_SAVING`) faster than `placement`, else `placement`.
-
-    If the costs of both computation and communication are unknown (0), returns `candidate`.
-    """
+    """Return `candidate` if it makes the layer over 2% faster than `placement`, or if costs are unknown (0)."""
     search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
-    # Hidden transfers are not free.
+    # Even hidden transfers are not free.
     saves = search.layer_s(candidate.holds_EW) < (1 - _MIN_SAVING) * search.layer_s(placement.holds_EW)
     return candidate if saves or search.compute_s == search.exchange_s == 0 else placement
 
@@ -65,9 +62,9 @@ class _ReplicaSearch:
     """State of `improve`.
 
     A placement is rated by a vector [C] of token counts in one all-to-all: [W] that each rank computes, [W] that it
-    receives from other nodes, and [N] that each rank of a node sends to other nodes. A change of one expert is (expert,
-    from, to): the rank that loses and the rank that gets a replica; W means no rank. A step consists of one change or
-    two. Axes: A, the candidates of a kind of step; V, the ranks and W (no rank).
+    receives from other nodes, and [N] that each rank of a node sends to other nodes. A change is (expert, from, to):
+    the rank that loses and the rank that gets a replica; W means no rank. A step is one change or two. Axes: A, the
+    candidates of a kind of step; V, the ranks and W (no rank).
     """
 
     def __init__(
@@ -85,10 +82,9 @@ class _ReplicaSearch:
         return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
 
     def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Take steps from `holds_EW` while they reduce the objective; return the last placement."""
         holds_EW = holds_EW.copy()
         ranks = self.nodes.ranks
-        one_rank_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # the last row means no rank
+        one_rank_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # last row: no rank
         counts_EC = self.token_counts(holds_EW, self.rank_load_E)
         change_EVVC = np.zeros((len(holds_EW), ranks + 1, ranks + 1, counts_EC.shape[1]))
         stale = np.flatnonzero(self.rank_load_E > 0)
@@ -158,7 +154,7 @@ class _ReplicaSearch:
 
         Args:
             total_C: token counts of the current placement.
-            changes_AC: per candidate, the step's changes of these counts.
+            changes_AC: each candidate's changes of these counts.
             steps: one or two changes of all candidates: arrays [A] of experts, source ranks and target ranks.
         """
         if not len(changes_AC):
@@ -180,7 +176,7 @@ class _ReplicaSearch:
         return np.concatenate([work_XW, received_XW, lacks_XN * each_X[..., None]], axis=-1)
 
     def objective(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the objective [...] of token counts [..., C]: the layer's seconds plus a penalty on uneven counts."""
+        """Return the layer's seconds plus a penalty on uneven counts, [...], for token counts [..., C]."""
         work_XW, inter_XC = counts_XC[..., : self.nodes.ranks], counts_XC[..., self.nodes.ranks :]
         total: NDArray[np.float64] = sum(
             seconds * (tokens.max(axis=-1) + self.imbalance_weight * np.einsum("...c,...c->...", tokens, tokens))
@@ -199,16 +195,15 @@ def add_node_local(
 ) -> Placement:
     """Add replicas of experts to nodes that do not hold them, most rows first, while ranks have room.
 
-    A replica is added if its rows take longer to send between nodes than its parameters and gradients. Worked example:
-    two nodes of one rank, each with room for one replica; all rows are for expert 0, on rank 0. Half of them are sent
-    from rank 1, in four all-to-alls. Rank 1 gets a replica if this takes longer than the two transfers.
+    A replica is added if its rows take longer to send between nodes (in four all-to-alls) than its parameters and
+    gradients.
     """
     by_node = (placement.experts, nodes.count, nodes.per_node)
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
     room_N = room_W.reshape(nodes.count, nodes.per_node).sum(axis=1).tolist()
     from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
     copies_EN = holds_EW.reshape(by_node).sum(axis=2)
-    # Rows of the node itself: its ranks compute them once each node has the popular experts.
+    # Rows of the node only: other nodes will hold their popular experts.
     work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
     crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)

@@ -1,9 +1,8 @@
 """Traffic and time of a layer under a placement: tokens sent to experts, and experts sent to ranks.
 
-Tokens are dispatched to an expert's holders as in Hecate (section 4.4). A layer takes the time of its busiest rank and
-link.
+A layer takes the time of its busiest rank and link.
 
-Sparse collectives (section 3.1): SparseAllGather(before, after) sends experts to their new replicas;
+Sparse collectives (Hecate, section 3.1): SparseAllGather(before, after) sends experts to their new replicas;
 SparseReduceScatter(after, before) sums gradients along the same routes. An expert is sent along a chain: from its owner
 to each node that lacks it, in ring order, and within each node from rank to rank. So it crosses the network once per
 node without it, and on each kind of link no rank sends or receives more than λS, the bytes of all experts sent (Eq. 1).
@@ -28,7 +27,7 @@ class Transfer(NamedTuple):
     expert: int
     source: int
     target: int
-    step: int  # above 0: forwards the data of an earlier transfer of the same expert
+    step: int  # above 0: forwards data of an earlier step
 
 
 def gather_transfers(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer, ...]:
@@ -42,7 +41,7 @@ def gather_transfers(before: Placement, after: Placement, nodes: Nodes) -> tuple
             f"{before} is not within {after}".replace("\n", "; ")
         )
     transfers: list[Transfer] = []
-    # Experts received from other nodes: experts that enter one node should use the links of different ranks.
+    # Experts received from other nodes, to spread them over the links of a node's ranks.
     arrived_W = [0] * nodes.ranks
     for expert, owner in enumerate(before.owners):
         if after.replicas[expert] != before.replicas[expert]:
@@ -56,7 +55,7 @@ def _chain_transfers(
     expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
 ) -> Iterable[Transfer]:
     end, ready = owner, 0  # end of the chain, and the first step in which it can forward
-    # Nodes in ring order, starting at the owner's: no inter-node link carries the expert twice.
+    # In ring order from the owner's node: no inter-node link carries the expert twice.
     lacking_N: dict[int, list[int]] = {}
     for rank in missing:
         lacking_N.setdefault(nodes.of(rank), []).append(rank)
@@ -66,14 +65,14 @@ def _chain_transfers(
         if holders:
             holder = owner if owner in holders else holders[0]
         else:
-            # The rank of this node that has received the fewest experts from other nodes.
+            # The rank that has received the fewest experts from other nodes.
             holder = min(lacking, key=lambda rank: (arrived_W[rank], rank))
             arrived_W[holder] += 1
             lacking.remove(holder)
             yield Transfer(expert, end, holder, ready)
             end, ready = holder, ready + 1
             first = ready
-        # From rank to rank within the node: no rank sends the expert twice.
+        # From rank to rank: none sends the expert twice.
         around = sorted(lacking, key=lambda rank: (rank - holder) % nodes.ranks)
         for step, (source, target) in enumerate(zip([holder, *around], around, strict=False), start=first):
             yield Transfer(expert, source, target, step)
@@ -82,8 +81,8 @@ def _chain_transfers(
 def chain_gathers(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple[Transfer, ...]:
     """Join the transfers of two consecutive gathers into one gather with the fewest steps.
 
-    A rank forwards an expert one step after receiving it. Worked example: `before` sends expert 5 from rank 0 to 1.
-    `more` sends expert 5 from rank 1 to 2, which becomes step 1, and expert 6 from rank 0 to 2, which is step 0.
+    Worked example: `before` sends expert 5 from rank 0 to 1. `more` sends expert 5 from rank 1 to 2, which becomes step
+    1, and expert 6 from rank 0 to 2, which is step 0.
     """
     ready = {(one.expert, one.target): one.step + 1 for one in before}
     added = []
@@ -97,11 +96,11 @@ def chain_gathers(before: Sequence[Transfer], more: Sequence[Transfer]) -> tuple
 def reduce_transfers(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
     """Return the transfers of the SparseReduceScatter that is the adjoint of a gather: routes and steps reversed.
 
-    A target adds received rows to its own. A rank sends an expert's gradient after receiving all contributions to it.
+    A rank sends an expert's gradient after receiving and adding all contributions to it.
     """
     last = max((transfer.step for transfer in gathered), default=0)
     back = (Transfer(expert, target, source, last - step) for expert, source, target, step in gathered)
-    # A fixed summation order for each expert, independent of arrival.
+    # A fixed summation order.
     return tuple(sorted(back, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
@@ -124,7 +123,7 @@ class LinkBytes(NamedTuple):
 
 
 def link_bytes(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
-    """Return the bytes that each rank sends and receives for these transfers, between nodes and within its node."""
+    """Return the bytes of these transfers per rank and kind of link."""
     counts = np.zeros((4, nodes.ranks), dtype=np.int64)
     for transfer in transfers:
         inside = 2 * (nodes.of(transfer.source) == nodes.of(transfer.target))
@@ -136,7 +135,6 @@ def link_bytes(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -
 def require_token_counts(
     operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes
 ) -> NDArray[np.integer]:
-    """Validate token counts [W, E]. Raises `ConfigError` for other shapes or values."""
     tokens_WE = np.asarray(tokens_WE)
     if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
         raise ConfigError(
@@ -149,14 +147,14 @@ def require_token_counts(
 
 
 def split_tokens(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
-    """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders.
+    """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders (Hecate, section 4.4).
 
     A rank that holds the expert keeps its tokens. Otherwise they are split evenly over the holders on its node or, if
-    there are none, over all holders. Remainders are assigned round-robin, continuing over ranks with the same choice of
-    holders: summed over these ranks, holders differ by at most one token.
+    there are none, over all holders. Remainders are assigned round-robin: summed over ranks with the same choice of
+    holders, holders differ by at most one token.
 
-    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for sizes that do not
-    match, and values that are not counts.
+    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for invalid sizes or
+    counts.
     """
     tokens_WE = require_token_counts("dispatch", tokens_WE, placement, nodes).astype(np.int64)
     holds_EW = placement.holds_EW
@@ -168,8 +166,8 @@ def split_tokens(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> ND
     choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
     copies_WE = choice_WEV.sum(axis=2)
     each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
-    # Remainders of preceding ranks with the same choice: ranks of a node for holders on the node, ranks of all nodes
-    # without the expert for all holders. If one node has all holders, both choices are the same.
+    # Remainders of preceding ranks with the same choice of holders: the holders on the node, or all. If one node has
+    # all holders, both choices are the same.
     several_E = holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1) > 1
     beside_WE = inside_WE & several_E
     far_WE = np.where(beside_WE, 0, rest_WE)
@@ -226,14 +224,14 @@ class PlacementLoad(NamedTuple):
 
     work_W: NDArray[np.int64]  # computed by each rank
     inter_node_received_W: NDArray[np.int64]  # received by each rank from other nodes
-    max_inter: int  # maximum that a rank sends or receives between nodes
-    max_intra: int  # maximum that a rank sends or receives within its node
+    max_inter: int  # maximum sent or received by a rank between nodes
+    max_intra: int  # the same within its node
 
 
 def placement_load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
     """Return the token counts of ranks and links. `tokens_WE`: [W, E] integers."""
     sent_WEV = split_tokens(tokens_WE, placement, nodes)
-    flow_WV = sent_WEV.sum(axis=1)  # tokens from each rank to each rank, itself included
+    flow_WV = sent_WEV.sum(axis=1)  # from each rank to each rank
     node_W = np.arange(nodes.ranks) // nodes.per_node
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
@@ -249,7 +247,6 @@ def placement_load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> 
 def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
     """Return the busiest rank's seconds of a layer's all-to-alls in an iteration."""
     inter_s, intra_s = tokens.max_inter / costs.inter_bytes_s, tokens.max_intra / costs.intra_bytes_s
-    # Both kinds of links transfer concurrently.
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 

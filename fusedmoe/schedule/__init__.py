@@ -5,14 +5,7 @@ step = workload.step_costs(costs, gradient_bytes, kinds)
 plan = POLICIES["fsmoe"].plan(step)
 draw([simulate(plan, step)], Path("step.png"), title="fsmoe")
 
-task, plan                          tasks, dependencies, and the task order of each resource
-cost, workload, step_costs          costs of a machine, a layer, and a step
-machines, refit                     cost models from data sheets; costs fitted to measured steps
-passes, step, list_schedule         task orders of a pass, a step, and any task graph
-policies                            published systems as functions from costs to a plan
-events, simulate, bound             predicted time of a plan; lower bound over all plans
-timeline, draw                      start and end of each task; figures
-plan_chooser, candidates, trials    choice of the fastest plan during training
+A policy maps the costs of a step to a plan: the tasks of each resource, in order. The simulator predicts its timeline.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ A resource runs one task at a time. For every set of tasks of one resource,
     the shortest path to a start in the set + the work of the set + the shortest path from an end in the set
 
 is a lower bound (Carlier, "The one-machine sequencing problem", 1982). The sets used here are all tasks of a resource
-between a part of one layer and a part of a later layer; paths follow one micro-batch. The backward pass starts after
-the forward pass and the loss, so the bounds of both passes add up.
+between a part of one layer and a part of a later layer; paths follow one micro-batch. The bounds of both passes add up.
 
-More chunks shorten paths and increase work. Each sum is additive over layers, and a layer's term depends only on its
-own chunk counts. A pass takes at least the largest sum, hence at least any weighted mean of the sums. The minimum of a
-mean is found layer by layer; a linear program finds the weights with the largest minimum.
+More chunks shorten paths and increase work. A pass takes at least any weighted mean of the sums. A layer's term of a
+sum depends only on its own chunk counts, so the minimum of a mean is found layer by layer; a linear program finds the
+best weights.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
 # Ranges of blocks start in the first `_END_LAYERS` layers and stop in the last `_END_LAYERS` layers.
 _END_LAYERS = 2
-# Maximum number of layers of a deep stack at which the gradients that are left bound the backward pass. Layers between
-# two of them have equal sums, for which the linear program has one variable.
+# Maximum number of layers at which the remaining gradients bound the backward pass. Layers between two of them share a
+# variable of the linear program.
 _CUTS = 8
-# Maximum number of linear programs for a bound.
 _LP_ROUNDS = 20
 
 
@@ -50,7 +48,7 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
     """Return a lower bound of the step time in seconds over task orders, gradient buckets and up to `limit` chunks.
 
     Layers run in sequence with chunked pipelines, or, if `costs.can_split`, micro-batches pass through all layers.
-    Chunks have equal sizes; each dense part and each pipeline has its own number. Weight gradients are all W tasks, or
+    Chunks have equal sizes; each dense part and each pipeline has its own number. All weight gradients are W tasks, or
     none is.
     """
     best = _layerwise_bound_s(costs.by_layer(), limit)
@@ -73,9 +71,7 @@ class _Block(NamedTuple):
 class _Pass(NamedTuple):
     blocks: tuple[_Block, ...]  # in execution order, without W tasks
     dense_index: int
-    # Of one dense chunk and all pipeline chunks that share rows with it: those after it (forward) or before it
-    # (backward).
-    overlap_path_s: Any
+    overlap_path_s: Any  # one dense chunk and the pipeline chunks that share rows with it
     dense_w_tasks_s: Any
     w_tasks_s: Any
 
@@ -90,12 +86,10 @@ class _Pass(NamedTuple):
 
     @property
     def overlap_pipeline_s(self) -> Any:
-        """Seconds of all pipeline chunks that share rows with a dense chunk."""
         return self.overlap_path_s - self.blocks[self.dense_index].chunk_s
 
 
 def _pass(layer: LayerCosts, phase: str, limit: int, has_w_tasks: bool, contention: Contention) -> _Pass:
-    """Return the durations of a layer's pass for all chunk counts up to `limit`."""
     counts = np.arange(1.0, limit + 1)
     micro, chunks, free = layer.micro_batch_costs(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if has_w_tasks and phase == "backward" else {}
@@ -132,9 +126,8 @@ def _range_sums(
 ) -> list[Any]:
     """Return, per layer, the weighted work of blocks `first` to `last` plus the paths to and from them."""
     (p, b), (q, e) = first, last
-    # Dense chunks run in order. Forward, a range that ends with a dense part ends with its last chunk, before all
-    # pipeline chunks that share rows with it. Backward, a range that starts with a dense part starts with its first
-    # chunk.
+    # Dense chunks run in order. Forward, a range that ends with a dense part precedes all pipeline chunks that share
+    # rows with its last chunk. Backward, a range that starts with a dense part follows those of its first chunk.
     forward = passes[0].dense_index == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense_index
     before = _of_each(passes[:p], lambda layer: layer.overlap_path_s if before_all else layer.path_s())
@@ -152,7 +145,7 @@ def _range_sums(
 
 
 def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any]:
-    """Return a value of each pass, one object for all passes that are one object."""
+    """Return a value of each pass. Passes that are one object share one value, which keeps the linear program small."""
     found = {key: value(one) for key, one in {id(one): one for one in passes}.items()}
     return [found[id(one)] for one in passes]
 
@@ -160,7 +153,6 @@ def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any
 def _all_range_sums(
     passes: Sequence[_Pass], weightings: Sequence[Mapping[str, float]], constant_s: float
 ) -> Iterator[_Sum]:
-    """Yield a sum for each resource weighting and each range of blocks."""
     count, dense = len(passes), passes[0].dense_index
     for weights in weightings:
         on = [
@@ -169,7 +161,7 @@ def _all_range_sums(
         for first, last in product(on, on):
             if first <= last and first[0] < _END_LAYERS and last[0] >= count - _END_LAYERS:
                 yield _range_sums(passes, weights, first, last), constant_s
-    # The path from the dense part at one end, in case no range includes it.
+    # No range may include the dense part at one end.
     end = (0, 0) if dense == 0 else (count - 1, dense)
     yield _range_sums(passes, weightings[0], end, end), constant_s
 
@@ -189,10 +181,8 @@ def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
     for has_w_tasks in (False, True):
         back = passes("backward", has_w_tasks)[::-1]
         sums = list(_all_range_sums(back, weightings, _first_gradient_s(costs)))
-        head, nothing = (
-            back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute")),
-            0.0 * back[0].overlap_path_s,
-        )
+        head = back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute"))
+        nothing = 0.0 * back[0].overlap_path_s
         all_s = _of_each(back, lambda layer: layer.work_s(compute) + layer.w_tasks_s)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
         for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
@@ -223,7 +213,7 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
 
     found = list(sums)
     fixed = np.array([constant_s for _, constant_s in found])
-    # [sums, choices] of each kind of pass. Passes of equal layers in equal places share their arrays.
+    # [sums, choices] of each kind of pass.
     by_pass = {tuple(map(id, layer_sums)): layer_sums for layer_sums in zip(*(sums for sums, _ in found), strict=True)}
     numbers = Counter(tuple(map(id, layer_sums)) for layer_sums in zip(*(sums for sums, _ in found), strict=True))
     passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass.values()]
@@ -231,8 +221,8 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     count = len(fixed)
     sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
     scale = float((fixed + sums_s).max()) or 1.0
-    # The solver gets the choices that minimise a single sum, then those that minimise the weighted mean, until it has
-    # all that matter. Any weights give a valid bound, also after failures and rounding of the solver.
+    # Column generation: start with the choices that minimise a single sum, then add those that minimise the weighted
+    # mean. Any weights give a valid bound, also if the solver fails or rounds.
     chosen = [{*map(int, layer_sums.argmin(1))} for layer_sums in passes]
     best = float((fixed + sums_s).max())
     for _ in range(_LP_ROUNDS):
@@ -270,14 +260,12 @@ def _undominated(sums: Any) -> Any:
 
 
 def _layerwise_bound_s(costs: StepCosts, limit: int) -> float:
-    """Return the bound of consecutive layers with chunked pipelines."""
     layers = costs.layers
     head = sum(_layer_pass_bound_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)
     head += sum(_layer_pass_bound_s(costs, layer, "backward", limit) for layer in layers)
-    # When a layer's backward pass ends, the link still reduces its gradients (fastest in one piece) while later passes
-    # run.
+    # After a layer's backward pass, the link reduces its gradients (fastest in one piece) while later passes run.
     best, after = head, 0.0
-    gradient, compute, inter, intra = 0, 0.0, 0.0, 0.0  # of earlier layers, which run later in the backward pass
+    gradient, compute, inter, intra = 0, 0.0, 0.0, 0.0  # of earlier layers
     for layer in layers:
         if _has_gradient_dependencies(layer):
             gradient += layer.gradient_bytes

@@ -16,7 +16,7 @@ from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slo
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
-#: Family of the empty plan: unchunked layers, gradients reduced after the backward pass.
+#: Family of the empty plan: unchunked layers, gradients after the backward pass.
 OFF = "off"
 
 _MAX_NEIGHBOURS = 4
@@ -30,7 +30,6 @@ class PlanCandidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The policy's name, the chunk counts forward and backward, W tasks and bucket size."""
         if self.family == OFF:
             return OFF
         both = (sorted({n for (of, _), n in self.plan.degrees.items() if of == phase}) for phase in PHASES)
@@ -85,13 +84,12 @@ def neighbour_candidates(base: PlanCandidate, costs: StepCosts, limit: int, samp
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
-    """Return the candidate, made by `micro_schedule`, with gradient buckets of `size` bytes."""
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
     return PlanCandidate(one.family, plan, one.uses_micro_batches, makespan(plan, costs))
 
 
 def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
-    """Return variations of a FlowMoE plan with another number of micro-batches, changed alike in both passes."""
+    """Return variations of a FlowMoE plan with another number of micro-batches in both passes."""
     split = StepSplit.from_plan(base.plan)
     degrees = split.degrees(len(costs.layers))
     plans = []
@@ -103,7 +101,7 @@ def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples
 
 
 def predicted_s(plan: Plan, costs: StepCosts) -> float:
-    """Return the predicted step time. The empty plan means unchunked layers."""
+    """Return the predicted step time; the empty plan means unchunked layers."""
     return makespan(plan if len(plan) else POLICIES["sequential"].plan(costs), costs)
 
 
@@ -122,7 +120,7 @@ def _neighbour_splits(plan: Plan, costs: StepCosts, limit: int, samples: int | N
 
 
 def _degree_changes(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
-    """Yield functions that change a degree, or return it unchanged if the new degree is invalid."""
+    """Yield functions that change a degree, or keep it if the new degree is invalid."""
 
     def changed(how: Callable[[int], int], now: int) -> int:
         new = how(now)
@@ -133,7 +131,7 @@ def _degree_changes(limit: int, samples: int | None = None) -> Iterator[Callable
 
 
 def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
-    """Yield plans with other degrees in all layers, or smaller buckets, and otherwise the same orders."""
+    """Yield plans with other degrees in all layers, or smaller buckets, in the same orders."""
     plan, layers = candidate.plan, range(len(costs.layers))
     forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
     same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]

@@ -1,6 +1,6 @@
 """Cost models: time of collectives, matrix products and copies as a linear function of size.
 
-The time is α + β·n (FSMoE Eq. 1) with n in bytes for a collective or a copy, and in FLOP for a matrix product.
+The time is α + β·n (FSMoE Eq. 1), with n in bytes for a collective or a copy and in FLOP for a matrix product.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Contention:
     """Fraction of its speed, in (0, 1], that a task keeps while another resource is busy. Fractions multiply.
 
     Example: a matrix product of 4 s and an all-to-all of 3 s start together, with `compute_beside_inter=0.5` and
-    `inter_beside_compute=0.75`. The all-to-all ends after 4 s (0.75 · 4 s = 3 s). The product has 2 s of work left (4 s
-    − 0.5 · 4 s) and ends after 6 s.
+    `inter_beside_compute=0.75`. The all-to-all ends after 4 s; the product then has 2 s of work left and ends after 6
+    s.
 
     Raises `ConfigError` for a fraction below 1e-9 or above 1.
     """
@@ -58,11 +58,10 @@ class Contention:
 
     @classmethod
     def between_links(cls, share: float) -> Contention:
-        """Return a contention between intra-node and inter-node links only, equal for both."""
+        """Return equal contention between intra-node and inter-node links only."""
         return cls(intra_beside_inter=share, inter_beside_intra=share)
 
     def share(self, resource: str, beside: str) -> float:
-        """Return the fraction of its speed that `resource` keeps while `beside` is busy."""
         return 1.0 if resource == beside else float(getattr(self, f"{resource}_beside_{beside}"))
 
     @cached_property
@@ -72,16 +71,15 @@ class Contention:
         return tuple(tuple(math.prod(self.share(r, one) for one in working) for r in RESOURCES) for working in sets)
 
     def disturbs(self, resources: Collection[str]) -> bool:
-        """Return whether any of these resources slows down another one of them."""
+        """Return whether any of these resources slows down another."""
         return any(self.share(r, one) < 1 for r in resources for one in resources)
 
     @cached_property
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """Weight vectors over `RESOURCES` such that each weighted sum of work bounds its total time from below.
+        """Weight vectors over `RESOURCES`: each weighted sum of work is a lower bound of its total time.
 
         They are the undominated vertices of the polytope in which no set of busy resources does more than 1 weighted
-        second of work per second. The largest weighted sum is the minimum time of work that can be spread arbitrarily
-        over time.
+        second of work per second. The largest sum is the minimum time of work that can be spread arbitrarily over time.
         """
         count = len(RESOURCES)
         rates = np.array([[s * (which >> n & 1) for n, s in enumerate(of)] for which, of in enumerate(self.speeds)][1:])
@@ -100,7 +98,7 @@ class Contention:
         return tuple(tuple(map(float, corner)) for corner in kept)
 
     def lower_bound_s(self, compute: float, intra: float, inter: float) -> float:
-        """Return a lower bound of the seconds for this work, in seconds per resource."""
+        """Return a lower bound of the time of this work; all in seconds."""
         return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
 
 
@@ -108,7 +106,7 @@ NO_CONTENTION = Contention()
 
 
 class Costs(Protocol):
-    """Interface of the costs of a plan's tasks, for the simulator."""
+    """Costs of a plan's tasks, as the simulator needs them."""
 
     @property
     def contention(self) -> Contention:
@@ -169,13 +167,12 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
 def fit_nonnegative_line(points: Sequence[tuple[float, float]]) -> Line:
     """Return a line through points (n, seconds) with a non-negative intercept and a slope of at least `MIN_BETA`.
 
-    Minimises squared errors, or squared relative errors if the least-squares line violates these bounds.
+    Minimises squared errors, or squared relative errors if the least-squares line violates the bounds.
     """
     line = fit(points)
     if line.alpha_s >= 0 and line.beta_s >= MIN_BETA:
         return line
-    # Noise in the longest times makes the fit negative: minimize relative errors instead. The import is slow and rarely
-    # needed.
+    # Noise in the longest times makes the fit negative. The import is slow and rarely needed.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
@@ -192,12 +189,10 @@ def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
 class FusedCosts:
     """Costs of fused operations in addition to the lines (`workload.one_sided_s`).
 
-    Raises `ConfigError` for an unknown link or an invalid number.
-
     Attributes:
-        tile_rows: rows per signal, as the kernels send them.
+        tile_rows: rows per signal.
         signal_s: by link ("intra", "inter"), seconds from the end of a tile's transfer until the waiting kernel
-            continues. Links without an entry have no fused operations.
+            continues. A link without an entry has no fused operations.
     """
 
     tile_rows: int
@@ -224,7 +219,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Measured seconds per sample. Raises `ConfigError` for an invalid time.
+    """Measured seconds per sample.
 
     `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
     """
@@ -238,7 +233,6 @@ class Observed:
                 raise ConfigError(f"observed: invalid time {seconds!r} s of {sample.kind} in {sample.chunks} chunks")
 
     def __or__(self, other: Observed) -> Observed:
-        """Join samples; `other` has precedence."""
         return Observed({**self.seconds, **other.seconds}, other.rows or self.rows)
 
     def get(self, kind: str, phase: str | None, has_w_tasks: bool = False) -> dict[int, float]:
@@ -271,11 +265,11 @@ class CostModel:
     """Time of operations on one machine. Raises `ConfigError` for unknown `lines` or a contention of the wrong type.
 
     Attributes:
-        lines: fitted time of each operation of `LINES`, by name, without contention.
+        lines: time of each operation of `LINES`, by name, without contention.
         machine: description of the measured machine.
         fused: costs of fused operations; None: unsupported or unknown, never selected by cost.
-        tiled: the expert backward keeps activations in the cache, as on CPUs. A plan with W tasks then also writes them
-            to memory and reads them again.
+        tiled: the expert backward keeps activations in the cache, as on CPUs. With W tasks it also writes them to
+            memory and reads them again.
         task_s: executor overhead per task in seconds.
         observed: measured task times by `Workload.shapes`, with precedence over lines.
     """
@@ -309,12 +303,12 @@ class CostModel:
 
     @property
     def poor_fits(self) -> str:
-        """Names and r² of lines that fit their measured points poorly; empty if there are none."""
+        """Names and r² of lines that fit their points poorly; empty if there are none."""
         fits = {name: line.r2 for name, line in self.lines.items()}
         return ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in fits.items() if r2 is not None and r2 < _FAIR_R2)
 
     def to_json(self) -> str:
-        """Return indented JSON. `from_json` is the inverse."""
+        """Return indented JSON; `from_json` is the inverse."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "machine": self.machine}
         data |= {"contention": asdict(self.contention)}
         data |= {"lines": {name: vars(line) for name, line in self.lines.items()}}

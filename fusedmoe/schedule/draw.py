@@ -3,11 +3,9 @@
     draw(timelines, "step.png", title="Step 200")
     draw({"fsmoe": simulate(one, costs), "mine": simulate(two, costs)}, "policies.png")
 
-Colours encode kinds of tasks, with different lightness on one row for colour-blind readers. The legend shows the
-symbols used in narrow bars. A shaded background marks the backward pass; its lightness alternates between layers, in
-both passes. A task is on the row of the hardware it uses, not of its queue: an all-gather is intra-node. A fused
-operation is on both rows, drawn as an expert with an upper band for received rows and a lower band for sent rows. The
-utilization of each resource is on the right, the exposed communication of each rank on the left.
+Colours on one row differ in lightness for colour-blind readers. A task is on the row of the hardware it uses, not of
+its queue. A fused operation is on both rows: an expert with an upper band for received rows and a lower band for sent
+rows. Each resource's utilization is on the right, each rank's exposed communication on the left.
 """
 
 # Planning imports this module, so matplotlib is imported lazily. Its object interface works in any thread.
@@ -55,9 +53,9 @@ COLOURS: dict[str, str] = {
 # Height of a fused operation's bands, as a fraction of its bar.
 _BAND = 0.12
 
-# In inches: horizontal, then vertical.
+# In inches.
 _WIDTH, _LEFT, _RIGHT = 15.0, 1.75, 0.75
-# Width of a group's label, left of the resources' names; bold text is up to a sixth wider than `text_width`.
+# Width of a group's label; bold text is up to a sixth wider than `text_width`.
 _LABEL = 0.8
 _ROW, _ROW_GAP, _STRIP, _GROUP_GAP, _LANE_MIN = 0.34, 0.05, 0.2, 0.2, 0.17
 _DPI = 130
@@ -74,9 +72,9 @@ Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline]
 def draw(timelines: Timelines, path: str | Path, *, title: str = "Timeline") -> None:
     """Write the figure of the timelines to `path`; its suffix selects the format (.png, .svg, .pdf).
 
-    Aligns timelines (`timeline.align`). Each timeline is a group of rows, in the given order. Its label is its key in a
-    mapping, such as the policy's name; otherwise its rank and, if a rank has several timelines, its source. Raises
-    `ConfigError` for more than `MAX_TIMELINES`.
+    Aligns the timelines (`timeline.align`) and draws a group of rows for each. Its label is its key in a mapping, such
+    as the policy's name; otherwise its rank and, if a rank has several timelines, its source. Raises `ConfigError` for
+    more than `MAX_TIMELINES`.
     """
     figure(timelines, title=title).savefig(path, dpi=_DPI)
 
@@ -151,7 +149,7 @@ class _Group(NamedTuple):
     def bracket(self, run: _Run, brief: bool) -> str:
         """Return the label above an interval: its pass and layer, abbreviated if `brief`.
 
-        An interval without a layer (the loss) has the pass only, or no label if other intervals have layers.
+        An interval without a layer (the loss) has no label if others have layers.
         """
         name = {"forward": "fwd", "backward": "bwd"}[run.phase] if brief else run.phase
         if run.layer is not None:
@@ -229,7 +227,6 @@ def _draw_heading(page: Axes, title: str, summary: str, legend: list[tuple[float
     page.text(0.15, 0.22, title, size=13, weight="bold", color=_INK, va="center", parse_math=False)
     page.text(0.15, 0.46, summary, size=8.5, color=_FAINT, va="center")
     for x, y, kind, label in legend:
-        # The entry without a kind is the backward pass.
         for top, bottom, colour in stripes_of(kind) if kind else [Stripe(0.0, 1.0, _BACKWARD)]:
             where, height = (x, 0.625 + y + 0.13 * top), 0.13 * (bottom - top)
             page.add_patch(Rectangle(where, 0.17, height, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
@@ -285,7 +282,7 @@ def _draw_group(
 
 
 def ground_of(phase: str, layer: int | None) -> str | None:
-    """Return the background colour of a layer's pass, alternating between layers; None: the row's own colour."""
+    """Return the background colour of a layer's pass; None: the row's own colour."""
     if layer is not None and layer % 2:
         return _ODD[phase]
     return _BACKWARD if phase == "backward" else None
@@ -305,7 +302,7 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
             top = row.top + index * lane_height
             bottom = top + lane_height - (0.015 if len(row.lanes) > 1 else 0.0)
             for span in lane:
-                # Draw tasks shorter than a pixel one pixel wide, also at the right edge.
+                # At least one pixel wide, also at the right edge.
                 width = max(span.duration_s * 1e3, 1.0 / _DPI / inches_per_ms)
                 left = min(span.start_s * 1e3, chart.get_xlim()[1] - width)
                 right = left + width
@@ -334,7 +331,7 @@ class Stripe(NamedTuple):
 
 
 def stripes_of(kind: str) -> list[Stripe]:
-    """Return the stripes of a bar in painting order: background, then bands of a fused operation."""
+    """Return the stripes of a bar in painting order: background, then bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
@@ -373,7 +370,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def ms(seconds: float) -> str:
-    """Format seconds as milliseconds with three significant digits: 123 ms, 12.3 ms, 0.123 ms."""
+    """Format seconds as milliseconds with three significant digits."""
     value = seconds * 1e3
     decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
     return f"{value:.{decimals}f} ms"

@@ -1,4 +1,4 @@
-"""Event loop that computes start and end of tasks; topological order and dependents of tasks.
+"""Start and end of tasks by an event loop; topological order and dependents of tasks.
 
 Tasks are indices, for fast list access. `before[n]` are the dependencies of task n, `followers[n]` its dependents.
 """
@@ -25,9 +25,9 @@ def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
-    """Return all tasks in a topological order: by start time with unit durations, then by index.
+    """Return all tasks, except those in or behind a cycle, in topological order.
 
-    Omits tasks in or behind a cycle.
+    Tasks are sorted by their start with unit durations, then by index.
     """
     waits = list(map(len, before))
     ready = [place for place, count in enumerate(waits) if not count]
@@ -92,9 +92,8 @@ def run(
     starts, ends = [0.0] * count, [0.0] * count
     end = [_NEVER] * _COUNT  # end of the running task of each resource
     running, known = [-1] * _COUNT, [-1] * _COUNT
-    # Speeds are constant between two events. Keep for each running task the work left at its last change of speed, the
-    # time of this change, and its end at the current speed. A task that never slows down ends at exactly start +
-    # duration.
+    # For each running task: the work left at its last change of speed, and the time of this change. A task that never
+    # slows down ends at exactly start + duration.
     left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, [1.0] * _COUNT
     now, never = 0.0, _NEVER
     while True:
@@ -111,7 +110,6 @@ def run(
                 together |= 1 << work[resource]
             for resource in busy:
                 place, wanted = running[resource], speeds[together][work[resource]]
-                # A new task has all its work left. A running task's work is updated when its speed changes.
                 if place != known[resource]:
                     known[resource], left[resource] = place, seconds[place]
                 elif wanted != speed[resource]:
@@ -121,7 +119,6 @@ def run(
                 since[resource], speed[resource] = now, wanted
                 end[resource] = now + left[resource] / wanted
         soonest = min(end)
-        # `IDLE_ONLY` tasks start only if no task is ready and no event is due now.
         if spare and soonest > now:
             for resource, heap in spare:
                 if heap and end[resource] == never:
@@ -132,7 +129,6 @@ def run(
         if soonest == never:
             return starts, ends
         now = soonest
-        # All tasks that end now free their resources before the next task starts.
         for resource, ends_at in enumerate(end):
             if ends_at == now:
                 end[resource] = never

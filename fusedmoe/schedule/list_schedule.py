@@ -1,13 +1,11 @@
 """List scheduling by critical-path priority, and insertion of gradient all-reduces into idle slots.
 
-    plan = list_plan(tasks, seconds)
-
 When a resource is free, the ready task with the longest path to the end starts; gradient all-reduces start only if no
 other task is ready (the pool of FlowMoE §3.3). There is no preemption.
 
 Forward-backward passes then improve the schedule (Li and Willis, "An iterative scheduling technique for
-resource-constrained project scheduling", 1992): a backward pass starts each task as late as possible, and a forward
-pass gives priority to tasks without slack. They treat gradient all-reduces like other tasks.
+resource-constrained project scheduling", 1992): a backward pass starts each task, including gradient all-reduces, as
+late as possible, and a forward pass gives priority to tasks without slack.
 """
 
 from __future__ import annotations
@@ -24,13 +22,24 @@ from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_de
 _NUM_IMPROVEMENTS = 3
 
 
+def indexed_dependencies(tasks: Sequence[Task]) -> list[list[int]]:
+    """Return the indices of each task's dependencies. Gradient all-reduces also keep their order."""
+    number = {task: place for place, task in enumerate(tasks)}
+    needed = standard_dependencies(tasks)
+    before = [[number[one] for one in needed[task]] for task in tasks]
+    # Each bucket holds the bytes after those of the previous one.
+    for earlier, bucket in pairwise(task for task in tasks if task.kind == TaskKind.GRADIENT_ALL_REDUCE):
+        before[number[bucket]].append(number[earlier])
+    return before
+
+
 def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float]) -> Plan:
-    """Return the plan of the list schedule without contention. Gradient all-reduces keep their order."""
+    """Return the plan of the list schedule without contention."""
     return ListSchedule(tasks, seconds).plan()
 
 
 class ListSchedule:
-    """A list schedule of tasks. Only `plan` builds the `Plan`; the makespan alone is much cheaper to compute.
+    """A list schedule of tasks. `makespan_s` is much cheaper than `plan`.
 
     `cutoff_s`: a first schedule that takes at least this long is not improved.
     """
@@ -40,23 +49,16 @@ class ListSchedule:
         self._seconds = [seconds[task] for task in self._tasks]
         on = {kind: RESOURCES.index(LINKS.get(kind, "compute")) for kind in {task.kind for task in self._tasks}}
         self._on = [on[task.kind] for task in self._tasks]
-        number = {task: place for place, task in enumerate(self._tasks)}
-        before = standard_dependencies(self._tasks)
-        self._before = [[number[one] for one in before[task]] for task in self._tasks]
-        # Buckets keep their order: each holds the bytes after those of the previous bucket.
-        buckets = [place for place, task in enumerate(self._tasks) if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
-        for earlier, bucket in pairwise(buckets):
-            self._before[bucket].append(earlier)
+        self._before = indexed_dependencies(self._tasks)
         self._followers = followers_of(self._before)
         self._order = issue_order(self._before, self._followers)
         self._starts, self._end_s = self._best_schedule(cutoff_s)
 
     def makespan_s(self, contention: Contention = NO_CONTENTION) -> float:
-        """Return the plan's makespan under contention, in seconds."""
+        """Return the plan's seconds under contention, which lengthens tasks but changes no order."""
         if not contention.disturbs([RESOURCES[number] for number in set(self._on)]):
             return self._end_s
         before, followers = ([list(waited) for waited in each] for each in (self._before, self._followers))
-        # Contention lengthens tasks but changes no order.
         for order in self._orders():
             for earlier, place in pairwise(order):
                 before[place].append(earlier)
@@ -83,7 +85,6 @@ class ListSchedule:
         for _ in range(_NUM_IMPROVEMENTS if end < cutoff_s else 0):
             ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
             late, _ = self._schedule([-end_s for end_s in ends], True)
-            # `late` counts from the end.
             again, sooner = self._schedule([-start - took for start, took in zip(late, self._seconds, strict=True)])
             if sooner >= end:
                 break
@@ -117,7 +118,7 @@ def fill_idle_slots(
 ) -> Plan:
     """Insert gradient buckets into fixed orders wherever `inter` would be idle (Lina, FlowMoE's pool).
 
-    A running bucket is not preempted and may delay other tasks on `inter`. Ignores contention.
+    A bucket is not preempted and may delay other tasks on `inter`. Ignores contention.
     """
     bare, waiting = Plan.from_orders(orders), list(buckets)
     tasks = [*bare.sequence, *waiting]

@@ -16,12 +16,12 @@ n is the unit of `cost.LINES`: for an all-to-all the bytes of a rank's rows, oth
 An all-to-all sends one message per peer, on both levels at once. With two levels, ranks of equal local index exchange
 between nodes first, c rows for each row of the direct exchange, and forward inside the node. The ring is that of
 Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005). An all-reduce
-consists of a ring reduce-scatter inside each node, which leaves 1/q of the sum on each rank; a full-bandwidth tree
-across nodes (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009);
-and a ring all-gather. As in NCCL they are pipelined, so the slowest one determines the time.
+pipelines a ring reduce-scatter inside each node, which leaves 1/q of the sum on each rank, a full-bandwidth tree across
+nodes (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009) and a
+ring all-gather. As in NCCL, the slowest one determines the time.
 
-Compute times differ between ranks by a relative spread σ. A collective waits for the slowest rank, so compute tasks
-take 1 + σ·E(N) of the mean, with E(N) the expected maximum of N standard normal numbers.
+A collective waits for the slowest rank. With a relative spread σ of compute times over ranks, compute tasks take 1 +
+σ·E(N) of the mean, with E(N) the expected maximum of N standard normal numbers.
 
 Not modelled: networks with less than full bisection bandwidth, messages of different sizes, other traffic.
 """
@@ -71,7 +71,6 @@ _DEEPEP = "DeepEP README, normal kernels on H800"
 _HERE = "bench/results, H100 80GB HBM3"
 _H100_SHARE = "the fraction of its data sheet that an H100 reaches"
 
-# NCCL's model of a ring with small messages.
 _START_S = Datum(8.4e-6, f"{_NCCL}: a ring's base latency")
 _NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version", bounds=(0.47e-6, 0.6e-6))
 _NETWORK_S = Datum(2.7e-6, f"{_NCCL}: a step over the network")
@@ -155,9 +154,8 @@ class Machine:
             cards: network cards per node.
             card_bytes_per_s: line rate of a network card in one direction; collectives reach `inter.reached` of it.
             spread: relative spread σ of compute time over ranks (`measured_spread`).
-
         Raises:
-            ConfigError: a value is not positive; a negative spread is found by `costs`.
+            ConfigError: a value is not positive. `costs` checks the spread.
         """
         gbit_s = None if card_bytes_per_s is None else card_bytes_per_s * 8e-9
         numbers = {"ranks per node": ranks_per_node, "network cards per node": cards, "Gbit/s per card": gbit_s}
@@ -181,7 +179,7 @@ class Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""
 
         def moved(name: str, datum: Datum) -> Datum:
-            # A long time is slow; of speeds and shares, a small one is.
+            # The slow end is the longest time, but the smallest speed or share.
             place = int(is_fast != name.endswith("_s"))
             return datum if datum.bounds is None else datum._replace(value=datum.bounds[place])
 
@@ -237,7 +235,6 @@ class Machine:
         return CostModel(lines, contention, f"{self.words}; modelled, not measured")
 
     def _all_to_all(self, p: int, q: int, node: int, crossing_share: float | None) -> Line:
-        """Return the cost of an all-to-all over `p` ranks, `q` of them in each node."""
         inside_s, across_s, m = self.intra.message_s.value, self.inter.message_s.value, p // q
         network = self._network_bytes_per_s(node)
         if crossing_share is None:
@@ -286,7 +283,6 @@ def expected_maximum(count: int) -> float:
 
 
 def slowest_rank_factor(ranks: int, spread: float) -> float:
-    """Return the expected compute time of the slowest of `ranks` ranks relative to the mean."""
     return 1.0 + spread * expected_maximum(ranks)
 
 
@@ -317,9 +313,8 @@ def _testbed_costs(words: str, contention: float, units: float, printed: Sequenc
     `units`: units of the figure's message sizes per byte (fp32 elements: 1/4).
     """
     # Printed in milliseconds, with n in fp32 elements on testbed A and in bytes on B; for matrix products n is 4·MAC =
-    # 2·FLOP on both. The exponents of A's all-to-all and all-gather are swapped in print: with these units and this
-    # swap the times of the paper's Table 2 result. The paper has no contention; this one was chosen so that simulation
-    # matches Table 5.
+    # 2·FLOP. The exponents of A's all-to-all and all-gather are swapped in print. These units and this swap reproduce
+    # the paper's Table 2. The paper has no contention; this one was fitted to Table 5.
     lines = {
         name: Line(alpha_ms * 1e-3, beta_ms * 1e-3 * (2.0 if name == "gemm" else units))
         for name, (alpha_ms, beta_ms) in zip(LINES, printed, strict=False)
@@ -456,6 +451,6 @@ MACHINES = {
 
 
 def scaling_ranks(machine: Machine) -> list[int]:
-    """Return the rank counts of a scaling study: powers of two from 8 to 4,096 that fill nodes."""
+    """Return powers of two from 8 to 4,096 that fill nodes, for a scaling study."""
     found = (8 * 2**power for power in range(10))
     return [ranks for ranks in found if ranks <= machine.ranks_per_node or ranks % machine.ranks_per_node == 0]

@@ -1,10 +1,7 @@
 """Tabu search over the task orders of a plan, for orders that list scheduling cannot find.
 
-    plan = improved_order(plan, costs)
-
-A list schedule starts a task whenever its resource is free. The processor never waits 0.1 ms for the next chunk: it
-starts a long weight gradient, which delays the chunk and all its dependents. This search changes the orders themselves,
-so a resource may be idle if that shortens the step.
+A list schedule never leaves a resource idle while a task is ready: instead of waiting 0.1 ms for the next chunk, the
+processor starts a long weight gradient, which delays the chunk and all its dependents. This search can wait.
 
 Only tasks on critical paths matter. A block is a run of them on one resource without a gap. A move puts a task of a
 block after a later one or before an earlier one; its effect is estimated by the longest path through the tasks between
@@ -12,8 +9,7 @@ block after a later one or before an earlier one; its effect is estimated by the
 applies the move with the smallest estimate, even if the step gets longer, and forbids its reversal for some iterations
 (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem", 1996).
 
-All ranks compute the same plan: the number of iterations depends only on the number of tasks, and the random seed is
-fixed.
+All ranks compute the same plan: iterations depend only on the number of tasks, and the random seed is fixed.
 """
 
 from __future__ import annotations
@@ -25,29 +21,28 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.events import followers_of
+from fusedmoe.schedule.list_schedule import indexed_dependencies
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, fastest_plan
-from fusedmoe.schedule.task import FUSED, RESOURCES, TaskKind, resources_of, standard_dependencies
+from fusedmoe.schedule.task import FUSED, RESOURCES, resources_of
 
 # Maxima of iterations and of tasks × iterations: 76 iterations for 1,300 tasks (24 layers), well below 1 s.
 _MAX_ITERATIONS, _MAX_EVALUATIONS = 800, 100_000
-# Plans with more tasks are not searched: the iterations that they may have are fewer than their layers.
+# A larger plan would get fewer iterations than it has layers.
 _MAX_TASKS = 2_000
 # Iterations without improvement before the search returns to the best orders.
 _PATIENCE = 150
 # Minimum and maximum iterations for which a reversal is forbidden; each return selects the next pair.
 _TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
-# Random moves after each return.
-_NUM_RANDOM_MOVES = 4
-# Maximum distance of a move.
-_MAX_DISTANCE = 12
+_NUM_RANDOM_MOVES = 4  # after each return
+_MAX_DISTANCE = 12  # of a move
 
 
 def improved_order(plan: Plan, costs: Costs) -> Plan:
     """Return a plan of the same tasks that takes no longer in simulation.
 
-    Gradient all-reduces keep their order. The search ignores contention, but its result is returned only if it is
-    faster under contention too. Plans with fused operations, and with thousands of tasks, are returned unchanged.
+    Gradient all-reduces keep their order. The search ignores contention, but its result must be faster under contention
+    too. Plans with fused operations or more than 2,000 tasks are returned unchanged.
     """
     if any(task.kind in FUSED for task in plan) or len(plan.sequence) > _MAX_TASKS:
         return plan
@@ -71,12 +66,7 @@ class _OrderSearch:
         self._tasks = list(plan.sequence)
         seconds = costs.seconds(plan)
         self._seconds = [seconds[task] for task in self._tasks]
-        number = {task: place for place, task in enumerate(self._tasks)}
-        needed = standard_dependencies(self._tasks)
-        self._before = [[number[one] for one in needed[task]] for task in self._tasks]
-        buckets = [number[task] for task in plan.inter if task.kind == TaskKind.GRADIENT_ALL_REDUCE]
-        for earlier, bucket in pairwise(buckets):
-            self._before[bucket].append(earlier)
+        self._before = indexed_dependencies(self._tasks)
         self._followers = followers_of(self._before)
         self._on = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
         self._orders: list[list[int]] = [[] for _ in RESOURCES]
@@ -119,7 +109,7 @@ class _OrderSearch:
         self._orders = best
 
     def _try(self, move: _Move) -> float:
-        """Apply a move and return the makespan. A move that makes a cycle is undone: the makespan does not change."""
+        """Apply a move and return the makespan. A move that makes a cycle is undone."""
         self._apply(move)
         after_s = self._evaluate()
         if after_s is None:
@@ -198,7 +188,7 @@ class _OrderSearch:
         return bound_s
 
     def _blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each block of critical tasks: resource, first and last position."""
+        """Yield (resource, first position, last position) of each block."""
         heads, tails, seconds = self._heads, self._tails, self._seconds
         least = self._makespan * (1 - ROUNDING)
         critical = [heads[place] + seconds[place] + tails[place] >= least for place in range(len(heads))]
@@ -248,7 +238,7 @@ class _OrderSearch:
         return self._random.choice(moves) if chosen is None and moves else chosen
 
     def _estimate(self, move: _Move) -> float:
-        """Estimate the makespan after a move: the longest path through the reordered tasks."""
+        """Estimate the makespan after a move by the longest path through the reordered tasks."""
         order, seconds, heads, tails = self._orders[move.resource], self._seconds, self._heads, self._tails
         low, high = min(move.source, move.target), max(move.source, move.target)
         section = order[low : high + 1]

@@ -1,12 +1,10 @@
 """One layer's pass: orders of its chunks, its duration, and the best number of chunks.
 
-An order function returns the task order of each resource for one layer and pass, as `Plan.from_orders` accepts it:
+An order function returns the task order of each resource for one layer and pass:
 
     three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d, F10)
     alternating     inter D0 D1 D2 AR0 C0 C1 C2    intra AG0 AG1 RS0 AG2 RS1 RS2
     one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one communication queue: Tutel, PipeMoE)
-
-`buckets` are gradient all-reduces between the last dispatch and the first combine.
 
 A pass is simulated unless its duration has a closed form. In these, D, AG, X, RS, C are the seconds of one chunk's
 dispatch, all-gather, expert, reduce-scatter and combine, and gar those of the gradient all-reduces.
@@ -74,9 +72,8 @@ def _interleave(first: list[Task], second: list[Task]) -> list[Task]:
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
     """Return the seconds T(r) of `three_queues` without contention; exact (F11)."""
-    # The longest path through chunks and resources makes r − 1 steps from one chunk to the next, all on the resource
-    # with the longest task. Only the path through gar, and the one from the last all-gather to the first
-    # reduce-scatter, pass over the chunks twice.
+    # The longest path makes r − 1 steps from one chunk to the next, all on the resource with the longest task. Only the
+    # path through gar, and that from the last all-gather to the first reduce-scatter, pass over the chunks twice.
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(
@@ -87,7 +84,7 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Return the seconds T(r) of `one_queue`; exact, by the same argument, if links do not slow down computation."""
+    """Return the seconds T(r) of `one_queue`; exact if links do not slow down computation."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
@@ -119,11 +116,10 @@ def choose_degree(
     def bound_s(degree: int) -> float:
         times = chunk_times(chunks, degree)
         lower_s = pass_bound_s(degree, times, gar, contention)
-        # Contention only lengthens a pass.
+        # Valid with contention, which only lengthens a pass.
         return max(lower_s, three_queues_s(degree, times, gar)) if order is three_queues else lower_s
 
-    # Try degrees by increasing lower bound until it exceeds the best time. A closed form needs no bound: it is as
-    # cheap.
+    # By increasing lower bound, until it exceeds the best time. A closed form is as cheap as a bound.
     closed = _has_closed_form(order, contention)
     bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
     choices: list[DegreeChoice] = []
@@ -144,7 +140,6 @@ def pass_s(
     order: Order = three_queues,
     contention: Contention = NO_CONTENTION,
 ) -> float:
-    """Return the duration of one layer's pass in seconds."""
     if _has_closed_form(order, contention):
         closed_s = one_queue_s if order is one_queue else three_queues_s
         return closed_s(degree, chunk_times(chunks, degree), gar)
@@ -154,7 +149,6 @@ def pass_s(
 
 
 def _has_closed_form(order: Order, contention: Contention) -> bool:
-    # Concurrent tasks must not slow each other down.
     if order is one_queue:
         return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
     return order is three_queues and contention == NO_CONTENTION
@@ -169,8 +163,8 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
 class Partition(NamedTuple):
     """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
 
-    Only gradients of later layers are complete by then, so the last layer reduces nothing. Remaining bytes are reduced
-    at the end of the backward pass.
+    Only gradients of later layers are complete by then, so the last layer reduces nothing. The rest is reduced at the
+    end.
 
     Attributes:
         pipeline_bytes: by layer, reduced between the last dispatch and the first combine; 0: no bucket.

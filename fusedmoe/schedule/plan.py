@@ -1,11 +1,5 @@
 """Plans: a schedule as a value, with tasks, their dependencies, and the task order of each resource.
 
-    plan = Plan.parse('''
-        compute: E0 E1
-        intra: AG0 AG1 RS0 RS1
-        inter: D0 D1 C0 C1
-    ''')
-
 A resource runs one task at a time, in order. A task starts when the previous task on its resource and all its
 dependencies have ended. All ranks compute the same plan from the same costs, so they issue collectives in the same
 order.
@@ -72,7 +66,6 @@ def task_name(task: Task) -> str:
 
 
 def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
-    # A plan of one layer and pass needs no prefixes.
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
     (layer, phase), word = places.pop() if len(places) == 1 else (None, None), task_name
     lines = []
@@ -161,11 +154,6 @@ class Plan:
         compute   . . E0E0E0E1E1E1. .
         inter     D0D0D1D1. C0C0. C1C1
 
-    `execute` runs each task after its dependencies: on a CPU, D0, D1, C0, C1 on the inter-node link's thread, E0 and E1
-    on the caller's thread. Both ranks run the same plan, so they take part in the same all-to-all.
-
-    Plans are equal if orders and dependencies are equal.
-
     Attributes:
         compute, intra, inter: task order of each resource.
         after: dependencies that differ from `standard_dependencies`, by task.
@@ -210,11 +198,9 @@ class Plan:
 
     @cached_property
     def orders(self) -> dict[str, tuple[Task, ...]]:
-        """Task orders by resource name."""
         return {"compute": self.compute, "intra": self.intra, "inter": self.inter}
 
     def on(self, resource: str) -> tuple[Task, ...]:
-        """Return the tasks of a resource by name, in order."""
         return self.orders[resource]
 
     @cached_property
@@ -236,7 +222,7 @@ class Plan:
 
     @cached_property
     def graph(self) -> tuple[list[list[int]], list[int]]:
-        """Indices of each task's dependents, and each task's resource index, in the order of `sequence`.
+        """Indices of each task's dependents, and index of the resource where it is queued, in the order of `sequence`.
 
         Fused operations have the index of compute.
         """
@@ -247,7 +233,7 @@ class Plan:
     def works(self) -> list[int]:
         """Index in `RESOURCES` of the hardware that each task in `sequence` occupies; compute for fused operations.
 
-        A task can be queued on another resource (`graph`), if one queue serves both links.
+        Differs from `graph` if one queue serves both links.
         """
         return [RESOURCES.index(resources_of(task.kind)[0]) for task in self.sequence]
 
@@ -295,7 +281,7 @@ class Plan:
     def from_orders(
         cls, orders: Mapping[str, Iterable[Task]], after: Mapping[Task, tuple[Task, ...]] | None = None
     ) -> Plan:
-        """Return the plan of orders by resource name. A missing resource has no tasks."""
+        """Return the plan of orders by resource name; a missing resource has no tasks."""
         compute, intra, inter = (tuple(orders.get(resource, ())) for resource in RESOURCES)
         return cls(compute, intra, inter, after or {})
 
@@ -383,7 +369,6 @@ def _cycle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Seq
         if needed is not None:
             path.append((f"{task_name(task)} needs {task_name(needed)}", ""))
         else:
-            # No stuck dependency: a stuck task precedes it on a resource.
             needed, resource = next((e, on) for e, later, on in links if later == task and e in stuck)
             cure = f"move {task_name(task)} forward on {resource}"
             path.append((f"{task_name(task)} is after {task_name(needed)} on {resource}", cure))
@@ -396,11 +381,7 @@ def _cycle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Seq
 def _check_chunks(place: tuple[str | None, int | None], chunks: Mapping[str, set[int | None]]) -> None:
     """Raise `ConfigError` unless all kinds in one pass of a layer have the same chunks 0 to r − 1.
 
-    A fused kind must be the only kind.
-
-    Args:
-        place: phase and layer.
-        chunks: kind -> chunk numbers of its tasks.
+    A fused kind must be the only kind. `place`: phase and layer. `chunks`: chunk numbers by kind.
     """
     phase, layer = place
     fused = next((kind for kind in chunks if kind in FUSED), None)

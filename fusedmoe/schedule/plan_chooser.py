@@ -26,9 +26,9 @@ from fusedmoe.schedule.trials import SHARE, STEPS, Entry, Trials, TriedPlan
 #: Steps per window. A window's median is compared with the plan's time when it was chosen.
 WINDOW = 10
 
-# Maximum number of additional rounds between the best plan and the plan with the lowest median.
+# Additional rounds between the best plan and the plan with the lowest median.
 _MAX_REMATCHES = 4
-# Number of first steps of a job that are not counted.
+# First steps of a job that are not counted.
 _START = 2
 # `PlanChooser.line` reports noise above this fraction.
 _UNSURE = 0.1
@@ -94,14 +94,11 @@ class PlanSource:
         """Called when a plan is chosen by measurement."""
 
     def guard(self) -> AbstractContextManager[None]:
-        """Return a context in which the chooser calls the other methods after a step.
-
-        A failure inside the context must stop all ranks (`Topology.guard`).
-        """
+        """Return a context for calls after a step, in which a failure must stop all ranks (`Topology.guard`)."""
         return nullcontext()
 
     def now_s(self, chooser: PlanChooser) -> float:
-        """Return the time in seconds at which all work launched so far is complete."""
+        """Return the time at which all work launched so far is complete."""
         return time.perf_counter()
 
 
@@ -116,9 +113,9 @@ class PlanChooser:
            ├──────> MEASURE      without costs
            └──────> KEEP         by prediction alone (steps=None)
 
-    A candidate that is much slower than the best, by prediction or in its first step, is dropped at once. Of plans that
-    are equally fast within the noise, the plan with the fewest tasks is chosen. Trials cost at most 2% of 500 steps, or
-    of all steps if there are more.
+    A candidate that is much slower than the best, by prediction or in its first step, is dropped. Of plans that are
+    equally fast within the noise, the plan with the fewest tasks is chosen. Trials cost at most 2% of 500 steps, or of
+    all steps if there are more.
 
     Args:
         steps: steps of each candidate per round; None: keep the first candidate without trials.
@@ -160,14 +157,13 @@ class PlanChooser:
 
     @property
     def settled(self) -> bool:
-        """True once a plan is chosen."""
         return self.phase in (Phase.WATCH, Phase.KEEP)
 
     def note(self, seconds: float) -> None:
         """Record this rank's time of a whole step, in seconds. Collective in some steps.
 
-        Raises:
-            ConfigError: the time is not positive and finite, or an earlier failure of the source ended the search.
+        Raises `ConfigError` if the time is not positive and finite, or if an earlier failure of the source ended the
+        search.
         """
         if self._failure:
             raise ConfigError(
@@ -312,7 +308,7 @@ class PlanChooser:
             pool[0].first_s = yield pool[0]
         while pool:
             yield from self._rounds(pool)
-            # The best may be an outlier: compare it again with the entry of the lowest median.
+            # The best may be an outlier.
             for _ in range(_MAX_REMATCHES):
                 least = min(self.trials.entries, key=lambda entry: entry.median_s)
                 if self.trials.is_as_fast(self.best, least):
@@ -361,10 +357,7 @@ class PlanChooser:
                 return
 
     def _run_step(self, entry: Entry) -> Generator[Entry, float, bool]:
-        """Run one step of a candidate: yields the entry and receives the step's seconds.
-
-        Returns whether the candidate stays in the current round of `_rounds`.
-        """
+        """Run one step of a candidate. Returns whether it stays in the current round."""
         trials = self.trials
         if not trials.is_affordable(entry):
             return False

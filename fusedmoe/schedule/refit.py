@@ -4,9 +4,8 @@
     costs = refit(costs, observed)              # unchanged where nothing was measured
 
 A sample is a kind of task in one pass with a number of chunks. With samples of one number of chunks, the predicted
-times of the kind are scaled; with several, a line is fitted, or a curve if large chunks take more than in proportion.
-Time outside of tasks is included: "count-exchange" is the exchange of row counts, "other" the remaining time of a pass
-(per layer), and the times between and after the passes are the loss and the optimizer.
+times are scaled; with several, a line is fitted, or a curve if large chunks take more than in proportion. Time outside
+of tasks is included: "count-exchange", "other" (the remaining time of a pass, per layer), loss and optimizer.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -
             outside of tasks need steps with a loss.
     """
     by_length = sorted(steps, key=_step_s)
-    disturbed = len(steps) // 3  # number of shortest and of longest steps to drop
+    disturbed = len(steps) // 3  # shortest and longest steps to drop
     taken: dict[Sample, list[float]] = {}
     for timelines in by_length[disturbed : len(steps) - disturbed]:
         for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
@@ -64,7 +63,6 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Relative error of the prediction."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
@@ -81,7 +79,7 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
     for sample, tasks_s in _samples(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
-    # The last synchronization reduces the gradients that no task has reduced. Refitting adds it to the optimizer.
+    # The last synchronization reduces the gradients that no task has reduced. `refit` adds it to the optimizer.
     timeline, part = _slowest_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     if part in predicted and (last := [span for span in reduced if span.layer is None]):
@@ -100,9 +98,8 @@ def _part_name(kind: str, phase: str | None) -> str:
 
 
 def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
-    # From the latest start to the latest end over ranks. An early rank waits in the next collective for a late rank:
-    # this counts the wait once, in the task that made the rank late. Without a schedule, the tasks then add up to the
-    # step.
+    # From the latest start to the latest end over ranks: an early rank's wait for a late rank counts once, in the task
+    # that made the rank late.
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
         times: Counter[tuple[object, ...]] = Counter()
@@ -133,7 +130,7 @@ def _samples(
 ) -> dict[Sample, list[float]]:
     """Return the seconds of each task of one step over all ranks, by sample.
 
-    `contention`: remove it, and regrouping between different degrees of the passes, from the times. None: keep both.
+    `contention`: removed from the times, as is regrouping between different degrees of the passes; None: keep both.
     """
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     timeline = _numbered_chunks(_slowest_spans(timelines), counts)
@@ -183,7 +180,7 @@ def _samples(
 
 
 def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]:
-    """Return the seconds each span would take without contention: the integral of its speed over its duration."""
+    """Return the seconds of each span without contention: the integral of its speed over its duration."""
     changes = [
         (time_s, RESOURCES.index(s.resource), by) for s in spans for time_s, by in ((s.start_s, 1), (s.end_s, -1))
     ]
@@ -199,8 +196,8 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
 
 
 def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
-    """Return the seconds of a step outside its tasks: within, between and after the passes."""
-    # Without a loss, the timeline has single layers, and where a pass ends is unknown.
+    """Return the seconds of a step within, between and after the passes but outside its tasks."""
+    # Without a loss, the end of a pass is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
@@ -227,12 +224,11 @@ def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepC
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
     distinct = {id(layer): layer for layer in costs.layers}  # keyed by id: often one object many times
     layers = {key: _refit_layer(layer, observed, row_ratio, costs.task_s) for key, layer in distinct.items()}
-    # Measured as a whole: replace the predictions.
     between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
     optimizer_s = costs.optimizer_s if after is None else after
-    # Times outside of micro-batches are before and after all layers: add them to loss and optimizer.
+    # Times outside of micro-batches are before and after all layers.
     if costs.can_split and between is not None and before is not None and back is not None:
         loss_s = (loss_s or 0.0) + len(costs.layers) * before / row_ratio
         optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / row_ratio
@@ -266,7 +262,7 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = all_fitted(micro.dense)
-    # Times outside of tasks of a single layer are added to attention.
+    # Without a step's loss to add them to, times outside of tasks are added to attention.
     for phase, of_phase in dense.items():
         around_s = _outside_tasks_s(observed, phase)
         if (
@@ -289,7 +285,7 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
             elif kind == TaskKind.EXPERT:
                 apart_s = max(0.0, both_s - whole.seconds(1))
                 both_s = min(both_s, whole.seconds(1))
-            # As a fraction of the whole backward, so that the part for input gradients is never negative.
+            # As a fraction of the whole, so that the part for input gradients is never negative.
             weights[kind] = whole * min(1.0, own.seconds(1) / both_s)
         elif predicted.seconds(1) > 0:
             weights[kind] = part * (whole.seconds(1) / predicted.seconds(1))
@@ -313,7 +309,7 @@ def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float)
     """
     if not points:
         return part
-    # Several numbers of chunks separate start-up from work. A single one only scales the prediction.
+    # Several numbers of chunks separate start-up from work.
     if len(points) > 1:
         return _fit_stage(
             [(row_ratio / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
@@ -328,8 +324,8 @@ def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTi
     if fit(points).alpha_s >= 0:
         line = fit_nonnegative_line(points)
         return StageTime(line.alpha_s, line.beta_s)
-    # A negative intercept would give many chunks a negative time: large chunks take more than in proportion. Fit this
-    # excess, with the machine's start-up time, which the points do not determine.
+    # A negative intercept: large chunks take more than in proportion. Fit this excess, with the predicted start-up
+    # time, which the points do not determine.
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T

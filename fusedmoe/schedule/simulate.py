@@ -1,9 +1,7 @@
 """Simulator: predicted start and end of each task of a plan.
 
-    timeline = simulate(plan, costs)
-
-Resources execute the plan as described in `plan`. Concurrent tasks slow each other down by the contention
-(`cost.Contention`). A fused operation starts once it is next on both of its resources, and occupies them until it ends.
+Concurrent tasks slow each other down by the contention (`cost.Contention`). A fused operation starts once it is next on
+both of its resources, and occupies them until it ends.
 
 The critical path leads from the task that ends last back to the task its start waited for, and so on. Only changes to
 its tasks can shorten the step.
@@ -35,7 +33,7 @@ def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
     Raises `ConfigError` with the task's name if its duration is missing, negative or not finite.
     """
     starts, ends = _times(plan, costs)
-    # Spans are on the hardware of their kind: an all-gather is intra-node even if one queue serves both links.
+    # An all-gather's span is intra-node even if one queue serves both links.
     occupied = (resources_of(task.kind) for task in plan.sequence)
     spans = tuple(
         Span(kind, kind, on[0], start, end, chunk, layer, phase, on[1:])
@@ -59,10 +57,10 @@ def fastest_plan(plans: Sequence[Plan], costs: Costs) -> Plan:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer's pass in a predicted step, including its dense part. It begins at the end of the previous pass.
+    """One layer's pass in a predicted step, including its dense part, from the end of the previous pass.
 
-    If micro-batches run in several layers at once, work before `start_s` counts towards the previous pass. A weight
-    gradient counts towards the pass during which it runs.
+    With micro-batches in several layers at once, work before `start_s` counts towards the previous pass, and a weight
+    gradient towards the pass during which it runs.
 
     Attributes:
         critical_s: by resource, seconds of the critical path during the pass; they add up to its duration.
@@ -83,7 +81,6 @@ class LayerPass:
 
     @property
     def bound_by(self) -> str:
-        """The resource with the largest part of the critical path."""
         return max(self.critical_s, key=lambda resource: self.critical_s[resource])
 
 
@@ -98,7 +95,6 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
         return ()
     place = max(range(len(spans)), key=lambda number: spans[number].end_s)
     path = [spans[place]]
-    # Of dependencies that end together, follow the last one in the plan's sequence.
     while plan.before[place]:
         place = max(plan.before[place], key=lambda number: (spans[number].end_s, number))
         path.append(spans[place])
@@ -106,7 +102,6 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
 
 
 def layer_passes(plan: Plan, timeline: Timeline) -> list[LayerPass]:
-    """Return the passes of all layers in order of time."""
     path = busy_intervals(critical_path(plan, timeline))
     reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     own: dict[tuple[str, int], list[Span]] = {}

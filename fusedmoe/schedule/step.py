@@ -1,8 +1,7 @@
 """Plans of a training step: layers forward, then backward, with gradient all-reduces between them.
 
-With micro-batches (FlowMoE), attention is chunked too: chunk i of a layer waits only for chunk i of the previous layer.
-The backward pass may be split into input gradients and W tasks for weight gradients (Lancet); later passes wait for
-input gradients only.
+With micro-batches (FlowMoE), attention is chunked too. The backward pass may be split into input gradients and W tasks
+for weight gradients (Lancet); later passes wait for input gradients only.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, we
 
 
 def loss_tasks(costs: StepCosts) -> list[Task]:
-    """Return the loss task, if the step has one."""
     return [] if costs.loss_s is None else [Task(TaskKind.LOSS, None, None, None)]
 
 
@@ -199,12 +197,10 @@ def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
 
 
 def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str) -> Plan:
-    """Return the plan of one layer's pass with `degree` chunks in the given order."""
     return Plan.from_orders(order(kinds, degree, phase, 0, ()))
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
-    """Return the plan of one layer's pass by a fused operation."""
     chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 

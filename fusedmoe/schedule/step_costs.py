@@ -36,7 +36,6 @@ class StageTime:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the part in one chunk, without start-up."""
         return self.whole_s + self.excess_s
 
     def __add__(self, other: StageTime) -> StageTime:
@@ -66,7 +65,6 @@ class ChunkTimes(NamedTuple):
 
 
 def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
-    """Return the times of one of `degree` chunks of a layer's pass, 0 for kinds that the pass lacks."""
     return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
 
 
@@ -79,8 +77,7 @@ class MicroBatches:
     """
 
     dense: Mapping[str, Mapping[str, StageTime]]  # by phase and kind
-    # Weight-gradient part of the backward "expert" and "attention". Kinds with frozen parameters have no entry and no W
-    # tasks.
+    # Weight-gradient part of the backward "expert" and "attention". Frozen parameters have no entry and no W tasks.
     weights: Mapping[str, StageTime]
     waits: bool = False
     apart_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
@@ -94,14 +91,11 @@ class LayerCosts:
     dense_s: Mapping[str, Mapping[str, float]]  # seconds of unchunked parts, by phase and kind
     gradient_bytes: int = 0  # of the dense gradients that are all-reduced
     micro: MicroBatches | None = None  # None if dense parts cannot be split
-    # Extra seconds of the experts' backward pass if its chunks differ from the forward pass: rows are copied.
+    # Seconds to copy rows in the experts' backward pass if its chunks differ from the forward pass.
     regroup_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
-        """Return the costs with these pipeline parts only; a part without costs takes no time.
-
-        Costs of unchunked parts (`dense_s`) stay.
-        """
+        """Return the costs with these pipeline parts only; a part without costs takes no time. `dense_s` stays."""
         parts, free = [kind for kind in PIPELINE if kind in kinds], StageTime(0.0, 0.0)
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
         return replace(self, chunks=chunks)
@@ -128,7 +122,7 @@ class StepCosts:
         all_reduce: cost of gradient all-reduces.
         loss_s, optimizer_s: seconds; None for a step without them.
         task_s: executor overhead per task in seconds.
-        workload: the `Workload` of one layer, or None if unknown.
+        workload: the `Workload` of one layer; None: unknown.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -141,7 +135,6 @@ class StepCosts:
 
     @property
     def can_split(self) -> bool:
-        """True if micro-batches can pass through all layers."""
         return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
 
     def by_layer(self) -> StepCosts:
@@ -160,7 +153,7 @@ class StepCosts:
         return self.durations(plan.sequence, carried)
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """Return the duration of each task. Chunk counts are those of `tasks`, so `tasks` must contain whole stages.
+        """Return the duration of each task. Chunk counts are those of `tasks`, which must contain whole stages.
 
         `carried`: bytes of each gradient-all-reduce; None: `Task.size`.
         """
@@ -274,7 +267,7 @@ def resource_bound_s(
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:
     """Return a lower bound of a pass in seconds from each resource's work and the first and last tasks."""
     d, ag, x, rs, c = times
-    # Other resources are idle during the first dispatch and the last combine.
+    # During the first dispatch and the last combine, other resources are idle.
     return max(
         d + ag + r * x + rs + c,
         d + contention.lower_bound_s(r * x, r * (ag + rs), (r - 1) * (d + c) + gar) + c,

@@ -7,9 +7,8 @@ sends output gradients to the experts and `combine` returns input gradients.
     backward   permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute → gate → attention
 
 The tasks in brackets form the layer's pipeline and run in chunks. A layer may lack any of them: without expert sharding
-it has no all-gather. All chunks of a pass have the same kinds; the number of chunks may differ between the passes. A
-count-exchange exchanges the row counts of all chunks and both passes. "other" is the measured time of a pass outside
-these tasks, after "permute" in the forward pass and before "gate" in the backward pass.
+it has no all-gather. All kinds of a pass have the same chunks; their number may differ between the passes. A
+count-exchange exchanges the row counts of all chunks and both passes. "other" is the measured time outside these tasks.
 
 A fused operation runs the whole pipeline in one task: its kernels send and receive rows while they compute. It is named
 after the tasks it replaces, and occupies compute and its link from start to end.
@@ -134,13 +133,13 @@ class Task(NamedTuple):
     """One operation of a step. The first four fields identify a task within a plan.
 
     The gradients of dense parts form one array of bytes, last layer first. Buckets are cut off it in the order of the
-    plan. A bucket's layer is the last layer of which it has bytes, because it waits for that layer's dense part.
+    plan. A bucket is in the last layer of which it has bytes, whose dense part it waits for.
 
     Attributes:
         chunk: index from 0; None if the stage is not chunked.
         layer: None for loss and optimizer.
         phase: "forward", "backward", or None outside both.
-        size: bytes of a gradient-all-reduce; None: all remaining bytes of its layer. None for other kinds.
+        size: bytes of a gradient-all-reduce; None: all remaining bytes of its layer.
     """
 
     kind: str
@@ -158,12 +157,11 @@ def resources_of(kind: str) -> tuple[str, ...]:
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
     """Return the dependencies of each task in a model of MoE layers; every task is a key.
 
-    * Tasks of a layer run in the order of `STAGES`. A chunk waits for the same chunk of the previous stage. An
-      unchunked stage waits for all chunks of the previous stage, and all chunks of the next stage wait for it.
+    * Tasks of a layer run in the order of `STAGES`. A chunk waits for the same chunk of the previous stage; an
+      unchunked stage waits for all of the previous stage, and all of the next stage waits for it.
     * Layers run in order: forward from 0, then the loss, then backward from the last. A layer waits for all of the
-      previous layer. With chunked attention (micro-batches), chunk i waits only for chunk i of the previous layer, or,
-      if chunk counts differ, for all chunks that share rows with it.
-    * The backward pass starts after the whole forward pass and the loss.
+      previous layer. Within a pass with chunked attention (micro-batches), chunk i waits only for chunk i of the
+      previous layer, or, if chunk counts differ, for all chunks that share rows with it.
     * Chunk i of a layer's attention also waits for chunk i − 1.
     * A weight-gradient waits for the expert of its chunk, or, unchunked, for all experts of its layer; an
       attention-weight-gradient for the attention.
@@ -172,7 +170,6 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * A gradient-all-reduce waits for gate, attention, attention weight gradients and "other" of its layer's backward
       pass.
     * An optimizer waits for the backward pass of its layer, or of all layers if it has no layer.
-    * Other kinds have no dependencies.
     """
     stages: dict[tuple[str | None, int | None], dict[str, list[Task]]] = {}
     after: dict[Task, tuple[Task, ...]] = {}
@@ -187,7 +184,7 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     def pass_of(phase: str, layer: int) -> list[list[Task]]:
         return [stages[phase, layer][kind] for kind in STAGES[phase] if kind in stages[phase, layer]]
 
-    # The loss is a pass between the two others: all of the backward pass waits for it.
+    # The loss is a pass between the two others.
     loss = [kinds[_K.LOSS] for kinds in stages.values() if _K.LOSS in kinds]
     back = [pass_of("backward", layer) for layer in reversed(backward)]
     passes = [*(pass_of("forward", layer) for layer in forward), loss, *back]
@@ -215,7 +212,6 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             after[task] = (*after[task], *kinds.get(GATHER, ()))
         for task in kinds.get(REDUCE, ()):
             after[task] = tuple(kinds.get(WEIGHT_GRADIENTS[_K.EXPERT], ()) or kinds.get(_K.EXPERT, ()))
-        # Gradients of the dense part are complete once autograd has processed all of it.
         dense = (_K.OTHER, _K.GATE, _K.ATTENTION, _K.ATTENTION_WEIGHT_GRADIENT) if phase == "backward" else ()
         complete = tuple(task for kind in dense for task in kinds.get(kind, ()))
         for task in kinds.get(_K.GRADIENT_ALL_REDUCE, ()):
@@ -232,8 +228,7 @@ def _in_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
     """Make `stage` wait for `before`: chunk by chunk if both are chunked, otherwise for all of it."""
     together = {task.chunk: task for task in before}
-    # Only micro-batches stay chunked between layers: other chunks are concatenated at the end of a layer. No chunks
-    # persist between passes.
+    # Only micro-batches stay chunked between layers, and none between passes.
     micro = within or any(tasks and tasks[0].kind == _K.ATTENTION for tasks in (before, stage))
     micro = micro and bool(before) and before[0].phase == stage[0].phase
     chunks, count, count_before = {task.chunk for task in stage}, len(stage), len(before)

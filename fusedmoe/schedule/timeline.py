@@ -66,8 +66,7 @@ class Timeline:
     `anchor_s`: wall-clock time (`time.time()`) of the timeline's zero, used by `align`. None: the timelines share their
     zero, like predicted ones.
 
-    Raises `ConfigError` with rank and span for an unknown kind, resource or phase, a time that is not finite, or an end
-    before the start.
+    Raises `ConfigError` with rank and span for an unknown kind, resource or phase, or invalid times.
     """
 
     rank: int = 0
@@ -103,7 +102,6 @@ class Timeline:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """Resources with spans, in the order of `RESOURCES`."""
         found = {resource for span in self.spans for resource in span.resources}
         return tuple(resource for resource in RESOURCES if resource in found)
 
@@ -170,8 +168,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     """Return the timelines, in order, on one clock whose zero is the earliest start.
 
     Timelines with an anchor share its clock; timelines without anchors share their zero. Both groups start at zero, to
-    compare a prediction with a measurement. Example: rank 0 with anchor 100.0 and a first span at 0.5, rank 1 with
-    anchor 100.2 and a first span at 0.4: they start at 0.0 and 0.1.
+    compare a prediction with a measurement.
 
     Anchors of different machines are as accurate as their clock synchronization; `Timeline.shifted` corrects it.
     """
@@ -191,10 +188,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over the smallest number of lists without overlaps.
-
-    Asynchronous collectives and nested spans need more than one lane.
-    """
+    """Distribute spans over the smallest number of lists without overlaps."""
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         lane = next((lane for lane in result if lane[-1].end_s <= span.start_s), None)
@@ -209,8 +203,8 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     """Return the aligned timelines in the Trace Event Format (Chromium), ready for `json.dump`.
 
     pid is the rank; further timelines of a rank (predicted and measured) have pids after the last rank and are sorted
-    next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so on. Metadata precedes the
-    spans, which are sorted by time, in microseconds. A span on several resources has one event per resource.
+    next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so on. Spans are sorted by time,
+    in microseconds. A span on several resources has one event each.
     """
     aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
     stride = max((timeline.rank for timeline in aligned), default=0) + 1
@@ -238,7 +232,6 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Write the trace of the timelines to `path` (JSON)."""
     text = json.dumps(trace(timelines), allow_nan=False, separators=(",", ":"))
     Path(path).write_text(text, encoding="utf-8")
 
@@ -258,7 +251,7 @@ def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 
 
 def _shifted(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
-    # Two steps: the span that defines the origin starts at exactly 0.0.
+    # In two steps, so that the span that defines the origin starts at exactly 0.0.
     spans = tuple(
         span._replace(start_s=span.start_s + add_s - subtract_s, end_s=span.end_s + add_s - subtract_s)
         for span in timeline.spans
@@ -313,7 +306,7 @@ def _metadata(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any
 
 
 def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
-    # Round both ends to nanoseconds, the viewers' resolution: rounded durations could make adjacent spans overlap.
+    # In nanoseconds, the viewers' resolution: rounded durations could make adjacent spans overlap.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     args = {"kind": span.kind, "chunk": span.chunk, "layer": span.layer, "phase": span.phase}
     return {

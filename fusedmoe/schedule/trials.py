@@ -14,11 +14,11 @@ from fusedmoe.schedule.candidates import OFF, PlanCandidate
 #: Trial budget: this fraction of `STEPS` steps, or of all steps of the job if there are more.
 SHARE, STEPS = 0.02, 500
 
-# A plan slower than the best by this factor is dropped at once.
+# A plan slower than the best by this factor is dropped.
 _TOO_SLOW = 1.5
 # Assumed relative error of predictions compared with each other.
 _PREDICTION_ERROR = 0.1
-# Minimum steps of each of two plans before their medians are compared, and maximum before the comparison is final.
+# Steps of each of two plans before their medians are compared, and before the comparison is final.
 _MIN_STEPS, _MAX_STEPS = 4, 8
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
 _MEDIAN_DEVIATION = 1.25
@@ -30,8 +30,8 @@ class Entry:
 
     candidate: PlanCandidate
     seconds: list[float] = field(default_factory=list)  # without the first step
-    first_s: float | None = None  # seconds of the first step
-    rounds: int = 0  # trial rounds that included this candidate
+    first_s: float | None = None
+    rounds: int = 0
 
     @property
     def median_s(self) -> float:
@@ -41,7 +41,6 @@ class Entry:
 
     @property
     def expected_s(self) -> float:
-        """Expected seconds of the next step."""
         # A single long step may be an outlier.
         return min(self.median_s, math.inf if self.first_s is None else self.first_s)
 
@@ -70,7 +69,7 @@ class TriedPlan(NamedTuple):
 class Trials:
     """Candidates of one search, their step times and the trial budget.
 
-    All methods are deterministic: ranks that pass equal times get equal results.
+    Ranks that pass equal times get equal results from all methods.
 
     Attributes:
         entries: candidates tried or to be tried.
@@ -84,12 +83,11 @@ class Trials:
         self._charged_s = 0.0
 
     def begin_search(self, candidates: Sequence[PlanCandidate]) -> None:
-        """Start a search among new candidates. Seconds spent by earlier searches stay charged to the budget."""
+        """Start a search among new candidates. Earlier searches stay charged to the budget."""
         self._charged_s, self._tried_before = self.spent_s, self.num_tried
         self.entries = [Entry(candidate) for candidate in candidates]
 
     def charge(self, seconds: float) -> None:
-        """Charge seconds to the budget, in addition to the time that steps with slower plans have cost."""
         self._charged_s += seconds
 
     @property
@@ -120,10 +118,7 @@ class Trials:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of step times with the same plan, relative to their median.
-
-        Estimated from the median difference of consecutive steps.
-        """
+        """Standard deviation of step times with the same plan, relative to their median."""
         shares = [abs(b - a) / entry.median_s for entry in self.entries for a, b in pairwise(entry.seconds)]
         # For normal numbers with a deviation of 1, the median difference is √2 · 0.6745.
         return statistics.median(shares) / (math.sqrt(2) * 0.6745) if shares else 0.0
@@ -133,7 +128,7 @@ class Trials:
         return self.noise * _MEDIAN_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
 
     def is_affordable(self, entry: Entry) -> bool:
-        """Return whether the budget covers the time by which the entry's next step should exceed the best median."""
+        """Return whether the budget covers the expected excess of the entry's next step over the best median."""
         least = min(self.entries, key=lambda other: other.median_s)
         if not least.seconds or entry is least or self.must_run(entry):
             return True
@@ -148,15 +143,13 @@ class Trials:
         return entry.candidate.family == OFF and not entry.seconds
 
     def is_too_slow(self, entry: Entry) -> bool:
-        """Return whether the entry's expected step time exceeds the best median by the factor `_TOO_SLOW`."""
         return entry.expected_s > _TOO_SLOW * self.best_median_s
 
     def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
         """Return the faster half of the pool (successive halving).
 
-        Entries as fast as the best within the noise are tied. The simplest of them is always kept; if it is in the
-        slower half, it replaces the slowest entry of the faster half. Of two entries, only the simplest tied one is
-        kept.
+        The simplest of the entries as fast as the best within the noise is always kept, if necessary in place of the
+        slowest entry of the faster half. Of two entries, only one is kept.
         """
         ranked = sorted(pool, key=lambda entry: (entry.median_s, *entry.simplicity))
         if len(ranked) < 2:
@@ -182,7 +175,7 @@ class Trials:
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
     def likely_fastest(self) -> Entry:
-        """Return the entry that is probably fastest, from medians of few steps weighted with the predictions."""
+        """Return the entry that is probably fastest. The weight of the predictions grows with the noise."""
         tried = [entry for entry in self.entries if entry.seconds]
         scale = statistics.median(entry.median_s / max(entry.candidate.predicted_s, 1e-12) for entry in tried)
 

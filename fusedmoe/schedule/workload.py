@@ -53,11 +53,11 @@ class Workload:
 
     B samples of L tokens, model dim M, expert hidden dim H, E experts, top k, capacity factor f (None: no capacity,
     volume as with 1), an expert network "ffn" or "swiglu"; ep, esp: sizes of the groups of experts and expert shards.
-    Attention is split over the same number of ranks as an expert (N_MP = N_ESP).
+    Attention is split over as many ranks as an expert (N_MP = N_ESP).
 
     Experts compute one row for each (token, k) pair. `share` is the number of rows sent per pair: 1 in the papers, less
-    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes no
-    weight gradients of them, but still the gradients of the rows. If all are frozen, there are no W tasks.
+    if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes only the
+    gradients of the rows. If all are frozen, there are no W tasks.
 
     `dense`: the block's dense part; None: that of the papers, attention with four M×M projections and M channels.
 
@@ -109,7 +109,7 @@ class Workload:
 
     @property
     def trained_share(self) -> float:
-        """Fraction of the weight-gradient products that are computed, 0 to 1."""
+        """Fraction of the weight-gradient products that are computed."""
         products = GEMMS[self.expert]
         return sum({"w1": products - 1, "w2": 1}[name] for name in self.trained) / products
 
@@ -140,17 +140,13 @@ class Workload:
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def saved_elements(self) -> float:
-        """Return the number of elements that the experts' forward pass saves for backward.
-
-        Saves received tokens (if W1 has a gradient) and pre-activations of pairs.
-        """
+        """Return the elements that the experts' forward saves: tokens (if W1 has a gradient) and pre-activations."""
         tokens = self.share * self.model_dim if "w1" in self.trained else 0.0
         return self.rows * (tokens + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def saved_for_weights(self) -> float:
-        """Return the number of elements that the experts' backward pass saves for W tasks.
-
-        Saves activations, and gradients of pre-activations.
+        """Return the elements that the experts' backward saves for W tasks: activations, and gradients of
+        pre-activations.
         """
         return self.trained_share * self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
@@ -162,7 +158,7 @@ class Workload:
         return weights, 4 * rank_tokens * self.seq_len * dense.score_dim
 
     def projection_flop(self) -> float:
-        """Return the forward FLOP of the products with dense weights: attention's projections, the shared expert."""
+        """Return the forward FLOP of the products with dense weights."""
         return self.dense_flop(self.dense)[0]
 
     def attention_flop(self) -> float:
@@ -177,8 +173,8 @@ class Workload:
         """Return the layer's costs on a machine, with those of the blocks without experts `before` it.
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
-        around the experts (F7). With these, the coefficients of the paper's Fig. 5 reproduce the times of its Table 2.
-        Each micro-batch pays the start-up times of all parts.
+        around the experts (F7). With these, the coefficients of the paper's Fig. 5 reproduce its Table 2. Each
+        micro-batch pays the start-up times of all parts.
         """
 
         def stage(name: str, volume: float, starts: int = 1) -> StageTime:
@@ -206,7 +202,6 @@ class Workload:
         if self.trained:
             weights[TaskKind.EXPERT] = expert * self.trained_share
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
-        # Without a "copy" line, copies are free.
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
@@ -266,9 +261,9 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     """Return the seconds of both passes of a layer by a fused operation in one chunk; None without costs for it.
 
     Times with more chunks can only be measured (`CostModel.observed`). Bytes take the time β·n of the corresponding
-    collective; a signal per part replaces the start-up α. Kernels work tile by tile: the product that consumes received
-    rows computes a tile once its rows have arrived, and the product that produces results sends each finished tile.
-    These two overlap with the link (`tile_pipeline_s`); the rest does not:
+    collective; a signal per part replaces the start-up α. The product that consumes received rows computes a tile once
+    its rows have arrived, and the product that produces results sends each finished tile. These two overlap with the
+    link (`tile_pipeline_s`); the rest does not:
 
         forward     signal + [there | up] + signal + [down | back]
         backward    signal + [there | down] + signal + [up | back] + weight gradients

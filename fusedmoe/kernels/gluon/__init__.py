@@ -16,7 +16,7 @@ from fusedmoe.kernels.triton.jit import Kernel
 class GluonKernel(Kernel, GluonJITFunction):
     """Gluon kernel that launches on the device of its first tensor argument."""
 
-    # Needs no fences from `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.
+    # No fences as in `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.
 
 
 def jit(*, do_not_specialize: Sequence[str]) -> Any:

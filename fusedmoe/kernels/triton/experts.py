@@ -1,7 +1,6 @@
 """Expert MLPs on grouped GEMM kernels, forward and backward; same contract as `fusedmoe.kernels.experts`.
 
-Also runs on rows still in flight, and puts results directly to other ranks. Only tuning a configuration synchronizes
-with the device.
+Also runs on rows still in flight, and puts results directly to other ranks. Only tuning synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -42,13 +41,7 @@ def make_call(
     shared: bool = False,
     tiles: Mapping[int, Tiles] | None = None,
 ) -> GroupedCall:
-    """Prepare the launches of one call.
-
-    Args:
-        like: tensor of the call's dtype and device.
-        in_flight: launches wait for rows or put them, so they cannot be repeated for tuning.
-        shared, tiles: as in `GroupedCall`.
-    """
+    """Prepare the launches of one call, which cannot be repeated for tuning if rows are `in_flight`."""
     # The interpreter supports bulk copies and is not tuned.
     if INTERPRET:
         return GroupedCall(layout, like, untuned_choice(None), True, tiles=tiles)
@@ -91,7 +84,7 @@ def experts_backward_rows(
     dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, needs_grad)
     dx_SM = None
     if needs_grad.x_SM and dh is not None:
-        # dH includes the router weights, so this sum has none.
+        # dH includes the router weights.
         dx_SM = gather_sum(product(call, "dinput", dh, weights.w1.flatten(1, -2), False), layout)
     if weights.b2 is not None and ds_N is not None:
         ds_N = ds_N + _bias_dot(call, dy_SM, weights)
@@ -127,7 +120,6 @@ def experts_backward_weights(
     if weights.b2 is not None and needs_grad.b2 and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dy_SM.dtype)[:, None]
         db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
-        # Few elements, and only some columns of the kernel's result.
         db2 = db2 if b2_EO is None else at_least_float32(b2_EO).add_(db2)
     return Gradients(None, None, dw1, dw2, db1, db2)
 
@@ -151,11 +143,7 @@ def forward_in_flight(
 ) -> Tensor:
     """Run forward on the rows of a receive buffer, put the results to their ranks, and return h [R, (2,) H].
 
-    Args:
-        layout: `source_N` are the rows of x_CM; may have padding.
-        tiles: row tiles by height.
-        wait: rows that the up GEMM waits for.
-        put: destinations of the down GEMM's results.
+    `layout.source_N` are the rows of x_CM. The up GEMM waits for rows (`wait`), and the down GEMM puts its results.
     """
     call = make_call(layout, x_CM, in_flight=True, tiles=tiles)
     h, a = up(call, x_CM, weights, activation, wait)

@@ -1,7 +1,7 @@
 """Row gathers and weighted row sums; a program computes a block of columns of one output row.
 
-Contracts: `kernels/gather_sum.py`, with the fields of the layout as arguments. Separate kernels move single values of
-pairs and rows, of up to 8 bytes, and zero padding.
+Arguments are fields of the layout (`kernels/gather_sum.py`). Separate kernels move single values of pairs and rows, of
+up to 8 bytes, and zero padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sum_of_token(
     K: tl.constexpr, WEIGHTED: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BLOCK,), dtype=TOTAL)
-    # Unrolled, so the loads of all K rows are in flight at once, in an unchanged summation order.
+    # Unrolled, so the loads of all K rows are in flight at once.
     for k in tl.static_range(K):
         # The address of a dropped pair (row -1) is masked.
         row = tl.load(row_ptr + s * K + k)
@@ -150,7 +150,7 @@ def put_values(value_N: Tensor, row_SK: Tensor) -> Tensor:
 
 def zero_rows(value_N: Tensor, offsets_E1: Tensor) -> Tensor:
     if N := value_N.numel():
-        # Usually there is no padding, but the host cannot know: few programs loop over all of it.
+        # Usually there is no padding, but the host cannot know.
         grid = (min(_ZERO_PROGRAMS, triton.cdiv(N, _VALUES)),)
         zero_rows_kernel[grid](_bits(value_N), offsets_E1[-1:], N, N // len(value_N), BLOCK=_VALUES, num_warps=4)
     return value_N

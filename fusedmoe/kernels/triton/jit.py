@@ -1,7 +1,6 @@
 """`jit`, the decorator of the library's kernels; their device functions use `triton.jit`.
 
-A decorated kernel launches on the GPU of its tensors, even if another GPU is current. On Hopper and later it has the
-memory fence that Triton 3.6 omits.
+A decorated kernel launches on the GPU of its tensors, even if another GPU is current.
 
 Tensor cores of Hopper and Blackwell read shared memory through the async proxy (PTX). Without `fence.proxy.async` after
 a write by threads or by `cp.async` they may read stale data. Triton 3.7 emits it; Triton 3.6 does not after `cp.async`,
@@ -88,9 +87,6 @@ class FencedKernel(Kernel):
 
 def jit(function: Any = None, **options: Any) -> Any:
     """Decorate a kernel like `triton.jit`, with or without its options.
-
-    With Triton 3.6, the kernel is compiled with the fences between generic writes and tensor-core reads of shared
-    memory that this version omits (see the module).
 
     Raises:
         ConfigError: Triton is older than 3.6; the fences cannot be added to its PTX.

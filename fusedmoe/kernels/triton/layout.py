@@ -3,8 +3,7 @@
 A position is a (token, k) pair in the order in which experts are filled: p = k·S + i, where i orders tokens by
 priority. Launch 1: each block of positions counts its experts. Launch 2: each block sums the counts of the blocks
 before it, to find its first row per expert. It then processes STEP positions at a time, one per thread: a position's
-row is the expert's next row plus the number of earlier positions with this expert in the step. The thread writes
-`source` and `pair` at this row, and `row` at its pair. Positions past the last row write padding.
+row is the expert's next row plus the number of earlier positions with this expert in the step.
 
 For few positions every block counts all of them: one launch. Ranks come from comparisons and counts, never from the
 order of atomics.
@@ -20,7 +19,7 @@ from torch import Tensor
 from fusedmoe.kernels.layout import Layout, row_bound
 from fusedmoe.kernels.triton.jit import jit
 
-# Positions ranked at a time, one per thread; each is compared with all positions of the step.
+# Positions ranked at a time, one per thread, each by comparison with all of the step.
 STEP, WARPS = 128, 4
 # Positions counted at a time in the first launch, and in a block that counts alone; more would spill.
 WIDE = 1024
@@ -36,7 +35,7 @@ _DYNAMIC_ARGUMENTS = ["tokens", "positions", "length", "capacity", "bound"]
 
 @triton.jit
 def _choice(expert_ptr, order_ptr, p, inside, tokens, K, ORDERED: tl.constexpr):
-    # Choice-major order: a second choice never displaces a first one.
+    # Choice-major order.
     k = p // tokens
     token = (p - k * tokens).to(tl.int64)
     if ORDERED:
@@ -53,7 +52,6 @@ def _key(expert, E):
 
 @triton.jit
 def _histogram(key, EP: tl.constexpr):
-    # Empty pairs, which are masked, get expert 0.
     return tl.histogram(tl.maximum(key, 0), EP, mask=key >= 0)
 
 
@@ -167,12 +165,7 @@ def sizes(experts: int) -> tuple[int, dict[str, int]]:
 def sort_pairs(
     expert_SK: Tensor, experts: int, capacity: int | None, order_S: Tensor | None, refusal: str | None = None
 ) -> Layout:
-    """Launch the sort.
-
-    Args:
-        order_S: tokens by descending priority; None for index order.
-        refusal: message of the device-side assertion on invalid expert indices; without it they are empty pairs.
-    """
+    """Launch the sort, by descending priority if `order_S` is given. `refusal`: as for `build_layout`."""
     tokens, K = expert_SK.shape
     positions = tokens * K
     if positions >= 2**31:

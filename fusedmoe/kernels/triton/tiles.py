@@ -1,7 +1,7 @@
 """Row tiles on the device; references: `define_tiles` and `define_arrival_order` in `fusedmoe/kernels/tiles.py`.
 
-N rows of E experts form at most N // BM + E tiles of up to BM rows, for any distribution. The grid has that size and
-unused programs exit at once, so the host need not know the counts.
+N rows of E experts form at most N // BM + E tiles of up to BM rows. The grid has that size and unused programs exit at
+once, so the host need not know the counts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _SORTED, _COMPARED = 16, 128
 
 @triton.jit
 def find_tiles(start_E, count_E, tile, E, BM: tl.constexpr, EP: tl.constexpr):
-    """Return each row tile's expert (-1 if unused) and first row, and the number of tiles used.
-
-    `start_E` and `count_E` are the first row and the row count of each expert.
-    """
+    """Return each row tile's expert (-1 if unused) and first row, and the number of tiles used."""
     e = tl.arange(0, EP)
     end_E = tl.cumsum((count_E + BM - 1) // BM, 0)
     # Number of experts whose tiles all precede this one, empty experts included.

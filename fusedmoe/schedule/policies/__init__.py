@@ -3,15 +3,7 @@
     plan = POLICIES["fsmoe"].plan(costs)
 
 A policy is a pure function: equal costs give equal plans on every rank. All policies order the same tasks; they differ
-in concurrency, number of chunks, and when gradients are reduced. A user's policy is a function of a layer and its
-costs:
-
-    def halves(workload: Workload, costs: StepCosts) -> Plan:
-        two = [ChunkedPass(three_queues, 2)] * len(costs.layers)
-        return step_plan(costs, two, two)
-
-    MoELayer(…, schedule=Schedule(halves))
-    register_policy("halves", halves)       # then MoELayer(…, schedule="halves")
+in concurrency, number of chunks, and when gradients are reduced.
 """
 
 from __future__ import annotations
@@ -56,8 +48,7 @@ _RESERVED_NAMES = ("off", "auto", "fused")
 #: (workload of one layer per rank, costs of a step of such layers) -> plan of the step.
 PolicyFunction = Callable[[Workload, StepCosts], Plan]
 
-#: When a policy reduces gradients: after the backward pass; during and after each layer's pipeline; or whenever the
-#: inter-node link would be idle.
+#: When a policy reduces gradients (see `register_policy`).
 Gradients = Literal["exposed", "partitioned", "idle slots"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Plan])
@@ -67,8 +58,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class Policy:
     """A scheduling policy: a function from the costs of a training step to its plan, and properties of its plans.
 
-    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with
-    `uses_micro_batches` has a third argument, `samples` (see `PlanSearch`).
+    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with `uses_micro_batches` has
+    a third argument, `samples` (see `PlanSearch`).
     """
 
     name: str
@@ -177,7 +168,7 @@ ANY_ORDER = _make_policy(any_order, order=three_queues)
 
 
 def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
-    # PipeMoE's model has no expert sharding.
+    # PipeMoE's model has no expert sharding, hence neither of these collectives.
     return _one_queue_passes(costs, range(1, limit + 1), all_gather=0.0, reduce_scatter=0.0)
 
 
@@ -192,12 +183,12 @@ def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: fl
 
 
 def layer_policies() -> tuple[str, ...]:
-    """Return the names of all policies that chunk only pipelines, registered policies last."""
+    """Return the names of all policies that chunk only pipelines."""
     return tuple(policy.name for policy in POLICIES.values() if policy.chunks_only_pipelines)
 
 
 def micro_batch_policies() -> tuple[str, ...]:
-    """Return the names of all policies with micro-batches through whole layers, registered policies last."""
+    """Return the names of all policies with micro-batches through whole layers."""
     return tuple(policy.name for policy in POLICIES.values() if policy.uses_micro_batches)
 
 
@@ -208,7 +199,7 @@ class PlanSearch:
 
     Args:
         limit: maximum number of chunks and of micro-batches.
-        samples: samples per batch, a multiple of every number of micro-batches; None: any number of micro-batches.
+        samples: samples per batch, a multiple of every number of micro-batches; None: any number.
         progress: called with the completed and total number of parts of `joint`'s search.
     """
 
@@ -224,7 +215,7 @@ class PlanSearch:
         if samples is not None:
             self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
         self._plans: dict[str, Plan] = {}
-        # Splits tried by FlowMoE, in two rounds of `joint`, and by the ablation; then policies.
+        # Splits of FlowMoE, of two rounds of `joint` and of the ablation; then policies.
         degrees, buckets = len(self._degrees), len(BUCKETS)
         self._num_parts = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
         self._num_parts += len(layer_policies()) + 2 + ROUNDS
@@ -232,7 +223,6 @@ class PlanSearch:
         self._searches = {"flowmoe": lambda: self._tuned.plan(), "lancet": self._lancet, "joint": self._joint}
 
     def plan(self, name: str) -> Plan:
-        """Return the plan of a policy of `POLICIES`."""
         if name not in self._plans and name in self._searches:
             self._plans[name] = self._searches[name]()
         elif name not in self._plans:
@@ -256,11 +246,7 @@ class PlanSearch:
 
     @cached_property
     def ablation(self) -> dict[str, Plan]:
-        """FlowMoE part by part (Table 5): each plan adds a part to the previous plan.
-
-        The parts are pipelined experts, attention in micro-batches, all-reduces in buckets of 1 MiB, the best bucket
-        size.
-        """
+        """FlowMoE part by part (Table 5): each plan adds a part to the previous plan."""
         attention, all_reduce = ablation_plans(self._costs, self._degrees, self._report_progress)
         self._report_progress()
         experts, tuned = self.plan("pipemoe"), self.plan("flowmoe")

@@ -1,8 +1,8 @@
 """FlowMoE's plan of a step, and the joint search that starts from it. Both split steps into micro-batches.
 
-FlowMoE has one degree for both passes and one bucket size; `search_flowmoe_split` tries several of each. `joint_split`
-changes one part of its best split at a time: degrees per pass, buckets, W tasks, and finally degrees per layer. List
-scheduling determines the order, so a split (`StepSplit`) determines its plan.
+FlowMoE has one degree for both passes and one bucket size. `joint_split` improves its best split one part at a time:
+degrees per pass, buckets, W tasks, and finally degrees per layer. List scheduling determines the order, so a split
+(`StepSplit`) determines its plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 4
 
 # FlowMoE's bucket size without tuning.
 _UNTUNED_BYTES = 2**20
-# Number of layers at each end of a stack with individual degrees; minimum relative gain for another round.
+# Layers at each end of a stack with individual degrees; minimum relative gain for another round.
 _END_LAYERS, _MIN_GAIN = 3, 5e-4
 # A list schedule slower than the best by this factor is not improved.
 _CUTOFF = 1.05
@@ -76,7 +76,6 @@ class StepSplit(NamedTuple):
         return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
-        """Return a lower bound of the step time in seconds."""
         buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
         return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
 
@@ -105,10 +104,7 @@ def micro_schedule(costs: StepCosts, split: StepSplit, cutoff_s: float = math.in
 
 
 def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
-    """Return the plan of a step in micro-batches whose gradient all-reduces start after the backward pass.
-
-    No computation hides the all-reduces: their communication is exposed.
-    """
+    """Return the plan of a step in micro-batches whose gradient all-reduces start after the backward pass."""
     late = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.OPTIMIZER)
     every = list(split.tasks(costs))
     tasks = [task for task in every if task.kind not in late]
@@ -126,7 +122,7 @@ def _evaluate_list_schedule(costs: StepCosts, split: StepSplit, best_s: float) -
     """Evaluate a `StepSplit` by list scheduling. Seconds above `best_s` may be inaccurate."""
     schedule = micro_schedule(costs, split, best_s * _CUTOFF)
     seconds = schedule.makespan_s()
-    # Contention adds time and needs the event loop: skip it for splits that are no better without it.
+    # Contention only adds time, and needs the event loop.
     return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
 
 
@@ -155,8 +151,7 @@ class SplitSearch:
         return max(1, -(-max(self._costs.gradient_bytes) // buckets))
 
     def try_all(self, splits: Iterable[StepSplit]) -> None:
-        """Evaluate splits by increasing bound, and keep the best."""
-        splits = list(splits)  # evaluate the generator with the current best
+        splits = list(splits)  # a generator may use the current best
         least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
         # A good early split excludes many others by their bounds.
         for split in sorted(least, key=least.__getitem__):
@@ -171,10 +166,7 @@ class SplitSearch:
 
 
 def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> SplitSearch:
-    """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size.
-
-    `on_split`: called after each split.
-    """
+    """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size."""
     search = SplitSearch(costs, on_split=on_split)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
     search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in BUCKETS)
@@ -182,10 +174,7 @@ def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Cal
 
 
 def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
-    """Return two plans of FlowMoE with attention in micro-batches.
-
-    The first reduces gradients after the backward pass, the second in buckets of an untuned size.
-    """
+    """Return two plans of FlowMoE with attention in micro-batches: gradients at the end, and in untuned buckets."""
     search = SplitSearch(costs, _evaluate_exposed, on_split)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
@@ -212,7 +201,7 @@ def _split_by_layer(
     best: StepSplit, costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]
 ) -> StepSplit:
     count = len(costs.layers)
-    # In deep stacks, search only the layers at both ends. Inner layers get the degrees of the first end's last layer.
+    # In deep stacks, inner layers get the degrees of the first end's last layer.
     ends = [*range(count)] if count <= 2 * _END_LAYERS else [*range(_END_LAYERS), *range(count - _END_LAYERS, count)]
     search = SplitSearch(replace(costs, layers=tuple(costs.layers[layer] for layer in ends)))
     search.try_all([best.with_degrees(best.degrees(len(ends)))])

@@ -1,9 +1,8 @@
 """FSMoE's plan of a step: the best degree for each layer and pass, and gradients overlapped with the backward pass.
 
-FSMoE §5 hides gradient all-reduces in backward passes. Each layer's pass has two slots for a bucket with gradients of
-layers that precede it in backward order: the middle of its pipeline, between the last dispatch and the first combine,
-and its dense part. Remaining gradients are reduced at the end, where no computation hides them. `search` determines the
-bytes of each slot; a `PassOption` describes how much a pass can hide.
+FSMoE §5 hides gradient all-reduces in backward passes. Each layer's pass has two slots for gradients of layers that
+precede it in backward order: the middle of its pipeline, between the last dispatch and the first combine, and its dense
+part. Remaining gradients are reduced at the end, where no computation hides them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from fusedmoe.schedule.task import PHASES
 def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """Return the plan with the fastest order and degree for each layer and pass, and the fastest gradient partition.
 
-    If different degrees in the two passes cost time for copies of saved tensors (`LayerCosts.regroup_s`), the function
-    also makes a plan with one degree per layer for both passes. It returns the faster of the two plans, on a tie the
-    plan with fewer tasks.
+    If different degrees in the two passes cost time (`LayerCosts.regroup_s`), one degree per layer for both passes is
+    tried too.
 
     Args:
         limit: maximum degree.
@@ -50,8 +48,6 @@ def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
 def _plan_with(
     costs: StepCosts, orders: Sequence[Order], degree_range_of: Callable[[LayerCosts], tuple[int, int]]
 ) -> Plan:
-    """Return the plan with the best degree of each layer and pass within `degree_range_of`."""
-
     def best_pass(layer: LayerCosts, phase: str, gar_s: float) -> ChunkedPass:
         # All-reduces take `gar_s` seconds. Ties go to the first order.
         key = id(layer), phase, gar_s
@@ -101,7 +97,7 @@ class PassOption(NamedTuple):
         """Return the option's times; exact without contention."""
         # Contention can lengthen the pass a little: all-reduces and overlapped tasks slow down.
         free_s = pass_s(chunks, degree, order=order, contention=contention)
-        # All-reduces so long that they are partly exposed: the pass takes their time plus busy_s.
+        # So long that they are partly exposed: the pass takes their time plus busy_s.
         exposed_s = 2 * free_s + 1.0
         busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
         return cls(order, degree, busy_s, free_s)
@@ -137,7 +133,7 @@ def _undominated_options(options: Iterable[PassOption]) -> list[PassOption]:
 
 def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partition:
     """Return the best partition of gradients for each layer's options; exact, by dynamic programming."""
-    # The paper fills free time greedily and spreads the rest by differential evolution; tests compare with this.
+    # The paper fills free time greedily and spreads the rest by differential evolution.
     line = costs.all_reduce
     seconds, ready = np.zeros(1), np.zeros(1)  # per state: time so far, and bytes not yet placed
     steps = []
@@ -150,7 +146,7 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partiti
         pass_s = np.minimum.reduce([np.maximum(option.busy_s + busy_s, option.free_s) for option in options[layer]])
         left = ready[:, None] - middle
         beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
-        # [3, states, amounts] in one row. Keep undominated states: none has both less time and fewer bytes left.
+        # [3, states, amounts], flattened. Keep undominated states: none has both less time and fewer bytes left.
         seconds = (seconds[:, None] + pass_s + np.maximum(dense_s, _all_reduce_s(line, beside))).ravel()
         ready = (left - beside + costs.layers[layer].gradient_bytes).ravel()
         order = np.lexsort((ready, seconds))
@@ -158,7 +154,7 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partiti
         kept = order[np.concatenate([[True], ready[order][1:] < least[:-1] - 0.5])]
         steps.append((middle, beside, kept))
         seconds, ready = seconds[kept], ready[kept]
-    # Backtrack from the best state; the last step is the first layer.
+    # Backtrack from the best state, first layer first.
     state = int(np.argmin(seconds + _all_reduce_s(line, ready)))
     places: list[tuple[float, float]] = []
     for middle, beside, kept in reversed(steps):

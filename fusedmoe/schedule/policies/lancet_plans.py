@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Gap index of each weight gradient; None: no gap.
 GapAssignment = tuple[int | None, ...]
 
-# Integer resolution of the exact program relative to the longest gap. Finer resolutions cost much solver time.
+# Integer resolution of the exact program. Finer resolutions cost much solver time.
 _TICKS_PER_GAP = 2**12
 
 
@@ -40,8 +40,8 @@ class Gap(NamedTuple):
 def place_greedily(gaps: Sequence[Gap], weight_gradients_s: Sequence[float]) -> GapAssignment:
     """Return the index of a gap for each weight gradient, None if no gap took it (Algorithm 1).
 
-    Each gap, in order, repeatedly takes the unplaced gradient among its allowed ones whose duration is closest to the
-    gap's remaining time, until no time remains; the last one may exceed the gap.
+    Each gap, in order, takes the unplaced allowed gradient whose duration is closest to its remaining time, until no
+    time remains; the last one may exceed the gap.
     """
     placed: list[int | None] = [None] * len(weight_gradients_s)
     for number, gap in enumerate(gaps):
@@ -89,7 +89,6 @@ def place_exactly(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], *, l
 
 
 def hidden_communication_s(gaps: Sequence[Gap], weight_gradients_s: Sequence[float], placed: GapAssignment) -> float:
-    """Return the seconds of communication hidden by the assignment `placed`."""
     filled_s = [
         sum(s for s, at in zip(weight_gradients_s, placed, strict=True) if at == number) for number in range(len(gaps))
     ]
@@ -132,8 +131,7 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = NUM_MICRO_BATCHES, *, w
     """Return Lancet's plan of a step.
 
     Forward, ranges of layers run in micro-batches. Backward, layers are unchunked and Algorithm 1 places weight
-    gradients. Gradients are reduced in buckets when the link is idle. Lancet's ablation disables one of the first two
-    parts.
+    gradients. Gradients are reduced in buckets when the link is idle.
 
     Args:
         parts: allowed numbers of micro-batches; (1,): no ranges.
@@ -161,7 +159,7 @@ def forward_ranges(costs: StepCosts, parts: Sequence[int] = NUM_MICRO_BATCHES) -
 
     def seconds(start: int, stop: int, k: int) -> float:
         layers = costs.layers[start:stop]
-        # Layers are often one object many times: equal ranges are simulated once.
+        # Layers are often one object many times.
         key = (*map(id, layers), k)
         if key not in known:
             here = StepCosts(layers, costs.all_reduce, costs.contention)
@@ -211,7 +209,6 @@ def best_ranges(
 def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[Task], list[Task], list[Gap]]:
     """Return the collectives of a pass in order, its weight gradients, and the gap of each collective."""
     before = standard_dependencies(tasks)
-    # Transitive: a weight gradient cannot overlap with a collective it depends on.
     ancestors: dict[Task, set[Task]] = {}
     for task in tasks:
         ancestors[task] = set().union(*({one} | ancestors[one] for one in before[task])) if before[task] else set()

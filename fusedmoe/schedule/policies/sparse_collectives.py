@@ -1,13 +1,11 @@
 """Hecate's sparse collectives in plans (section 4.2), and the inter-node link's idle time that can hide them.
 
 Expert replicas are gathered before their layer's first forward dispatch. Layers other than the last may release them
-after the forward pass and gather them again before the first backward dispatch. Gradients of replicas are reduced after
-their layer's last combine. These collectives run on the inter-node link between the chunks of consecutive layers:
+after the forward pass and gather them again backward. Gradients of replicas are reduced after their layer's last
+combine. All run on the inter-node link between the chunks of consecutive layers:
 
     forward    … f0.C1 f1.SAG f1.D0 …
     backward   … b1.C1 b1.SRS b0.SAG (gradient buckets) b0.D0 …
-
-`placement.hecate.overlap_degree` computes the number of experts that fit into the hidden time.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ def idle_before_s(timeline: Timeline, layer: int, phase: str) -> float:
     if not own:
         raise ConfigError(f"timeline: layer {layer} has no dispatch between nodes in its {phase} pass")
     first_s = min(own)
-    # Since the last combine of any layer and pass.
     since_s = max((span.end_s for span in rows if span.start_s < first_s), default=timeline.start_s)
     return idle_s(timeline.on("inter"), since_s, first_s)
 
@@ -48,7 +45,7 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
 
     `again`: replicas are released and gathered again.
     """
-    # The backward gather and the reduction before it get half of the time each.
+    # The backward gather and the reduction before it share the time.
     backward = [idle_before_s(timeline, layer, "backward") / (1 + again) for layer in range(layers - 1)]
     hidden = []
     for layer in range(layers):
@@ -62,8 +59,8 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
 def add_sparse_collectives(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
     """Return the plan with sparse collectives of some layers, in all its passes.
 
-    `again`: layers that release their replicas after the forward pass and gather them again. Raises `ConfigError` for a
-    layer without inter-node traffic in a pass.
+    `again`: layers that gather their replicas again in the backward pass. Raises `ConfigError` for a layer without
+    inter-node traffic in a pass.
     """
     inter, phases = list(plan.inter), {task.phase for task in plan}
     for layer in layers:
@@ -94,7 +91,7 @@ def with_sparse_collectives(
 
     Args:
         seconds_L: seconds of each sparse collective of a layer; 0: the layer has none.
-        again: replicas are released after the forward pass and gathered again backward, except in the last layer.
+        again: replicas are released and gathered again, except in the last layer.
     """
     layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
     found = add_sparse_collectives(plan, layers, again=range(len(seconds_L) - 1) if again else ())

@@ -20,7 +20,6 @@ def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """Return the layout in which four warps store `columns` columns, a power of two."""
     vector = min(8, columns)
     across = min(32, columns // vector)
     return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
@@ -70,7 +69,6 @@ def add_bias(x, bias_ptr, first, start, column, COLUMNS):
 
 @gluon.jit
 def store_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
-    """Store the elements of x in rows before `end` and columns before COLUMNS."""
     mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
     offset = row.to(gl.int64)[:, None] * STRIDE + column[None, :]
     gl.store(ptr + offset, x.to(ptr.dtype.element_ty), mask=mask)

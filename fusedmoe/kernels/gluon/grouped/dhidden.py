@@ -1,8 +1,8 @@
 """Grouped GEMM of the hidden gradient, dA' = dy[source]·W2_e; contract and epilogue as in `triton/grouped/dhidden.py`.
 
-H is loaded through the ring in the steps after a tile's GEMM, while the tile is still being multiplied. Threads read it
-from the stages. Before releasing a stage they fence, because bulk copies write it through the async proxy, and
-synchronize, because one thread signals for all.
+H is loaded through the ring in the steps after a tile's GEMM, while the tile is still being multiplied. Before threads
+release a stage that they have read, they fence, because bulk copies write it through the async proxy, and synchronize,
+because one thread signals for all.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Bulk copies load the other side, except an expert's last rows if they do not fill a step: the copy would extend into
 rows of another expert or into uninitialized memory. There threads copy both sides, zero past the end.
 
-Threads copy a step's row indices into shared memory LAG steps ahead, in the commit group of a step's rows. Loads into
-registers would stall the threads for as long as the multiplication of a step.
+Threads copy a step's row indices into shared memory LAG steps ahead. Loads into registers would stall the threads for
+as long as the multiplication of a step.
 """
 
 from __future__ import annotations

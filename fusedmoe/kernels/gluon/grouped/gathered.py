@@ -69,9 +69,9 @@ def load_gathered(
 ):  # fmt: skip
     """Run the producer partition that loads gathered rows of depth D and matrices of H columns.
 
-    TRANSPOSED: matrices are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; otherwise they are
-    [E·D, H]. BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`, sorted rows of HALVES·H
-    columns: the tile's columns, bk of each half alternately. EVEN: bk divides D.
+    TRANSPOSED: matrices are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; otherwise they are [E·D,
+    H]. BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`, sorted rows of HALVES·H columns:
+    the tile's columns, bk of each half alternately. EVEN: bk divides D.
     """
     BM: gl.constexpr = BLOCKS.bm
     BN: gl.constexpr = BLOCKS.bn
@@ -90,7 +90,7 @@ def load_gathered(
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
-        # Rows past the end are clamped; their results are not stored.
+        # Clamped: rows past the end are not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
         # No GPU holds 2^31 such rows; 32-bit indices take half of the scarce registers.
         source = gl.load(source_ptr + row).to(gl.int32).to(gl.int64)
@@ -118,7 +118,7 @@ def load_gathered(
             for box in range(0, BOXES):
                 await_empty(empty, it, STAGES)
                 expect_bytes(full, it, STAGES, BM * BK * BYTES)
-                # Rows past the end belong to another expert or to none; their results are not stored.
+                # Rows past the end, of another expert or of none, are not stored.
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
                 bulk_load(h_desc, [start, column], bar, x_bufs.index(it % STAGES))

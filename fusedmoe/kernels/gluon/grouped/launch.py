@@ -1,7 +1,6 @@
 """Launches of the Gluon kernels: same operands and results as the Triton forms.
 
-The grid has one program per multiprocessor, or per tile if there are fewer; each uses all shared memory of its
-multiprocessor. The number of tiles in use is known only on the device.
+The grid has at most one program per multiprocessor. The number of tiles in use is known only on the device.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def launch_dweight(
     total: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the weight gradient as `triton.grouped.dweight.dweight`. `out` may be `total`."""
+    """Write the weight gradient to `out`, which may be `total`."""
     p, q, experts = left.shape[1], right.shape[1], call.layout.experts
     gathered, in_order = (left, right) if gather_left else (right, left)
     n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
@@ -149,10 +148,7 @@ def result_box_shape(config: HopperConfig) -> list[int]:
 
 
 def num_result_boxes(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
-    """Return the number of result boxes that a warp group keeps in shared memory.
-
-    A box is a piece of a tile that one bulk copy stores. All boxes of a tile are kept, or the largest divisor of their
-    number that fits.
+    """Return the number of result boxes of a warp group: all of a tile, or the largest divisor that fits.
 
     Args:
         halves: 2 if the tile's columns are half g, half u; else 1.

@@ -37,7 +37,7 @@ class Blocks:
     """Tile sizes of a kernel: tiles [bm, bn], K steps of depth bk, and a ring of `stages` steps in shared memory.
 
     Tiles run in bands of `group` row tiles, whose operands stay in the L2 cache. A producer waits for its thread copies
-    `lag` steps later. `pingpong`: the two consumer groups alternate on tiles.
+    `lag` steps later.
     """
 
     bm: int
@@ -58,7 +58,7 @@ def blocks(bm, bn, bk, group, stages, lag=0, pingpong=False):
 
 @gluon.jit
 def make_ring(ARRIVALS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Allocate the barriers; ARRIVALS: of the producer partition per step."""
+    """Allocate the barriers. ARRIVALS: of the producer partition per step."""
     STAGES: gl.constexpr = BLOCKS.stages
     READERS: gl.constexpr = 1 if BLOCKS.pingpong else 2
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -127,7 +127,7 @@ def pass_turn(turn, GROUP: gl.constexpr):
 def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
     """Return a group's first tile, tile stride, first ring step, and the steps to skip after each of its tiles.
 
-    The skipped steps belong to the other group if the groups alternate; all tiles then have this depth.
+    If the groups alternate, the skipped steps belong to the other group; all tiles then have this depth.
     """
     if BLOCKS.pingpong:
         steps = gl.cdiv(depth, BLOCKS.bk)
@@ -194,7 +194,6 @@ def tile_position(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def tiles_in(table):
-    """Return the number of tiles. Programs start at their index and advance by the number of programs."""
     _, _, n_row_tiles, n_col_tiles = table
     return n_row_tiles * n_col_tiles
 

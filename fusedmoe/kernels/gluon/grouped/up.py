@@ -20,9 +20,8 @@ def _finish(
 ):  # fmt: skip
     """Compute H and A from the accumulators g and u for WIDTH columns of a tile, and store them.
 
-    H are the pre-activations: g, with GATED also u. A are the activations. The columns are stored in boxes of WIDE
-    columns (`columns`), which the warp group numbers from PART on; `slot` is the index in `boxes` of its first box. The
-    function halves WIDTH recursively until it is at most WIDE.
+    They are stored in boxes of WIDE columns, which the warp group numbers from PART on; `slot` is the index in `boxes`
+    of its first box. Recursion halves WIDTH until it is at most WIDE.
     """
     HALVES: gl.constexpr = 2 if GATED else 1
     if WIDTH > WIDE:

@@ -1,8 +1,8 @@
 """Top-k expert selection from logits in one pass over row tiles, fused with the router GEMM where it fits.
 
 A program holds all logits of its BS tokens in registers. Top-k is k passes of a maximum over logits mapped to integers
-of the same order, in which NaN, infinities and ties have a defined place. Selected keys become the lowest integer.
-Logits read from memory are compared by their high bits first, and by all bits only where those are ambiguous.
+of the same order, in which NaN, infinities and ties have a defined place. Logits read from memory are compared by their
+high bits first, and by all bits only where those are ambiguous.
 
 Sums over tokens are reduced per program, then over programs in a fixed order. Backward computes the gradient of the
 logits in one pass, recomputing scores and sums. No device synchronization.
@@ -104,8 +104,7 @@ def best_of(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, KP: tl.
     k = tl.arange(0, KP)
     expert = tl.zeros((BS, KP), dtype=tl.int32)
     for choice in range(K):
-        # Two scalar reductions take fewer instructions than one over (value, index), a single one each if a warp holds
-        # a row.
+        # Two scalar reductions take fewer instructions than one over (value, index).
         best = tl.max(key, 1)
         index = tl.min(tl.where(key == best[:, None], e[None, :], EP), 1)
         key = tl.where(e[None, :] == index[:, None], _TAKEN, key)
@@ -138,7 +137,6 @@ def best_by_high_bits(key, e, BS: tl.constexpr, K: tl.constexpr, EP: tl.constexp
 def choose_kernel(
     # Tokens and router matrix with PRODUCT, which writes the logits; otherwise logits are read.
     x_ptr, w_ptr, logits_ptr, bias_ptr,
-    # The choice, per-program sums over tokens, and the number of tokens without a valid choice.
     expert_ptr, weight_ptr, sums_ptr, logsumexp_ptr, bad_ptr,
     # Tokens per sequence, programs per sequence and in total, tiles per program for given logits.
     length, blocks, programs, tiles, M, E, scale,
@@ -164,7 +162,6 @@ def choose_kernel(
         else:
             logits = tl.load(logits_ptr + at, mask=is_expert, other=-float("inf"))
 
-        # Normalized weights need only the selected logits.
         if SOFTMAX and (STATISTICS or BIAS or not NORMALIZE) or LOGSUMEXP:
             power, total, top = softmax_terms(logits)
             if LOGSUMEXP:
@@ -192,7 +189,7 @@ def choose_kernel(
                 key = left
 
         chosen = (k < K)[None, :]
-        # Logits are reloaded from memory below, because the top-k passes need their registers.
+        # Logits are reloaded below, because the top-k passes need their registers.
         if PRODUCT and not INTERPRET:
             tl.debug_barrier()
         picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
@@ -226,7 +223,7 @@ def choose_kernel(
                 share = share / divisor_of(tl.sum(share, 1))[:, None]
             else:
                 share = logits
-            # Taken keys mark the choices, so counting needs no second pass.
+            # Taken keys mark the choices.
             counted = (key == _TAKEN) & is_expert & inside[:, None]
             shares += tl.where(inside[:, None], share, 0.0)
             counts += counted.to(tl.int32)
@@ -235,7 +232,7 @@ def choose_kernel(
     if number > 0:
         tl.atomic_add(bad_ptr, number.to(tl.int64), sem="relaxed")
     if STATISTICS:
-        # One row of sums per program, reduced afterwards in order: deterministic, no atomics.
+        # Reduced afterwards in order: deterministic, no atomics.
         sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
         tl.store(sums, tl.sum(shares, 0), mask=e < E)
         tl.store(sums + programs.to(tl.int64) * E, tl.sum(counts, 0).to(tl.float32), mask=e < E)
@@ -244,13 +241,12 @@ def choose_kernel(
 @jit(do_not_specialize=["length", "blocks"])
 def dlogits_kernel(
     logits_ptr, expert_ptr,
-    # Gradients of weights, score sums and logsumexp, or None; and the logits' gradient, the output.
+    # Gradients of weights, score sums and logsumexp, or None; the logits' gradient, the output.
     dweight_ptr, dscore_ptr, dlogsumexp_ptr, dlogits_ptr,
     # Sequence length, programs per sequence; element strides of the result between rows and between summands.
     length, blocks, E, scale, stride, plane,
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTS: tl.constexpr, STATISTICS: tl.constexpr,
     LOGSUMEXP: tl.constexpr,
-    # Whether the result is two summands (`router.empty_summands`).
     APART: tl.constexpr,
     BS: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -317,8 +313,8 @@ def fused_tile(experts: int, split: str, capability: Capability | None) -> Tile 
     if split:
         rows = 32 if capability < HOPPER and ragged and split == "both" else 64  # sm_120 would spill
         return Tile(rows, columns, 32, 8, 3) if columns <= 128 else None
-    # From this size on a separate GEMM is faster: its programs hold no keys of top-k, so they have more rows and read
-    # the matrix less often. Cache bandwidth is the limit.
+    # A separate GEMM is faster: without keys of top-k its programs have more rows and read the matrix less often. Cache
+    # bandwidth is the limit.
     if capability >= HOPPER and columns >= 128 and capability < BLACKWELL:
         return None
     # Blackwell MMA results assign a whole row to a thread: good for reductions, but it takes registers.
@@ -334,7 +330,6 @@ def fused_tile(experts: int, split: str, capability: Capability | None) -> Tile 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
     if capability is None:
         return Tile(64, padded_width(experts), 16, 4, 1)
-    # One warp per program, which holds whole rows and needs no barriers.
     return Tile(512 // padded_width(experts), padded_width(experts), 16, 1, 1)
 
 
@@ -431,6 +426,6 @@ def launch_options(rule: GateRule, tile: Tile) -> dict[str, Any]:
         "EP": tile.columns,
         "KP": triton.next_power_of_2(rule.k),
         "num_warps": tile.warps,
-        # By default the assembler spills a few bytes where that raises occupancy by one program.
+        # By default the assembler spills a few bytes where that raises occupancy.
         "maxnreg": MAX_REGISTERS,
     }

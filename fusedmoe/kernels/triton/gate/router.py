@@ -2,7 +2,7 @@
 
 x and W are half precision or float32; logits and their gradients are float32. Tensor cores do not multiply float32, so
 a float32 operand is split: against bfloat16 into two or three bfloat16 summands, which hold 16 or 24 of its mantissa
-bits; otherwise into two of tf32 (Triton's "tf32x3"). A float32 GEMM on CUDA cores would take longer than an expert's.
+bits; otherwise into two of tf32 (Triton's "tf32x3"). On CUDA cores a float32 GEMM would take longer than an expert's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from fusedmoe.kernels.gate import summands_shape
 from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import jit
 
-# The token sum of dW is split into about this number of parts, which fill a GPU. Constant: the result must not depend
-# on the GPU.
+# Number of parts of the token sum of dW, which fill a GPU. Constant: the result must not depend on the GPU.
 _PROGRAMS = 264
 
 # Elements per program that splits or sums.
@@ -56,8 +55,7 @@ def product_tile(
     Args:
         operation: "logits", "dx" or "dw".
         split: operands to split (`operand_to_split`); "summed" for dlogits split beforehand.
-        capability: generation of the GPU; None for the interpreter, whose cost depends on the number of programs and
-            steps, not on their size.
+        capability: generation of the GPU; None for the interpreter, whose cost depends on the number of programs.
         even: M is a multiple of 128.
     """
     if capability is None:
@@ -93,7 +91,6 @@ _HOPPER_DX |= {128: Tile(128, 128, 128, 8, 3), 256: Tile(128, 256, 64, 8, 3)}
 _HOPPER_DX_FEW = _HOPPER_DX | {128: Tile(128, 128, 64, 8, 2)}
 _HOPPER_DW = {16: Tile(16, 128, 128, 4, 4), 32: Tile(32, 128, 128, 4, 4), 128: Tile(128, 256, 64, 8, 3)}
 _MULTIPROCESSORS = 132
-# Gradients of fewer tokens use smaller tiles.
 _FEW_TOKENS = 2**15
 
 
@@ -134,7 +131,7 @@ def store_summands(out, plane, d, mask):
 
 @jit(do_not_specialize=["count"])
 def summands_kernel(d_ptr, out_ptr, count, E, stride, plane, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Split d into summands. PADDED: the result has longer rows than d, which end in zeros."""
+    """PADDED: the result has longer rows than d, which end in zeros."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
     if PADDED:
@@ -207,7 +204,7 @@ def logits_tile(
     m = tl.arange(0, BK)
     x_ptrs = x_ptr + row[:, None].to(tl.int64) * M + m[None, :]
     w_ptrs = w_ptr + expert[:, None].to(tl.int64) * M + m[None, :]
-    # Accumulates in float32 for any operand dtype: rounding must not reorder close logits.
+    # float32 for any operand dtype: rounding must not reorder close logits.
     acc = tl.zeros((BS, BE), dtype=tl.float32)
     for m0 in range(0, M, BK):
         if EVEN:
@@ -351,8 +348,7 @@ def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 def dx(dlogits: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute dlogits·W, [S, M].
 
-    dlogits is [S, E]; with bfloat16 W also [summands, S, E or padded], bfloat16 tensors that add up to it
-    (`empty_summands`).
+    dlogits is [S, E]; with bfloat16 W also [summands, S, E or padded], bfloat16 tensors that add up to it.
     """
     weight_EM = weight_EM.contiguous()
     S, (E, M) = dlogits.shape[-2], weight_EM.shape
@@ -378,18 +374,13 @@ def is_whole(summands: int, stride: int, M: int, tile: Tile, capability: Capabil
 
 
 def dw(dlogits: Tensor, x_SM: Tensor, dtype: torch.dtype, experts: int) -> Tensor:
-    """Compute dlogitsᵀ·x, [E, M]. Deterministic.
-
-    dlogits is [S, E]; with bfloat16 x also [summands, S, E or padded], bfloat16 tensors that add up to it
-    (`empty_summands`). Tokens are summed in parts, then the parts, in a fixed order.
-    """
+    """Compute dlogitsᵀ·x, [E, M]; dlogits as for `dx`. Deterministic: tokens are summed in parts, in a fixed order."""
     x_SM = x_SM.contiguous()
     (S, M), E = x_SM.shape, experts
     if S == 0:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
     dlogits, split, summed = _summands(dlogits, x_SM.dtype)
     tile = product_tile("dw", summed or split, generation_of(x_SM.device), S, E, M % 128 == 0)
-    # With few output tiles, split the token sum into parts that fill the GPU.
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     programs = _MULTIPROCESSORS if tile.columns == 256 else _PROGRAMS
     steps = triton.cdiv(S, tile.depth)

@@ -50,21 +50,18 @@ from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified
 
 # Candidate configurations, the untuned default first.
 Candidates = Callable[[Key], Sequence[Config]]
-# Prepares to time a call, with multiprocessors occupied if `shared`; the result returns one time in seconds.
+# Prepare to time a call, with multiprocessors occupied if `shared`; the result returns one time in seconds.
 Measure = Callable[[Callable[[], object], bool], Callable[[], float]]
 Result = TypeVar("Result")
 
 # Smaller launches take about 20 µs with any tiles.
 MIN_TUNED_FLOPS = 10**10
-# GPU time in seconds before times count: clocks are low after idling during compilation.
+# Before times count: clocks are low after idling during compilation.
 _WARMUP_S = 0.1
 # Rounds over all candidates; further rounds, within the time limit, are over the fastest.
 _ROUNDS, _MAX_ROUNDS, _NUM_FASTEST = 3, 20, 3
-# Time limit in seconds for the launches of all rounds.
 _TIME_LIMIT_S = 1.0
-# Longer launches count as hung.
 _HANG_TIMEOUT_S = 30.0
-# Cache flushes before a timed launch, at most.
 _MAX_FLUSHES = 32
 
 
@@ -85,7 +82,7 @@ def table_candidates(capability: Capability | None, key: Key) -> Sequence[Config
 def all_candidates(gpu: Gpu, key: Key) -> list[Config]:
     """Return all candidates, verified or not, the default for the shape first.
 
-    Those of the Gluon form leave `NUM_OCCUPIED` multiprocessors free if overlapped with communication.
+    The Gluon form leaves `NUM_OCCUPIED` multiprocessors free if overlapped with communication.
     """
     table = generation(gpu.capability, gpu.shared_bytes)
     gluon: Sequence[ConfigCandidate] = gluon_candidates(key.variant, table)
@@ -102,13 +99,11 @@ def verified_candidates(gpu: Gpu, key: Key) -> list[Config]:
 
 
 class TuningRecord:
-    """Tuning results for one kind of GPU, in memory and in a JSON file.
+    """Tuning results for one kind of GPU, in memory and in a JSON file, if given.
 
     A missing, damaged or unwritable file causes tuning again, never a failure. Each process atomically writes all its
     results; concurrent writers may lose each other's additions until the next write.
 
-    Args:
-        file: path; None keeps results only in this object.
     Attributes:
         faults: errors of configurations that failed while being timed, by variant and configuration.
         choices: per key {"config": ..., "microseconds": {config: ...}}.
@@ -138,11 +133,8 @@ class TuningRecord:
 class Tuner:
     """Chooses configurations and caches the choices.
 
-    Args:
-        candidates: returns the candidate configurations, the default first.
-        measure: prepares to time a call.
-        is_allowed: returns whether tuning is allowed now.
-        is_deterministic: returns whether choices must not depend on the machine: always the default, despite tuning.
+    `candidates` returns configurations, the default first. If `is_deterministic()`, choices must not depend on the
+    machine: always the default, despite tuning.
     """
 
     def __init__(
@@ -210,7 +202,7 @@ class Tuner:
         found = self.record.choices.get(str(key), {})
         name, timed = found.get("config"), found.get("microseconds")
         usable = {str(config): config for config in self._usable(key, configs)}
-        # A new configuration invalidates the record; so does FUSEDMOE_GLUON=0 if it excludes the choice.
+        # FUSEDMOE_GLUON=0 also invalidates the record, if it excludes the choice.
         is_whole = name in usable and usable.keys() <= {name, *(timed if isinstance(timed, dict) else ())}
         return usable[str(name)] if is_whole else None
 
@@ -222,7 +214,7 @@ class Tuner:
             try:
                 seconds = self._times(key, usable, launch)
             except torch.OutOfMemoryError:
-                # Memory suffices only for the launch. Not recorded, as the next run may have more.
+                # Memory suffices only for the launch. Not recorded: the next run may have more.
                 return self._usable(key, configs)[0]
         chosen = min(seconds, key=seconds.__getitem__)
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
@@ -274,7 +266,7 @@ class Tuner:
             return None
 
     def _exclude_failed(self, key: Key, config: Config, error: Exception) -> None:
-        # Recorded first, so that the next process does not retry it.
+        # Recorded first, so the next process does not retry it.
         self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
         if isinstance(error, TimeoutError) or _is_gpu_lost():
             raise RuntimeError(
@@ -290,10 +282,7 @@ class Tuner:
 
 
 def _failed_config_key(key: Key, config: Config) -> str:
-    """Return the key of a failed configuration in `TuningRecord.faults`.
-
-    Excludes the number of programs, which is not compiled in.
-    """
+    """Return the key of a failed configuration in `TuningRecord.faults`; the number of programs is not compiled in."""
     return f"{key.variant}, {with_programs(config, 0)}"
 
 
@@ -343,7 +332,7 @@ def make_tuner(device: torch.device, candidates: Candidates, record: TuningRecor
 
 
 def _hash_sources() -> str:
-    """Hash of the kernel sources: a change of the kernels starts a new file."""
+    """Return a hash of the kernel sources: a changed kernel starts a new file."""
     together = hashlib.sha256()
     kernels = Path(__file__).parents[2]
     forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")
@@ -365,12 +354,8 @@ def poll_until(ended: Callable[[], bool], seconds: float) -> None:
 def _prepare_timer(
     device: torch.device, run: Callable[[], object], holder: MultiprocessorHolder | None
 ) -> Callable[[], float]:
-    """Compile a call; the result measures its GPU time in seconds, with none of its operands in the L2 cache.
-
-    `holder` occupies multiprocessors during the call.
-    """
-    # In a layer, other operands pass through the cache between calls. Flush by reading: written lines would be written
-    # back while the call runs.
+    """Compile a call; the result measures its GPU time in seconds, with none of its operands in the L2 cache."""
+    # Flush by reading: written lines would be written back while the call runs.
     numbers = max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
 
     def flush() -> None:

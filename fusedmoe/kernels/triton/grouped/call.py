@@ -1,6 +1,6 @@
 """Common part of the grouped GEMM launches: row indices of a call, configuration choice, and kernel arguments.
 
-Launchers perform no host synchronization and no autograd. Shapes are upper bounds.
+Launchers perform no host synchronization and no autograd.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GroupedCall:
         self._tiles = dict(tiles or {})
 
     def tiles(self, block_rows: int, wait: Wait | None = None) -> Tiles:
-        """Return the row tiles. For rows in flight that are sorted by arrival, the tiles are sorted likewise."""
+        """Return the row tiles, sorted by arrival if the rows in flight are."""
         if wait is not None and wait.by_arrival and self.layout.source_N is not None:
             return sort_tiles(self.tiles(block_rows), self.ends_E, self.layout.source_N, block_rows, wait)
         if block_rows not in self._tiles:
@@ -85,7 +85,7 @@ class GroupedCall:
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy that is contiguous and aligned for bulk and vector copies."""
-    # Kernels are compiled for 16-byte aligned operands, and a slice may start anywhere.
+    # A slice may start anywhere, but kernels are compiled for 16-byte aligned operands.
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -114,7 +114,6 @@ def put_arguments(put: Put | None, row_tiles: int) -> dict[str, Any]:
     if put is None:
         flags = dict.fromkeys(("PUT", "WEIGHTED", "ALIGNED"), False)
         return {**dict.fromkeys((*_PUT_NAMES, *_FAR_PUT_NAMES)), **flags, **nvshmem_options(None)}
-    # The program that completes a peer's rows signals the peer.
     counter_W, peers = put.counter_W, put.num_rows_W.numel()
     peer_N, store_N, target_N, network = put.addresses
     done = None if network is None else counter_W.new_zeros(row_tiles)

@@ -1,7 +1,7 @@
 """Tile configurations of the grouped GEMMs: candidates for tuning, and untuned defaults.
 
 The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100. The tests
-recompile every entry, and the sm_80 table for sm_120 too. `generation.py` selects a device's table.
+recompile every entry, and the sm_80 table for sm_120 too.
 """
 
 from __future__ import annotations
@@ -91,11 +91,9 @@ class Variant(NamedTuple):
     """Properties of a launch that determine the compiled code.
 
     Attributes:
-        operation: a name in `OPERATIONS`.
         dtype: of all operands, e.g. "bfloat16".
         precision: of float32 GEMMs, "ieee" or "tf32".
         activation: its name where the operation has one, else "".
-        gather: rows are gathered.
         extra: there is a bias (up, down), a router weight (dhidden) or an accumulator (dw1, dw2).
         even: whole blocks are read without masks (see `is_even`).
         bulk: operands are loaded by bulk copies.
@@ -155,8 +153,8 @@ def has_bulk_copies(capability: Capability) -> bool:
 
 
 # Large tiles first, because operands are shared only through the L2 cache. Four stages of 128x256 fill the shared
-# memory, with one such program per multiprocessor; 128x128 and smaller leave room for a second one, which computes
-# while the first stores. Ordered by times on an H100 at the benchmark's shapes.
+# memory; 128x128 and smaller leave room for a second program, which computes while the first stores. Ordered by times
+# on an H100 at the benchmark's shapes.
 _WIDE = Config(128, 256, 64, 8, 4)
 _WIDE_3 = Config(128, 256, 64, 8, 3)
 _TALL = Config(256, 128, 64, 8, 4)
@@ -223,13 +221,7 @@ _INTERPRETER = (ConfigCandidate(Config(32, 64, 32, 4, 1, 4)),)
 def candidates(
     operation: str, dtype: torch.dtype, capability: Capability | None, even: bool = True
 ) -> tuple[ConfigCandidate, ...]:
-    """Return the candidate configurations.
-
-    Args:
-        operation: a name in `OPERATIONS`.
-        capability: generation of the GPU; None for the interpreter.
-        even: as in `Variant`.
-    """
+    """Return the candidate configurations of an operation; `capability` None is the interpreter."""
     if capability is None:
         return _INTERPRETER
     if dtype == torch.float32:
@@ -251,7 +243,7 @@ def row_heights(dtype: torch.dtype, capability: Capability | None) -> tuple[int,
 
 # The Gluon form, ordered by times on an H200 and an H100 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
-# Two result boxes per group, so that neither waits for the other's store; or one more stage.
+# Two result boxes per group, so neither waits for the other's store; or one more stage.
 _GLUON_PINGPONG = HopperConfig(128, 128, 64, stages=5, pingpong=True)
 _GLUON_PINGPONG_6 = HopperConfig(128, 128, 64, stages=6, pingpong=True)
 # Gradient of W1: bands of 16 row tiles make 132 concurrent tiles about square; or half the gathered columns per tile.
@@ -274,10 +266,9 @@ _GLUON = {
 
 
 def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[ConfigCandidate, ...]:
-    """Return the candidates of the Gluon form, which are used where verified and fastest.
+    """Return the candidates of the Gluon form, none if the environment variable FUSEDMOE_GLUON is 0.
 
-    They require Hopper, half precision, even sizes, and gathered rows except for GEMMs on sorted rows. None if the
-    environment variable FUSEDMOE_GLUON is 0.
+    They require Hopper, half precision, even sizes, and gathered rows except for GEMMs on sorted rows.
     """
     if capability != HOPPER or os.environ.get("FUSEDMOE_GLUON") == "0":
         return ()

@@ -25,10 +25,7 @@ def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """Compute 1 / (1 + exp(-x)), on a GPU in four instructions.
-
-    Flushing denormals to zero saves eight instructions, a quarter of an epilogue.
-    """
+    """Compute 1 / (1 + exp(-x)), on a GPU in four instructions: flushing denormals to zero saves eight."""
     if _INTERPRET or x.dtype != tl.float32:
         return tl.sigmoid(x)
     else:

@@ -1,8 +1,7 @@
 """Grouped GEMM of the hidden gradient, dA' = dy[source]·W2_e, with all its consumers as epilogue.
 
 With A = act(H) recomputed and s the router weight of the row: dH = s·dA'·act'(H), s·A (for the gradient of W2), and the
-router weight's gradient ⟨dA', A⟩, one partial sum per column tile. Outputs that are not needed have a None pointer and
-are not stored.
+router weight's gradient ⟨dA', A⟩, one partial sum per column tile. Outputs with a None pointer are not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 
-# Columns per epilogue step.
 _PART = 32
 
 
@@ -71,7 +69,6 @@ def _finish_parts(
 
 @jit(do_not_specialize=["n_row_tiles", "rows", "limit_ns"])
 def dhidden_kernel(
-    # Gradients of results, their row indices, matrices or a descriptor, router weights, pre-activations.
     dy_ptr, source_ptr, w2, weight_ptr, h_ptr,
     # Outputs: dH, s·A, and [column tiles, rows] partial sums of the router weights' gradients; each may be None.
     dh_ptr, a_ptr, ds_ptr,
@@ -80,7 +77,6 @@ def dhidden_kernel(
     # WAIT_ROWS: rows per signal, 0 to wait for none.
     ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, WAIT_ROWS: tl.constexpr, NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    # PART: columns per epilogue step.
     DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip

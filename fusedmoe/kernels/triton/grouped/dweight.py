@@ -40,7 +40,7 @@ def dweight_kernel(
     INTERPRET: tl.constexpr,
     BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # A program sums all rows of its tile, so the order of the sum is fixed and an expert without rows gets zeros.
+    # A program sums all rows of its tile, so the order of the sum is fixed.
     expert = tl.program_id(1)
     p_tile, q_tile = swizzle(tl.program_id(0), tl.cdiv(P, BP), tl.cdiv(Q, BQ), GROUP)
     start = tl.load(starts_ptr + expert)

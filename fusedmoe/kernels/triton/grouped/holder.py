@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fusedmoe.kernels.triton.jit import jit
 
-# Number of multiprocessors occupied, by one program each.
+# Occupied by one program each.
 NUM_OCCUPIED = 16
 # As in communication kernels: a program that needs most of a multiprocessor does not fit alongside.
 WARPS, NUMBERS = 16, 512
@@ -17,7 +17,7 @@ _MAX_POLLS, _DELAY_POLLS = 100_000, 200
 
 @jit(do_not_specialize=["epoch", "max_polls"])
 def hold_kernel(flag_ptr, sink_ptr, epoch, max_polls, NUMBERS: tl.constexpr):
-    """Run until the flag equals `epoch`, at most `max_polls`; loads and stores a few numbers between polls."""
+    """Run until the flag equals `epoch`, at most `max_polls` polls; load and store a few numbers between polls."""
     at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     polls = 0
     seen = tl.load(flag_ptr, volatile=True)
@@ -41,7 +41,7 @@ class MultiprocessorHolder:
         self._stream.wait_stream(torch.cuda.current_stream())  # not before the timed launch could start
         with torch.cuda.stream(self._stream):
             self._launch(NUM_OCCUPIED, self._sink, self._epoch, _MAX_POLLS)
-        # A delay: the programs must be resident before the launch, which could fill the GPU.
+        # The programs must be resident before the launch, which could fill the GPU.
         self._launch(1, self._sink[NUM_OCCUPIED * NUMBERS :], -1, _DELAY_POLLS)
 
     def release(self) -> None:

@@ -39,11 +39,9 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
 
 @jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
 def product_kernel(
-    # Rows and all experts' matrices, or descriptors of them; the output bias; the destination.
     a, b, bias_ptr, out_ptr,
-    # Row tiles (`make_tiles`), end of each expert's rows, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, K, N, bias_start, bias_columns,
-    # For puts: addresses, weights, peers, and the counters and signals of completed peers.
+    # Puts: addresses, weights, peers, and the counters and signals of completed peers.
     address_ptr, weight_ptr, peer_ptr, counter_ptr, num_rows_ptr, signal_ptr,
     # For remote peers: count of finished tiles per row tile, addresses at the peer, PEs.
     done_ptr, target_ptr, pe_ptr, epoch_ptr, W,
@@ -55,7 +53,7 @@ def product_kernel(
 ):  # fmt: skip
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
     if PUT:
-        # A rank that gets no row would wait forever, so one program signals it first.
+        # A rank that gets no row would wait forever.
         if tl.program_id(0) == 0:
             signal_idle_peers(num_rows_ptr, signal_ptr, tl.load(epoch_ptr), W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
@@ -67,8 +65,7 @@ def product_kernel(
 
     row = start + tl.arange(0, BM)
     inside = row < end
-    # Clamped, because a masked operand could not be copied to the tensor cores directly. Row times width exceeds 2³¹,
-    # hence 64 bits.
+    # Clamped, because a masked operand could not be copied to the tensor cores directly. Row times width exceeds 2³¹.
     row = tl.minimum(row, end - 1).to(tl.int64)
     n = n0 + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -110,7 +107,7 @@ def product_kernel(
             a_ptrs += BK
         acc = mac(a_tile, b_tile, acc, PRECISION, INTERPRET)
 
-    # The bias may cover only some columns: a shard of the experts owns a slice of it.
+    # A shard of the experts owns a slice of the bias.
     if BIAS:
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)

@@ -1,7 +1,4 @@
-"""Grouped GEMM of the up projection, h = x[source]·W1_eᵀ + b1_e and a = act(h), with gathered inputs.
-
-Replaces a copy of the routed rows, a GEMM per expert and a pass over H.
-"""
+"""Grouped GEMM of the up projection, h = x[source]·W1_eᵀ + b1_e and a = act(h), with gathered inputs."""
 
 from __future__ import annotations
 
@@ -46,11 +43,8 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
 
 @jit(do_not_specialize=["n_row_tiles", "limit_ns"])
 def up_kernel(
-    # Tokens, their row indices, all experts' matrices or a descriptor, their bias; results.
     x_ptr, source_ptr, w1, b1_ptr, h_ptr, a_ptr,
-    # Row tiles (`make_tiles`), end of each expert's rows, and sizes.
     tiles_ptr, ends_ptr, n_row_tiles, M, H,
-    # Wait for rows in flight (`remote.py`).
     signals_ptr, epoch_ptr, stop_ptr, record_ptr, limit_ns,
     # WAIT_ROWS: rows per signal, 0 to wait for none.
     ACT: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, WAIT_ROWS: tl.constexpr, NVSHMEM: tl.constexpr,

@@ -5,8 +5,8 @@ results in bench/results. Entries are added here by hand, with the file of the r
 
 Results of the Gluon form hold only for the Triton versions of their evidence, because Gluon is experimental. Results of
 the Triton form hold for every tested version: `make aot` compiles each configuration with each version and checks the
-machine code (bench/launches.json). Untuned launches use the Triton form as well, so this table could not exclude a
-version that miscompiles it.
+machine code. Untuned launches use the Triton form as well, so this table could not exclude a version that miscompiles
+it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ TRITON_VERSION: str = triton.__version__
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU that determine which configurations it can run.
-
-    Attributes:
-        shared_bytes: maximum shared memory per block, in bytes.
-    """
+    """Properties of a GPU that determine which configurations it can run. `shared_bytes` is per block."""
 
     capability: Capability
     shared_bytes: int
@@ -41,7 +37,7 @@ class Verified(NamedTuple):
     Attributes:
         configs: names of configurations by prefix of the verified variants (`str(Variant)`). A name that ends in " p"
             was verified with fewer programs than tiles, as in launches overlapped with communication.
-        triton: Triton versions of the evidence. The Gluon form is verified for these only.
+        triton: Triton versions of the evidence.
         evidence: files in bench/results with the comparisons.
     """
 
@@ -111,7 +107,6 @@ def name_of(config: Config) -> str:
 
 
 def is_verified(gpu: Gpu, variant: Variant, config: Config) -> bool:
-    """Return whether a configuration is verified for this GPU and variant (see the module docstring)."""
     return _is_verified(gpu, variant, config, TRITON_VERSION)
 
 

@@ -2,11 +2,10 @@
 
 The network card reads rows asynchronously from symmetric memory, where kernels store them first (staging,
 `Addresses.store_N`). Every put is a request to NVSHMEM's proxy thread and covers all rows contiguous at both ends:
-tokens are put tile by tile with their signal (`put_signal_nbi`), results in runs of an expert's rows for one peer
-within a tile (`put_runs`). Staging must not be overwritten until the peer has given credit, after it has read the rows.
+tokens are put tile by tile with their signal, results in runs of an expert's rows for one peer within a tile. Staging
+must not be overwritten until the peer has given credit, after it has read the rows.
 
-Source memory must be symmetric or registered with NVSHMEM. Device functions wait, without a timeout, if the proxy
-thread on the host falls behind.
+Device functions wait, without a timeout, if the proxy thread on the host falls behind.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def fence(_semantic=None):
 
 @triton.jit
 def put_nbi(dest_ptr, source_ptr, size, pe):
-    """Put `size` bytes to a PE. The source may be reused once they have arrived."""
+    """Put `size` bytes to a PE from symmetric or registered memory, which may be reused once they have arrived."""
     dest, source = tl.cast(dest_ptr, tl.int64), tl.cast(source_ptr, tl.int64)
     _put_nbi_block(dest, source, tl.cast(size, tl.int64), tl.cast(pe, tl.int32))
 
@@ -110,8 +109,8 @@ def signal_pe(signal_ptr, value, pe, dummy_ptr):
 def arrived(signal_ptr, value):
     """Return 1 if this rank's signal is at least `value`, else 0; after a 1, data put before the signal can be read.
 
-    Every thread polls. On GPUs that need it, NVSHMEM flushes network writes here, so call it before reading even if the
-    signal is known to be set.
+    On GPUs that need it, NVSHMEM flushes network writes here, so call it before reading even if the signal is known to
+    be set.
     """
     return _test(tl.cast(signal_ptr, tl.int64), _AT_LEAST, tl.cast(value, tl.int64))
 
@@ -120,10 +119,7 @@ def arrived(signal_ptr, value):
 def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS: tl.constexpr):
     """Put a range of rows to remote peers, after the whole program has stored them; rows of near peers are skipped.
 
-    Args:
-        address_ptr, target_ptr, peer_ptr: as in `Addresses`.
-        first, count: the range of rows.
-        size: bytes per row.
+    `address_ptr`, `target_ptr` and `peer_ptr` are as in `Addresses`; `size` is bytes per row.
     """
     # A run is a range of rows contiguous at both ends.
     i = tl.arange(0, ROWS)
@@ -144,8 +140,8 @@ def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS
 
 
 # The signal of results covers all rows of a chunk, put by many programs. A later launch sets it: launches on a stream
-# are ordered, and an NVSHMEM fence orders everything this GPU issued before. Putting programs therefore need no fence.
-# On networks without ordering, a fence waits for completion in every thread, so use one warp per peer.
+# are ordered, and an NVSHMEM fence orders everything this GPU issued before. On networks without ordering, a fence
+# waits for completion in every thread, so use one warp per peer.
 @jit(do_not_specialize=["signal_index"])
 def signal_far_kernel(signals_ptr, signal_index, table_ptr, pe_ptr, dummy_ptr, epoch_ptr):
     peer = tl.program_id(0)

@@ -1,9 +1,8 @@
 """Plan kernels of one-sided dispatch: tokens that this rank puts, rows it received, and destinations of results.
 
-References: `define_sends`, `define_arrivals` and `define_addresses` in `fusedmoe/kernels/one_sided.py`, some hundred
-torch operations. Sends take at most two launches. One launch computes the arrivals of all chunks, the addresses for
-every result slot and both passes, and the row tiles of each height that the grouped GEMMs may use. Another launch
-precedes it if rows are sorted by arrival.
+References: `define_sends`, `define_arrivals` and `define_addresses`, some hundred torch operations. Sends take at most
+two launches. One launch computes the arrivals of all chunks, the addresses for every result slot and both passes, and
+the row tiles of each height that the grouped GEMMs may use. Another launch precedes it if rows are sorted by arrival.
 
 Sends: (1) Each block of tokens computes, per peer, the first chunk that needs each token, and counts tokens by chunk.
 (2) Each block sums the counts of the blocks before it; a token's buffer row follows the tokens of earlier chunks and,
@@ -113,7 +112,6 @@ def place_tokens_kernel(
     mine = ((first[:, None] == d[None, :]) & (first < degree)[:, None]).to(tl.int32)
     place = tl.sum(mine * (before[None, :] + tl.cumsum(mine, 0) - 1), 1)
     tl.store(token_ptr + peer.to(tl.int64) * C + place, s, mask=first < degree)
-    # Metadata line of a row: buffer row of its token, bits of its weight.
     first_row, rows = tl.load(offsets_ptr + peer * local), tl.sum(count, 0)
     for k in range(K):
         row = tl.load(row_ptr + s.to(tl.int64) * K + k, mask=s < S, other=-1).to(tl.int32)
@@ -423,17 +421,13 @@ def read_metadata(
 def take_rows_kernel(x_ptr, source_ptr, peer_ptr, rows_ptr, M, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Padding rows write zeros.
     kept = tl.where(tl.load(peer_ptr + n) < 0, 0, M)
     x = tl.load(x_ptr + tl.load(source_ptr + n) * M + column, mask=column < kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
 
 
 def copy_received_rows(x_CM: Tensor, chunks: Sequence[Arrivals]) -> list[Tensor]:
-    """Copy the rows of all chunks out of a buffer slot, x_CM, in one launch (`define_permute`).
-
-    Returns [R, M] per chunk, sorted by expert; zeros in padding.
-    """
+    """Copy the rows of all chunks out of a buffer slot in one launch: [R, M] per chunk, by expert; zeros in padding."""
     (peer_R, source_R), width = (chunks[0].peer_R, chunks[0].layout.source_N), x_CM.shape[1]
     x_DRM = x_CM.new_empty((len(chunks), len(peer_R), width))
     if x_DRM.numel():

@@ -1,8 +1,7 @@
 """Kernels that put rows to other ranks' receive buffers, a signal per tile, and credits (permissions to overwrite).
 
 A receive buffer is a ring of slots in a symmetric heap. Each slot has C rows per source rank, signalled TILE at a time.
-Readers wait with the kernels of `remote.py`; grouped GEMMs wait for their rows and put their results
-(`triton/grouped`). No host synchronization.
+No host synchronization.
 
 The caller (`comm/one_sided/receive_buffers.py`) owns the buffers, selects slots, and gives credit after reading. The
 credit kernel increments the slot's exchange number, so launches have constant arguments, as CUDA graphs require.
@@ -34,7 +33,6 @@ from fusedmoe.kernels.triton.one_sided.network import put_runs, put_signal_nbi, 
 from fusedmoe.kernels.triton.one_sided.remote import peer_pointer, signal, wait
 
 _FAULT = tl.constexpr(FAULT)
-# Warps of programs that move rows.
 _WARPS = 8
 _DYNAMIC_ARGUMENTS = ["me", "slot", "limit_ns"]
 
@@ -49,7 +47,7 @@ def _put_tile(
     tile = program // W
     peer = (me + program) % W
     used = tl.load(used_ptr + peer)
-    # The first tile is signalled even without rows, so the reader observes an empty exchange.
+    # Signalled even without rows, so the reader observes an empty exchange.
     if (tile == 0) | (tile * TILE < used):
         # The peer must have given credit for the slot's previous rows.
         epoch = tl.load(epoch_ptr)
@@ -91,21 +89,17 @@ def _put_tile(
 
 @jit(do_not_specialize=[*_DYNAMIC_ARGUMENTS, "second_slot"])
 def put_rows_kernel(
-    # Rows, their indices and number for each peer; the receive buffer (`ReceiveBuffer`), staging for remote peers.
     x_ptr, source_ptr, used_ptr,
     rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M,
-    # A second set of rows and buffer; None without.
     second_x_ptr, second_source_ptr, second_used_ptr,
     second_rows_ptr, second_row_table_ptr, second_signals_ptr, second_signal_table_ptr, second_credits_ptr,
     second_epoch_ptr, second_staging_ptr, second_slot, second_C, second_T, second_M,
-    # PE of each peer, dummy signal.
     pe_ptr, dummy_ptr,
     stop_ptr, record_ptr, me, limit_ns, W,
     TILE: tl.constexpr, BLOCK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_BLOCK: tl.constexpr,
     NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    # The second set has the last programs.
     first = W * T
     if program < first:
         _put_tile(
@@ -152,7 +146,7 @@ def credit_peer(
     received_ptr, stop_ptr, record_ptr,
     peer, W, pe_ptr, dummy_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    """Give a peer credit in up to three buffers, and check its fault word; see `credit_kernel`."""
+    """Give a peer credit in up to three buffers, and check its fault word."""
     if received_ptr is not None:
         # Peers send faults before results, and the results have arrived.
         fault = tl.atomic_add(received_ptr + peer, 0, sem="acquire", scope="sys")
@@ -277,8 +271,7 @@ def give_credit(
 ) -> None:
     """Notify all peers that their rows in up to three slots have been read; later launches may start the next exchange.
 
-    With `faults`, also checks the fault words received from peers (`send_faults`): a fault ends all waits and is
-    recorded.
+    With `faults`, also checks the fault words received from peers: a fault ends all waits and is recorded.
     """
     credit_kernel[(buffer.num_peers,)](
         *credit_arguments([(buffer, slot), *others], faults),
@@ -322,10 +315,7 @@ def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
 
 
 def finish_put(put: Put) -> None:
-    """Signal the peers reached over the network that all their rows have been put.
-
-    Launch this after the launches that put rows.
-    """
+    """Signal remote peers that all their rows have been put. Call after the launches that put rows."""
     if put.addresses.network is not None:
         signal_far(put.peer_signal, put.epoch, put.addresses.network)
 
@@ -346,10 +336,7 @@ def launch_options(has_long_code: bool) -> dict[str, int]:
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:
-    """Return launch options of the kernels that give credit or send faults.
-
-    With NVSHMEM one warp, because every thread makes the NVSHMEM call.
-    """
+    """Return launch options. With NVSHMEM one warp, because every thread makes the NVSHMEM call."""
     return {"num_warps": 1} if nvshmem else {}
 
 

@@ -3,9 +3,8 @@
 Finished programs increment a counter and the last one gives credit; none waits for another. The increment releases the
 program's reads and acquires all earlier ones, so a peer that sees the credit writes after all reads.
 
-A launch of one program waits for the results first: peers may have far more to compute than this rank, and waiting
-programs would occupy multiprocessors. Over the network, credit is a separate launch, because NVSHMEM calls would take
-registers that the sums need.
+Results must have arrived: waiting programs would occupy multiprocessors. Over the network, credit is a separate launch,
+because NVSHMEM calls would take registers that the sums need.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ PROGRAMS = 1024
 
 @jit(do_not_specialize=["S", "slot", "second_slot", "third_slot", "me"])
 def receive_kernel(
-    # Results, the row of each pair, and the tokens' sums.
     rows_ptr, row_ptr, y_ptr, S, M,
-    # A scalar of each row, and the pairs' scalars; None without.
     value_ptr, own_value_ptr,
     # Number of finished programs, 0 before and after; None if no credit is given. The rest as in `credit_kernel`.
     done_ptr,
@@ -78,10 +75,9 @@ def receive(
 
     Args:
         rows_RM: one slot of the results.
-        value_R: float32, a scalar per row; None without.
+        value_R: float32, a scalar per row.
         done: [1] int32, 0; reusable across launches.
         read: up to three buffers and slots that will not be read again, including the results.
-        faults: as in `give_credit`.
     Returns:
         sums [S, M], and the scalars [S, K], 0 for dropped pairs.
     """

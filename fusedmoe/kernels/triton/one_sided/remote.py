@@ -14,8 +14,8 @@ of all ranks' addresses. The protocol, checked exhaustively in tests/comm/test_p
 * Over the network (`network.py`), staged rows are read until they have arrived, so the peer must have read the previous
   contents. A fence separates rows and signal. Credits need none: a slot's next credit is given only after the peer had
   the previous one, without which it could not have started. A reader calls NVSHMEM between the wait and its reads.
-* A wait ends early when `stop` is set or, on a GPU, at its timeout. It leaves a record, and the launching code raises
-  (`Watch` in `fusedmoe/comm/one_sided/heap.py`). Results of such a kernel are never used.
+* A wait ends early when `stop` is set or, on a GPU, at its timeout. It leaves a record, and the launching code raises.
+  Results of such a kernel are never used.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def wait_metadata(
 ) -> None:
     """Wait for every rank's routing metadata: int32 pairs. The first `experts` pairs begin with an expert's row count.
 
-    `results` is a buffer and a slot in which an exchange starts; also waits until peers have read its previous
+    With `results`, a buffer and a slot in which an exchange starts, also wait until peers have read its previous
     exchange.
     """
     capacity = metadata.rows.shape[2]
