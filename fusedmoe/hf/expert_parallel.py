@@ -88,9 +88,9 @@ class ExpertParallel(EPImplementation):
     Attributes:
         schedule: initial schedule.
     Raises:
-        ConfigError: unsupported experts (`check_experts`).
-        RankError: a rank failed or did not join. In a step also: a rank has NaN or infinite tokens or weights, or peft
-            adapters that `apply` has not synchronised.
+        ConfigError: unsupported experts (`check_experts`). In a training pass: peft adapters that `apply` has not
+            synchronised.
+        RankError: a rank failed or did not join. In a pass: a rank has NaN or infinite tokens or weights.
     """
 
     schedule = "off"

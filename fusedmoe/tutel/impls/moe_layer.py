@@ -65,7 +65,8 @@ class MOELayer(Constructed, nn.Module):
     eagerly, with a graph break.
 
     Raises:
-        ConfigError: invalid or unknown arguments.
+        AssertionError: odd `model_dim`.
+        ConfigError: other invalid arguments, or unknown ones.
     """
 
     # By name of expert parameter; absent in layers pickled by earlier versions.
