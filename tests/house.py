@@ -28,22 +28,22 @@ LINES = 500
 BUDGETS = {
     ".": 3179,
     "autograd": 2324,
-    "blocks": 2837,
+    "blocks": 2787,
     "cli": 4824,
-    "comm": 4263,
-    "compat": 868,
-    "engine": 3342,
+    "comm": 4266,
+    "compat": 853,
+    "engine": 3288,
     "experts": 1481,
     "gates": 1689,
     "graph": 3328,
     "hf": 1756,
     "kernels": 9177,
-    "layers": 2558,
+    "layers": 2496,
     "models": 1598,
     "placement": 3901,
-    "runtime": 1620,
+    "runtime": 1572,
     "schedule": 6407,
-    "training": 5910,
+    "training": 5835,
     "tutel": 3207,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
@@ -108,7 +108,7 @@ def over_budget() -> Iterator[str]:
         sizes[parts[0] if len(parts) > 1 else "."] += len(path.read_text().splitlines())
     for package, lines in sorted(sizes.items()):
         if lines > (budget := BUDGETS.get(package, 0)):
-            yield f"package {package} has {lines} lines, more than its budget of {budget}"
+            yield f"package {package} has {lines} lines, more than its budget of {budget} (BUDGETS in tests/house.py)"
 
 
 def docstrings() -> Iterator[str]:

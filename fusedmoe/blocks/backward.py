@@ -1,4 +1,4 @@
-"""The backward pass of pipelined blocks: a method for each kind of task in a plan. Reads the state saved by forward."""
+"""The backward pass of pipelined blocks: a method for each kind of task in a plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from fusedmoe.schedule.task import Task, TaskKind
 class BlocksBackward(BlockPass, BackwardPass):
     """One backward pass of a batch [B, …, M] through all blocks.
 
-    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts`).
+    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts.py`).
 
     Args:
         blocks: the state that forward has saved for each block.
         dz, daux: gradients of the last block's output and of each block's auxiliary loss.
     Attributes:
-        dense_gradients: per block, gradients of the parameters of its dense part and gate, by index in
-            `BlockState.leaves`.
+        dense_gradients: per block, gradients of `BlockState.leaves` by index.
     """
 
     def __init__(
@@ -69,10 +68,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         return dx
 
     def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
-        """Return a block's chunks of the backward pass by index, for other chunks than in the forward pass.
-
-        The chunks have sizes, exchanges and orders, but no rows yet (`regroup_saved`).
-        """
+        """Return a block's chunks by index, with the sizes and exchanges of the backward pass, but no rows yet."""
         assert block.exchange is not None
         chunks, forward = {}, block.chunks[0].received
         for index, row_batches in enumerate(block.cuts.row_chunks["backward"]):
@@ -207,7 +203,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((output.edge, gradient.to(output.dtype).reshape(output.shape)))
 
         add_output_gradient(dense.y_output, dz[at])
-        # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
+        # Gradients of the experts' input: per token; with a matrix order, per row.
         micro_batches = [block.rows[p] for p in block.cuts.row_children[d]]
         drows = []
         for rows in micro_batches:
@@ -259,7 +255,7 @@ class BlocksBackward(BlockPass, BackwardPass):
 
     def _add_gradient(self, number: int, leaf: int, gradient: Tensor) -> None:
         totals = self.dense_gradients[number]
-        # Deferred gradients are in half precision under autocast: sum micro-batches in the parameter's dtype.
+        # Deferred gradients are in half precision under autocast: sum them in the parameter's dtype.
         gradient = gradient.to(self.blocks[number].leaves[leaf].dtype)
         totals[leaf] = gradient if leaf not in totals else totals[leaf] + gradient
 

@@ -18,8 +18,7 @@ from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 def require_followable(blocks: Sequence[MoEBlock], plans: Plans, *, reduces_gradients: bool) -> None:
     """Raise `ConfigError` for plans that these blocks cannot follow.
 
-    Args:
-        reduces_gradients: something reduces the gradient buckets of the backward plan.
+    `reduces_gradients`: there is a `GradientReducer` for the gradient buckets of the backward plan.
     """
     for phase, plan in zip(STAGES, (plans.forward, plans.backward), strict=True):
         _require_tasks(blocks, phase, plan, reduces_gradients)

@@ -85,7 +85,10 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
         ConfigError: unknown name, or nodes with unequal numbers of the group's ranks.
     """
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}, or auto")
+        raise ConfigError(
+            f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}, or auto, or pass an "
+            "instance of a subclass of fusedmoe.Dispatcher"
+        )
     group = topology.ep
     if name == "direct":
         return Direct(group)

@@ -40,7 +40,7 @@ _AUTO_POLICY = "joint"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Choice of how a layer overlaps communication with computation. Results do not depend on it.
+    """How a layer overlaps communication with computation. Results do not depend on it.
 
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.layer_policies()`; "fused", one-sided kernels if available and
@@ -50,12 +50,12 @@ class Schedule:
             them by `costs`. Experts that are custom modules need the same number in both passes.
         costs: costs of collectives and products on this machine, the same on every rank; None: measured when first
             needed, once per machine (`fusedmoe.runtime.cache`).
+        limit: maximum number of chunks that the policy may choose.
         puts: allow one-sided kernels if available and faster; set by "fused" and "auto".
-        row_factor: f, for one-sided kernels: allocate ⌈f·S⌉·K rows (times ESP) for a rank's experts, that is f times
-            the mean, where S is the largest number of tokens of a rank in the first batch; None: allocate for all rows
-            that all ranks can send. With it the host never synchronizes, and a CUDA graph can capture the layer. A
-            batch that needs more rows, and non-finite router logits, are reported on all ranks by a later forward or by
-            `MoELayer.check`.
+        row_factor: f, for one-sided kernels: allocate ⌈f·S⌉·K rows (times ESP) for a rank's experts, where S is the
+            largest number of tokens of a rank in the first batch; None: allocate for all rows that all ranks can send.
+            With it the host never synchronizes, and a CUDA graph can capture the layer. A batch that needs more rows,
+            and non-finite router logits, are reported on all ranks by a later forward or by `MoELayer.check`.
 
     Raises:
         ConfigError: unknown policy; a degree or `limit` < 1; degrees with your own policy, which chooses them;
@@ -91,11 +91,7 @@ class Schedule:
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """Return the schedule of a name: "off" (None), "auto", or a policy with measured costs.
-
-        Raises:
-            ConfigError: unknown name.
-        """
+        """Return the schedule of a name: "off" (None), "auto", or a policy. Raise `ConfigError` for other names."""
         if name not in (known := ("off", "auto", *_schedule_names())):
             raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_policy_hint(name)}")
         if name == "auto":
@@ -120,7 +116,8 @@ class Schedule:
 
         Args:
             kinds: task kinds that the layer can run (`fusedmoe.runtime.execute`).
-            workload: of the layer on one rank; None if degrees are given.
+            workload: of the layer on one rank; None if the schedule has degrees.
+            costs: used if the schedule has none.
             can_regroup: backward may have another number of chunks than forward.
         """
         policy = self._policy_object
@@ -159,12 +156,7 @@ def _schedule_names() -> tuple[str, ...]:
 
 
 class _FusedChoice(NamedTuple):
-    """The chosen chunks of a fused operation.
-
-    Attributes:
-        seconds: time of both passes.
-        degrees: number of chunks in forward and in backward.
-    """
+    """Numbers of chunks of a fused operation, forward and backward, and the time of both passes."""
 
     seconds: float
     degrees: tuple[int, int]
@@ -173,10 +165,9 @@ class _FusedChoice(NamedTuple):
 def _best_fused(
     kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_regroup: bool
 ) -> _FusedChoice | None:
-    """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if it never ran.
+    """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if none was measured.
 
-    None: the operation has no costs. Different numbers of chunks add a copy of saved tensors
-    (`LayerCosts.regroup_s`).
+    None: the operation has no costs.
     """
     layer = step_costs.layers[0]
     seen = costs.observed.get(workload.shapes, Observed())
@@ -214,11 +205,7 @@ def require_degrees(degrees: object) -> None:
 
 
 def require_same_plans(topology: Topology, plans: Plans) -> None:
-    """Check that the ranks of ep and esp have the same plans. Collective over ep and esp.
-
-    Raises:
-        RankError: they differ; the same message on all of them lists the ranks of each plan.
-    """
+    """Raise `RankError` if ranks of ep and esp have different plans, naming the ranks. Collective over ep and esp."""
     operation = "comparing plans"
     own = {topology.rank: f"{plans.forward.fingerprint} forward, {plans.backward.fingerprint} backward"}
     for group in (topology.ep, topology.esp):
@@ -266,7 +253,6 @@ class ScheduledPlans(LayerPlans):
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __str__(self) -> str:
-        """Return the schedule, with the numbers of chunks of the last plan that a policy has chosen."""
         plans = [*self.plans_by_workload.values()]
         if not plans or self.schedule.degrees is not None:
             return str(self.schedule)
@@ -300,7 +286,7 @@ class ScheduledPlans(LayerPlans):
         self.plans_by_workload.clear()
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
-        """Return the fused operation for rows like these; None: collectives. Collective once per dtype and device."""
+        """Return the fused operation for rows like `x_SM`; None: collectives. Collective once per dtype and device."""
         if self.assigned_plans() is not None or not self.puts:
             return None
         at = x_SM.dtype, x_SM.device
@@ -338,11 +324,7 @@ class ScheduledPlans(LayerPlans):
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
     def _workload(self, x_SM: Tensor, pairs: int, share: float) -> Workload | None:
-        """Return the workload from which the schedule chooses; None if there is nothing to choose.
-
-        Args:
-            share: tokens sent per pair.
-        """
+        """Return the workload for which to plan; None if the schedule has degrees. `share`: tokens sent per pair."""
         if self.schedule.degrees is not None:
             return None
         ep, esp = self.topology.ep.size, self.topology.esp.size
@@ -353,7 +335,7 @@ class ScheduledPlans(LayerPlans):
     def _with_shared_expert(
         self, plans: Plans, workload: Workload | None, costs: CostModel | None, kinds: Collection[str], x_SM: Tensor
     ) -> Plans:
-        """Return the plans with the shared expert, at the position with the shortest predicted pass."""
+        """Return the plans with the shared expert; with costs, at the position with the shortest predicted pass."""
         assert self.shared is not None
         if workload is None or costs is None:
             return Plans(*(with_shared_expert(plans.of(phase), phase) for phase in PHASES))
@@ -377,7 +359,7 @@ class ScheduledPlans(LayerPlans):
         kinds: tuple[str, ...],
         all_to_all: AllToAll | None = None,
     ) -> Plans:
-        """Make plans of these task kinds. The first call is collective over all ranks if it measures."""
+        """Make plans of these task kinds. Collective over ep and esp; over all ranks if it measures costs."""
         costs = None
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))
