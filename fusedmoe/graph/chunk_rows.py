@@ -1,8 +1,4 @@
-"""Chunks of buffer rows: the rows of one token chunk, or the nonzero rows of a buffer (Lancet §5.1).
-
-`row_operation` returns an operator's implementation on `IndexedRows`; `assemble_rows` assembles the tensor from all
-chunks.
-"""
+"""Operators on some rows of a buffer: the rows of one token chunk, or the nonzero rows (Lancet §5.1)."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class StartedAllToAll(NamedTuple):
 
     Attributes:
         received_NM, slot_N: rows to be received, and their indices in the buffer.
-        num_sent: number of rows this rank sends.
+        num_sent: number of rows that this rank sends.
     """
 
     received_NM: Tensor
@@ -41,21 +37,20 @@ class StartedAllToAll(NamedTuple):
 
 
 def start_row_all_to_all(rows_NM: Tensor, occupied_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
-    """Start an all-to-all of the occupied rows of a buffer. An equal share of its P rows belongs to each rank.
+    """Start an all-to-all of the occupied rows of a buffer, whose P rows are equally divided among `ranks` ranks.
 
-    `occupied_P` (bool) marks the occupied rows; `rows_NM` has these rows in order. Synchronizes with the host.
+    `occupied_P` (bool) marks the occupied rows, and `rows_NM` has them in order. Synchronizes with the host.
     """
     share = [len(occupied_P) // ranks] * ranks
     received_P = _wait(_all_to_all(occupied_P.to(torch.uint8), share, share, group)).bool()
-    # The row counts per rank are host-side arguments of the call.
     counts = torch.stack([received_P.reshape(ranks, -1).sum(-1), occupied_P.reshape(ranks, -1).sum(-1)]).tolist()
     return StartedAllToAll(_all_to_all(rows_NM, *counts, group), received_P.nonzero().squeeze(-1), sum(counts[1]))
 
 
 class PaddingFreeAllToAlls:
-    """Replaces the all-to-alls of captured passes by ones that omit all-zero rows (padding); receivers fill in zeros.
+    """Replaces all-to-alls by ones that do not send all-zero rows; receivers fill in zeros.
 
-    `rows`, `sent`: counters of the rows of all buffers, and of the rows sent.
+    `rows` and `sent` count the rows of all buffers and the rows sent.
     """
 
     def __init__(self) -> None:
@@ -74,9 +69,8 @@ class PaddingFreeAllToAlls:
                 wait.target = self.wait
 
     def start(self, x: Tensor, ranks: int, group: object) -> tuple[StartedAllToAll, torch.Size]:
-        """Start sending an equal share of the first dimension to each rank, without zero rows."""
         x_NM = x.flatten(0, -2).contiguous()
-        # Compare bits, not values: −0 and NaN are sent, so results are bitwise equal.
+        # Comparing bits sends −0 too, so results are bitwise equal.
         occupied_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
         started = start_row_all_to_all(x_NM[occupied_N], occupied_N, ranks, group)
         self.rows += len(x_NM)
@@ -121,7 +115,7 @@ def raise_violation(message: str) -> None:
 
 
 def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
-    """Return a function that computes the rows of one chunk of `node` from the chunks of its inputs, in order."""
+    """Return a function that computes the rows of one chunk of `node`; its arguments are the chunks of the inputs."""
     if op_split.token_outer:
         return (
             _dispatch_gemm(node, raise_violation)
@@ -148,7 +142,7 @@ def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnVio
 
 
 def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
-    """Return a function that computes the dispatch GEMM of one chunk: the rows of the slots that its tokens fill."""
+    """Return the dispatch GEMM of one chunk: it computes the rows of the slots that the chunk's tokens fill."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
@@ -164,14 +158,13 @@ def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
 
 
 def _combine_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
-    """Return a function that computes the combine GEMM of one chunk: each token's sum over the filled slots."""
+    """Return the combine GEMM of one chunk: it computes each token's weighted sum over the slots of the chunk."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
     dims = len(shape_of(node) or ())
 
     def combine_rows(*given: Any) -> Tensor:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
-        # Other slots hold rows of other chunks, which no token of this chunk may read.
         own_SN = weight_SP[:, rows.slot_N]
         out_SF = own_SN @ rows.values_NF
         more_S = (weight_SP != 0).sum(1) != (own_SN != 0).sum(1)
@@ -186,7 +179,7 @@ def _combine_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
 
 
 def check_slots(node: fx.Node, raise_violation: OnViolation = raise_violation) -> Operation:
-    """Return a function of all chunks that reports a violation if two of them have rows in the same slot."""
+    """Return a function of all chunks that reports a violation if two chunks share a slot."""
     text = describe(node)
 
     def check_exclusive(*chunks: IndexedRows) -> None:
@@ -236,7 +229,7 @@ def _permute(node: fx.Node, op_split: OperatorSplit) -> Operation:
 
 
 def _multiply(node: fx.Node, rows: Rows) -> Operation:
-    """Return a function that multiplies each row by the matrix at its position in the batch."""
+    """Return a function that multiplies each row by the matrix of its batch index, and adds the addend of `addmm`."""
     numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
     shape, gather_slots = shape_of(node), _gather_broadcast(node, rows)
     assert shape is not None
@@ -246,7 +239,7 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
         if right.dim() == 2 or len(right) == 1:
             chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
         else:
-            # Grouped by matrix, one GEMM each: groups have unequal sizes, so bmm does not apply.
+            # One GEMM per matrix: the groups of rows have unequal sizes, which bmm does not support.
             batch_N, order_N = (chunk.slot_N // shape[1]).sort(stable=True)
             counts = batch_N.bincount(minlength=len(right)).tolist()
             rows_of_matrices = chunk.values_NF[order_N].split(counts)
@@ -260,7 +253,7 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _slice_contents(node: fx.Node) -> Operation:
-    """Return a function that slices or splits each row's contents, which must have one dimension."""
+    """Return a function that slices or splits the contents of each row, which have one dimension."""
     position, target = 1 if name_of(node) == "slice" else 2, node.target
     args, kwargs = [*node.args[1:]], {key: value for key, value in node.kwargs.items() if key != "dim"}
     args[position - 1 : position] = [1]
@@ -307,15 +300,14 @@ def _elementwise(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _reorder(chunk: IndexedRows, slot_N: Tensor) -> Tensor:
-    # GEMMs order rows by matrix, all-to-alls by rank. Dispatch leaves zeros in unused slots; the first run checks that
-    # they are still zero here.
+    # Dispatch leaves zeros in unused slots; the first run checks that they are still zero here.
     found = chunk.values_NF.new_zeros(len(slot_N), chunk.values_NF.shape[1])
     found[torch.searchsorted(slot_N, chunk.slot_N)] = chunk.values_NF
     return found
 
 
 def _gather_broadcast(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that gathers rows, [N, F], of a tensor broadcast to the node's result."""
+    """Return a function that broadcasts a tensor to the node's shape and gathers rows of it, [N, F]."""
     shape, sizes = shape_of(node) or (), _sizes(node, rows)
     order = [*rows.dims, *(dim for dim in range(len(shape)) if dim not in rows.dims)]
 
@@ -328,7 +320,7 @@ def _gather_broadcast(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], T
 
 
 def assemble_rows(node: fx.Node, rows: Rows) -> Operation:
-    """Return a function that assembles all chunks into the tensor, with zeros elsewhere."""
+    """Return a function that assembles all chunks into the whole tensor, with zeros in unused slots."""
     like, slot_sizes = node.meta["val"], _sizes(node, rows)
     shape, strides = tuple(like.shape), like.stride()
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]
@@ -336,7 +328,6 @@ def assemble_rows(node: fx.Node, rows: Rows) -> Operation:
 
     def assemble(*chunks: IndexedRows) -> Tensor:
         first = chunks[0].values_NF
-        # Other readers, such as the backward pass, read the whole tensor.
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
         ordered = whole.permute([*rows.dims, *held])
         for chunk in chunks:
