@@ -166,7 +166,7 @@ class StagedDispatcher(MoETokenDispatcher):
     @property
     def uses_plan(self) -> bool:
         """True if a plan of the schedule processes the tokens."""
-        return self._collectives is not None and not self.exchange.is_unplanned
+        return self._collectives is not None and self.exchange.can_plan
 
     @property
     def _collectives(self) -> Collectives | None:

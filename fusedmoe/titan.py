@@ -163,7 +163,7 @@ class FusedExperts(GroupedExperts):
         if not torch.compiler.is_compiling():
             return JoinedExperts(self._parts(), _WEIGHT_PARTS, "swiglu")
         # A graph concatenates its parts, and splits their gradients.
-        w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
+        w13, w2_EDF = _join_weights([part.to(x_SD.dtype) for part in self._parts()])
         return GroupedChunks(Weights(w13, w2_EDF), "swiglu")
 
     def widths(self) -> tuple[int, int]:
@@ -300,19 +300,19 @@ def _tensor_parallel_ranks(experts: nn.Module) -> int:
     return mesh.size(names.index("tp")) if "tp" in names else 1
 
 
-def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _join_weights(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return contiguous [e, 2, F, D] and [e, D, F]."""
     w1_EFD, w2_EDF, w3_EFD = parts
     # SiLU applies to SwiGLU's gate half, w1; w3 multiplies.
     return torch.stack((w1_EFD, w3_EFD), 1), w2_EDF.contiguous()
 
 
-def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
+def _split_weights(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
     w1_EFD, w3_EFD = w13.unbind(1)
     return w1_EFD, w2_EDF, w3_EFD
 
 
-_WEIGHT_PARTS = WeightParts(_join, _split)
+_WEIGHT_PARTS = WeightParts(_join_weights, _split_weights)
 
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 

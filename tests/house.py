@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3103,
+    ".": 3086,
     "autograd": 2324,
-    "blocks": 2837,
-    "cli": 4695,
-    "comm": 4368,
-    "compat": 868,
-    "engine": 3342,
-    "experts": 1462,
-    "gates": 1672,
-    "graph": 3423,
-    "hf": 1806,
-    "kernels": 9177,
-    "layers": 2560,
+    "blocks": 2788,
+    "cli": 4688,
+    "comm": 4266,
+    "compat": 853,
+    "engine": 3288,
+    "experts": 1469,
+    "gates": 1662,
+    "graph": 3328,
+    "hf": 1756,
+    "kernels": 9193,
+    "layers": 2496,
     "models": 1598,
-    "placement": 4016,
-    "runtime": 1620,
-    "schedule": 6407,
-    "training": 5910,
-    "tutel": 3283,
+    "placement": 3941,
+    "runtime": 1572,
+    "schedule": 6409,
+    "training": 5841,
+    "tutel": 3207,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {
@@ -108,7 +108,7 @@ def over_budget() -> Iterator[str]:
         sizes[parts[0] if len(parts) > 1 else "."] += len(path.read_text().splitlines())
     for package, lines in sorted(sizes.items()):
         if lines > (budget := BUDGETS.get(package, 0)):
-            yield f"package {package} has {lines} lines, more than its budget of {budget}"
+            yield f"package {package} has {lines} lines, more than its budget of {budget} (BUDGETS in tests/house.py)"
 
 
 def docstrings() -> Iterator[str]:

@@ -54,8 +54,8 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
     return aux.new_empty(aux.shape)
 
 
-@operator("refused_gradient")
-def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
+@operator("refuse_gradient_backward")
+def refuse_gradient_backward(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
     """Backward of `refuse_gradient`: return zeros like `like`, or raise if the auxiliary loss has a gradient.
 
     A zero `aux` means no loss. `aux` is None if the layer always has one.
@@ -72,7 +72,7 @@ def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str)
     )
 
 
-@register_fake(refused_gradient)
+@register_fake(refuse_gradient_backward)
 def _(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
     return like.new_empty(like.shape)
 
@@ -83,7 +83,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, refused_gradient(grad, *ctx.saved_tensors, ctx.layer), None, None
+    return None, refuse_gradient_backward(grad, *ctx.saved_tensors, ctx.layer), None, None
 
 
 register_gradient(refuse_gradient, _backward, _setup)

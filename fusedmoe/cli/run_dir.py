@@ -72,7 +72,7 @@ class RunDir:
     ) -> None:
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps, "sequences_per_step": sequences_per_step}
-        config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
+        config = {"settings": settings.to_dict(), "layout": layout, "chosen": chosen, **facts}
         write_text(self.path / "config.json", dump_with_digest(config, indent=2) + "\n")
 
     def layout_change(self, settings: Settings, launch: Launch, sizes: Sizes, sequences_per_step: int) -> str:

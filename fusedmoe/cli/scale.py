@@ -52,17 +52,17 @@ def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) ->
 
 
 def simulate_point(
-    settings: Settings, machine: Machine, ranks: int, *, again: bool, show: Callable[[int, int], None]
+    settings: Settings, machine: Machine, num_ranks: int, *, again: bool, show: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Simulate one step on `ranks` ranks, without a schedule ("sequential") and with the policy of the settings.
+    """Simulate one step on `num_ranks` ranks, without a schedule ("sequential") and with the policy of the settings.
 
     Returns facts by name. Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces
     after the step are of experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute
     time of the slowest rank relative to the mean.
     """
-    sizes, costs = machine_sizes_and_costs(machine, settings, ranks)
-    settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
-    launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
+    sizes, costs = machine_sizes_and_costs(machine, settings, num_ranks)
+    settings = settings.changed({"model": settings.model.with_experts(num_ranks, sizes.ep)})
+    launch, policy = Launch(0, num_ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
     meta, both = make_meta_model(settings), {"sequential", policy}
     plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=both, again=again, show=show)
     plan = plans[policy].plan
@@ -72,19 +72,19 @@ def simulate_point(
     fixed_s = after.seconds + head_s(settings, sizes, costs)
     sequential_s, step_s = none.end_s + fixed_s, timeline.end_s + fixed_s
     return {
-        "ranks": ranks,
+        "ranks": num_ranks,
         **vars(sizes),
-        "dp": ranks // sizes.mp,
+        "dp": num_ranks // sizes.mp,
         "sequential_s": sequential_s,
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
-        "tokens_per_s": step_tokens(settings, ranks, sizes.mp) / step_s,
+        "tokens_per_s": step_tokens(settings, num_ranks, sizes.mp) / step_s,
         "sequential_exposed_s": none.exposed_s() + after.seconds,
         "exposed_s": timeline.exposed_s() + after.seconds,
         "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + after.seconds,
         "dense_after_s": after.dense_s,
         "experts_s": after.experts_s,
-        "slowest": slowest_rank_factor(ranks, machine.spread.value),
+        "slowest": slowest_rank_factor(num_ranks, machine.spread.value),
         "chunks": {phase: [plan.degrees.get((phase, layer), 1) for layer in range(layers)] for phase in PHASES},
     }
 

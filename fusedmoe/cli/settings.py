@@ -129,11 +129,11 @@ class Settings:
             model["gate_options"] = {**kept, **model.get("gate_options", {})}
         return replace(self, model=replace(before, **model), **own)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Any) -> Settings:
+    def from_dict(cls, data: Any) -> Settings:
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it contains no settings")
         hints = get_type_hints(cls) | {f"model.{name}": hint for name, hint in get_type_hints(ModelConfig).items()}
@@ -155,7 +155,7 @@ def read_settings(run_dir: Path) -> Settings:
         raise ConfigError(f"{run_dir} is not a run folder: no config.json. Pass a run folder to --resume.")
     data = parse_json(read_text(path), str(path))
     try:
-        return Settings.from_json(data.get("settings") if isinstance(data, dict) else None)
+        return Settings.from_dict(data.get("settings") if isinstance(data, dict) else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

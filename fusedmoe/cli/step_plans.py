@@ -95,7 +95,7 @@ def with_measured_tasks(
     whole = uses_micro_batches(settings)
     # Blocks do not measure the per-layer entry; "auto" compares plans of both forms.
     forms = {workload.shapes + PER_LAYER_SUFFIX: False} if whole and settings.schedule == "auto" else {}
-    observed, known = dict(costs.observed), settings.to_json()
+    observed, known = dict(costs.observed), settings.to_dict()
     for name, of_blocks in {**forms, workload.shapes: whole}.items():
         facts = machine_facts(topology, device, compute_dtype(settings))
         facts |= {name: known[name] for name in _TIMING_SETTINGS} | {"blocks": of_blocks}

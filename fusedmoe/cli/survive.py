@@ -89,7 +89,7 @@ class Survivor:
         note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
         self.run_dir: Path | None = None
         if note is not None:
-            settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
+            settings, self.run_dir = Settings.from_dict(note["settings"]), Path(note["run_dir"])
         # Nodes that joined later have an older note or none.
         self._batches_per_step = max((int(note["shares"]) for note in notes if note is not None), default=1)
         self.sizes, self.settings = resolve_sizes(settings, launch, sizes_for_ranks)
@@ -121,7 +121,7 @@ class Survivor:
         """Write the job's settings and run folder to node memory."""
         if self._launch.local_rank == 0:
             note = {
-                "settings": self.settings.to_json(),
+                "settings": self.settings.to_dict(),
                 "run_dir": str(run_dir.absolute()),
                 "shares": self.batches_per_step,
             }

@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
         end_with_launcher()
     sizes, settings = resolve_sizes(settings, launch, sizes_for_ranks if settings.survive else choose_sizes)
     followed_policy(settings, sizes)  # raises before measuring
-    device, stop = choose_device(settings, launch), StopRequest()
+    device, stop_request = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
         keep_memory()
     with ExitStack() as held:
         # With --survive, SIGTERM must terminate a rank that waits for others.
         if not settings.survive:
-            held.enter_context(stop)
+            held.enter_context(stop_request)
         held.enter_context(process_group(launch, device, settings.timeout_s))
         survivor = Survivor(launch, settings) if settings.survive else None
         if survivor is not None:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             with topology.guard("fusedmoe train"):
                 if survivor is not None:
                     survivor.join(topology)
-                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor, attempt)
+                job = TrainingJob(settings, launch, sizes, topology, device, stop_request, survivor, attempt)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
@@ -122,12 +122,12 @@ class TrainingJob:
         sizes: Sizes,
         topology: Topology,
         device: torch.device,
-        stop: StopRequest,
+        stop_request: StopRequest,
         survivor: Survivor | None = None,
         attempt: Attempt | None = None,
     ) -> None:
         self.settings, self.launch, self.sizes, self.attempt = settings, launch, sizes, attempt or Attempt()
-        self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
+        self.topology, self.device, self.stop_request, self.survivor = topology, device, stop_request, survivor
         self._gemm_flop_per_s: float | None = None
         self._saved: int | None = None  # step of the last checkpoint; None while a save may replace it
 
@@ -135,7 +135,9 @@ class TrainingJob:
         """Train until the last step, `stop_at` or a stop request. After the last step, compute the held-out loss."""
         self.corpus = self._corpus()
         batches_per_step = None if self.survivor is None else self.survivor.batches_per_step
-        self.trainer = Trainer(self.settings, self.topology, self.device, self.corpus, self.stop, batches_per_step)
+        self.trainer = Trainer(
+            self.settings, self.topology, self.device, self.corpus, self.stop_request, batches_per_step
+        )
         with closing(self.trainer):
             return self._run(run_dir, resume, stop_at)
 
@@ -164,7 +166,7 @@ class TrainingJob:
             self.survivor.refresh(self.trainer, done, self._extra(done))
         try:
             # Not earlier: until all ranks are here, signals must terminate a waiting rank.
-            stop_context: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
+            stop_context: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop_request
             with stop_context, make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(done, last)
             self.loads.draw(f"Loads of experts: {describe(settings.model)}")
@@ -187,7 +189,7 @@ class TrainingJob:
             loss = self.trainer.held_out_loss()
         if loss is None:
             again = f"Continue with: {self._resume_command()}"
-            code = STOPPED if self.stop.is_requested else 0
+            code = STOPPED if self.stop_request.is_requested else 0
             return JobEnd(f"stopped after step {done} of {settings.steps}, checkpoint saved. {again}", code)
         if topology.is_first:
             self.folder.write_metrics(done, {"held_out_loss": loss})
@@ -259,14 +261,14 @@ class TrainingJob:
                 values["exposed_s"] = self._draw_timeline(timeline, done + 1)
             else:
                 report = trainer.step(done)
-            done, stop = done + 1, report.stop
+            done, stop = done + 1, report.is_stopping
             load_LE = trainer.load_LE()
             if load_LE is not None:
                 self.loads.record(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
                 values |= metrics.collect()
             if self.topology.is_first:
-                facts = {name: value for name, value in vars(report).items() if name != "stop"}
+                facts = {name: value for name, value in vars(report).items() if name != "is_stopping"}
                 rate = settings.learning_rate(done - 1)
                 self.folder.write_metrics(done, facts | {"lr": rate, "time": time.time()} | values)
                 now = report.tokens / report.seconds

@@ -62,7 +62,7 @@ class StepReport:
     tokens: int
     seconds: float
     # A rank received a stop request.
-    stop: bool
+    is_stopping: bool
 
 
 class Trainer:
@@ -81,13 +81,13 @@ class Trainer:
         topology: Topology,
         device: torch.device,
         corpus: Corpus,
-        stop: StopRequest,
+        stop_request: StopRequest,
         batches_per_step: int | None = None,
     ) -> None:
         model = settings.model
         self.batches_per_step = batches_per_step or topology.dp.size
         mask = model.mask if model.objective == "masked" else None
-        self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
+        self._settings, self._topology, self._device, self._stop_request = settings, topology, device, stop_request
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
@@ -256,7 +256,7 @@ class Trainer:
             # All ranks of an MP group count the same targets.
             count = loss.targets / topology.mp.size * (place < batches)
             total = loss.nats * loss.targets * (place < batches)
-            part, number, stop = self._sum(total, count, float(self._stop.is_requested))
+            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
             if stop:
                 return None
             nats, targets = nats + part, targets + number
@@ -302,7 +302,7 @@ class Trainer:
             dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
             # One all-reduce, also of the stop request: all ranks agree on it.
             nats, aux, lost, routed, stop = self._sum(
-                loss_sum, aux_sum, float(dropped), float(slots), float(self._stop.is_requested)
+                loss_sum, aux_sum, float(dropped), float(slots), float(self._stop_request.is_requested)
             )
         seconds = time.perf_counter() - began
         if self.tuning is not None and recorder is None:
@@ -314,7 +314,7 @@ class Trainer:
             dropped=lost / max(1.0, routed),
             tokens=settings.model.batch * settings.model.seq_len * self.batches_per_step,
             seconds=seconds,
-            stop=stop > 0,
+            is_stopping=stop > 0,
         )
 
     def _own_batches(self) -> Iterator[tuple[int, float, bool]]:

@@ -132,7 +132,7 @@ def from_modules(
     Raises:
         ConfigError: unknown or missing parameter names; experts of different shapes, or with shared weights; quantised
             weights; a module that computes another function (a clamped or scaled activation, interleaved gate rows,
-            dropout outside of training): wrap such modules with `Custom`, or use `fusedmoe.hf.apply` for models of
+            dropout): wrap such modules with `Custom`, or use `fusedmoe.hf.apply` for models of
             transformers. When the layer is constructed: fewer experts than the gate selects from, or another model
             dimension.
     Example:
@@ -303,7 +303,7 @@ def _projections(weights: Mapping[str, Tensor], number: int, in_order: bool) -> 
     raise ConfigError(
         f"from_modules: expert {number} has {_shapes_of(weights)}; known names, in the order (gate,) up, down: "
         f"{'; '.join(', '.join(names) for names in (*_GATED_NAMES, *_UNGATED_NAMES))}. For other names pass a state "
-        "dict with keys such as '0.gate_proj.weight', and activation="
+        f"dict with keys such as '0.gate_proj.weight', and activation=, one of {', '.join(ACTIVATIONS)}"
     )
 
 
@@ -322,12 +322,8 @@ def _find_activation(
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_NUM_ROWS, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
     rows = rows.to(like.device, like.dtype)
-    modules = run.modules() if isinstance(run, nn.Module) else ()
-    training_modules = [module for module in modules if module.training]
     try:
-        for module in training_modules:
-            module.training = False
-        expected = run(rows)
+        expected, expected_in_training = (_call_in_mode(run, rows, training) for training in (False, True))
     except Exception as error:
         if only_candidate is not None:
             return only_candidate
@@ -335,17 +331,34 @@ def _find_activation(
             f"from_modules: pass activation=, one of {', '.join(candidates)}: the first expert could not be called on "
             f"rows [{_NUM_ROWS}, {like.shape[-1]}] to find it: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module in training_modules:
-            module.training = True
+    tolerance = _TOLERANCE.get(like.dtype, 0.0)
     errors = {name: _relative_error(expert, name, rows, expected) for name in candidates}
     best = min(errors, key=errors.__getitem__)
-    if not errors[best] <= _TOLERANCE.get(like.dtype, 0.0):
+    if not errors[best] <= tolerance:
         raise ConfigError(
             f"from_modules: the first expert is no {' or '.join(candidates)} network of its weights: results differ by "
             f"{errors[best]:.2g} of the largest; wrap the modules with fusedmoe.experts.Custom"
         )
+    if not _relative_error(expert, best, rows, expected_in_training) <= tolerance:
+        raise ConfigError(
+            "from_modules: in training, the first expert is no network of its weights alone, for example because of "
+            "dropout; set its p to 0, or wrap the modules with fusedmoe.experts.Custom"
+        )
     return best
+
+
+def _call_in_mode(run: Callable[[Tensor], Tensor], rows: Tensor, training: bool) -> Any:
+    """Return run(rows) with all modules in training or evaluation mode; keeps their modes and the random state."""
+    modules = run.modules() if isinstance(run, nn.Module) else ()
+    changed = [module for module in modules if module.training != training]
+    try:
+        for module in changed:
+            module.training = training
+        with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+            return run(rows)
+    finally:
+        for module in changed:
+            module.training = not training
 
 
 def _relative_error(expert: ExpertTensors, activation: str, rows: Tensor, expected: Any) -> float:

@@ -160,7 +160,7 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 
 
-class Partition(NamedTuple):
+class GradientPartition(NamedTuple):
     """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
 
     Only gradients of later layers are complete by then, so the last layer reduces nothing. The rest is reduced at the

@@ -92,7 +92,7 @@ class LayerCosts:
     gradient_bytes: int = 0  # of the dense gradients that are all-reduced
     micro: MicroBatches | None = None  # None if dense parts cannot be split
     # Seconds to copy rows in the experts' backward pass if its chunks differ from the forward pass.
-    regroup_s: float = 0.0
+    rechunk_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
         """Return the costs with these pipeline parts only; a part without costs takes no time. `dense_s` stays."""
@@ -172,7 +172,7 @@ class StepCosts:
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
                 if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
-                    known[where] += self.layers[layer].regroup_s / counts[where]
+                    known[where] += self.layers[layer].rechunk_s / counts[where]
             result[task] = known[where]
         return result
 

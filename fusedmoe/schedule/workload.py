@@ -205,8 +205,8 @@ class Workload:
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
-        regroup_s = copy.seconds(self.saved_elements() * self.itemsize)
-        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, regroup_s)
+        rechunk_s = copy.seconds(self.saved_elements() * self.itemsize)
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, rechunk_s)
 
     def step_costs(
         self,

@@ -80,7 +80,7 @@ def experts_backward_rows(
         return None, None, HiddenRows(None, None)
     dy_SM = aligned(dy_SM)
     call = make_call(layout, dy_SM, shared=shared)
-    h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
+    h = h_NH.view(layout.rows, activation.num_projections * weights.w2.shape[2])
     dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, needs_grad)
     dx_SM = None
     if needs_grad.x_SM and dh is not None:
@@ -173,7 +173,7 @@ def backward_rows_in_flight(
         dy sorted by expert, [R, M], if there is an output bias, and the intermediates for the parameter gradients.
     """
     call = make_call(layout, dy_CM, in_flight=True, tiles=tiles)
-    h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
+    h = h.view(layout.rows, activation.num_projections * weights.w2.shape[2])
     dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, needs_grad, wait)
     assert dh is not None and ds_R is not None
     dy_RM = None

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.order_search import improved_order
-from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
+from fusedmoe.schedule.passes import GradientPartition, Order, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
     BUCKETS,
@@ -118,7 +118,7 @@ def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; gradients overlap with the next dense part of the backward pass."""
     both = _pipemoe_passes(costs, limit)
     beside = (*map(float, costs.gradient_bytes[1:]), 0.0)
-    return step_plan(costs, both, both, Partition((0.0,) * len(costs.layers), beside))
+    return step_plan(costs, both, both, GradientPartition((0.0,) * len(costs.layers), beside))
 
 
 @_policy(gradients="idle slots")
