@@ -68,10 +68,10 @@ def describe_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def describe_part(part: Constructed, name: str, *, only_arguments: bool = False) -> dict[str, Description]:
-    """Describe a part by class, constructor arguments, child modules and attributes that are not tensors. Keys start
-    with `name`.
+    """Describe a part by class, constructor arguments, child modules and attributes that are not tensors.
 
-    `only_arguments`: only attributes named like a constructor argument, for parts with mutable state.
+    Keys start with `name`. `only_arguments`: only attributes named like a constructor argument, for parts with mutable
+    state.
     """
     hidden = {own for base in type(part).__mro__ for own in vars(base).get("rank_specific", ())}
     arguments = {key: value for key, value in part._arguments.items() if key not in hidden}

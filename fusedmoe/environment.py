@@ -25,10 +25,10 @@ def read_integer(
     most: int | None = None,
     given: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Return the integer in a variable, or `default` if it is unset or empty. `given`: the environment, by default the
-    process's.
+    """Return the integer in a variable, or `default` if it is unset or empty.
 
-    Raises `ConfigError` if the value is not an integer from `least` to `most`.
+    `given`: the environment; None: the environment of the process. Raises `ConfigError` if the value is not an integer
+    from `least` to `most`.
     """
     text = (os.environ if given is None else given).get(name, "").strip()
     if not text:
@@ -52,9 +52,7 @@ def launch_command(ranks: int, arguments: str) -> str:
 
 
 def read_seconds(name: str, default: float) -> float:
-    """Return the seconds in a variable, or `default` if unset or empty. Raises `ConfigError` if not positive and
-    finite.
-    """
+    """Return the seconds in a variable, or `default` if unset. Raises `ConfigError` if not positive and finite."""
     value = read_number(name, default)
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={os.environ[name]!r} in the environment must be positive, finite seconds")

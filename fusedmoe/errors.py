@@ -48,8 +48,9 @@ class DerivativeError(ConfigError, NotImplementedError):
 
 
 class RankError(_Printable, RuntimeError):
-    """A rank failed or rejected its input. All ranks of the group raise the same error, with the rank, the operation
-    and the fix.
+    """A rank failed or rejected its input. All ranks of the group raise the same error.
+
+    The message names the rank, the operation and the fix.
 
     Attributes:
         agreed: all ranks raise it at the same point, and no communication is in flight except operations started

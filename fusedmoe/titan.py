@@ -4,7 +4,8 @@
 
 Use one of `token_dispatcher`, which replaces the dispatch and keeps torchtitan's experts, and `routed_experts`, which
 replaces both. `routed_experts={"schedule": "auto"}` overlaps communication with computation;
-`fusedmoe.training.tune_model` measures plans during training. Parameters, their names and shardings stay torchtitan's.
+`fusedmoe.training.tune_model` measures plans during training. With `selective_ac`, selective activation checkpointing
+runs each exchange once. Parameters, their names and shardings stay torchtitan's.
 
 Shape suffixes are torchtitan's: T tokens, D model dim, K top-k, E experts, e local experts, F expert hidden dim, G both
 halves of gpt-oss's up projection (interleaved columns), N rows sorted by expert, R received tokens, S tokens or

@@ -32,7 +32,7 @@ _BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank and world size set by the launcher (torchrun)."""
+    """Rank and world size set by the launcher (torchrun); a world of one without a launcher."""
 
     rank: int = 0
     ranks: int = 1

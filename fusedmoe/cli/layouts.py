@@ -149,11 +149,11 @@ class ParallelLayout(NamedTuple):
 def layouts(
     settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
 ) -> list[ParallelLayout]:
-    """Return the layouts of a job that fit a machine's memory, sorted by time per token. If none fits, return all by
-    memory.
+    """Return the layouts of a job that fit a machine's memory, fastest per token first.
 
-    EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
-    Sizes that the settings state are kept. Raises `ConfigError` if there is no layout or no MoE layer.
+    If none fits, returns all layouts, least memory first. EP divides the experts, ESP the ranks of a node and the
+    expert hidden dim, MP the ranks of a node and the key heads. Sizes that the settings state are kept. Raises
+    `ConfigError` if there is no layout or no MoE layer.
     """
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()

@@ -102,9 +102,9 @@ class LoadTrace:
         return head + "\n" + ",\n".join(lines) + _end(_chain_digest("", [head, *lines]))
 
     def append_to(self, path: Path) -> None:
-        """Append these iterations, of equal sizes, to a file written by `to_json`, without reading all of it.
+        """Append these iterations to a file that `to_json` has written for equal sizes, reading only its end.
 
-        Raises `ConfigError` if the end of the file is damaged.
+        Raises `ConfigError` if that end is damaged.
         """
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -121,7 +121,7 @@ class LoadTrace:
 
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:
-        """Parse and verify the text written by `to_json`. Text of an earlier version has no digest."""
+        """Parse the text written by `to_json`. Verify its digest, which earlier versions did not write."""
         data = parse_json(text, "load trace")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'load trace: the JSON lacks "format": "{_FORMAT}", "version": {_VERSION}')

@@ -30,7 +30,7 @@ class Attempt(NamedTuple):
 
     Attributes:
         agents: the torchrun agents of all nodes; empty without torchrun.
-        restarts: largest restart count of an agent (which does not count nodes that join or leave).
+        restarts: largest restart count of an agent. Agents do not count restarts after nodes join or leave.
         earlier: run folder of an earlier attempt; None if there is none.
         settings: of the earlier run; None if it ended before it wrote them.
     """

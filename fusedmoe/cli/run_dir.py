@@ -30,7 +30,7 @@ MAX_LOG_BYTES = 32 * 2**20
 
 
 class RunDir:
-    """Paths of a run folder."""
+    """Paths of a run folder. Only rank 0 writes files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,14 +136,13 @@ class LoadLog:
         self._pending: list[Tensor] = []
 
     def record(self, load_LE: Tensor) -> None:
-        """Record this rank's counts of a step, on all ranks in every step. Every `GATHER_INTERVAL`-th call is
-        collective.
-        """
+        """Record a step's counts of this rank. Call on all ranks: collective every `GATHER_INTERVAL` steps."""
         self._pending.append(load_LE)
         if len(self._pending) == GATHER_INTERVAL:
             self.flush()
 
     def flush(self) -> None:
+        """Gather and write the pending counts. Collective."""
         if not self._pending:
             return
         pending_ILE = torch.stack(self._pending).cpu().int().numpy()

@@ -117,7 +117,7 @@ class Settings:
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Return a copy with some settings replaced; "model.layers" is a setting of the model.
+        """Return a copy with some settings replaced. A setting of the model has the prefix "model." ("model.layers").
 
         Gate options are merged into the existing ones unless the gate changes.
         """
@@ -176,7 +176,7 @@ def parse_capacity(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line flag and the setting it sets, which has the default value.
+    """Command-line flag of a setting, whose default value is that of `Settings`.
 
     `setting`: "model.NAME" for a field of `ModelConfig`. `kind`: parses the text; bool makes a pair `--flag`,
     `--no-flag`. `default_help`: description of the default if it is None.

@@ -66,7 +66,7 @@ def measurement_plans(costs: StepCosts, samples: int) -> list[Plan]:
 
 
 def selected_policy(settings: Settings) -> str:
-    """Return the policy ("joint" for "auto"). Raise `ConfigError` if it needs to split layers and they cannot be."""
+    """Return the policy ("joint" for "auto"). Raise `ConfigError` if it splits layers that cannot be split."""
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = no_split_reason(settings)
     if not POLICIES[policy].chunks_only_pipelines and refusal is not None:

@@ -72,7 +72,7 @@ class Survivor:
         run_dir: the job's run folder; None for a new job.
         settings: of the job's first start.
         sizes: parallel sizes for the current ranks.
-        batches_per_step: the job's largest number of replicas, set by `join`.
+        batches_per_step: batches per step over all ranks: the job's largest number of replicas. Set by `join`.
     """
 
     batches_per_step: int
@@ -103,9 +103,7 @@ class Survivor:
         self.batches_per_step = max(self._batches_per_step, topology.dp.size)
 
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Load the newest complete state and return its `extra`; None without one. Rank 0 prints lost states.
-        Collective.
-        """
+        """Load the newest complete state and return its `extra`, or None. Rank 0 prints lost states. Collective."""
         survival, first = self._survival, self._topology.is_first
         for step, keys in survival.lost.items():
             if first:

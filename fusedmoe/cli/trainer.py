@@ -104,8 +104,7 @@ class Trainer:
         tell: Callable[[str], None] = print,
         measure: Callable[[float], CostModel] | None = None,
     ) -> tuple[Plan, StepCosts]:
-        """Let steps follow the plan that the settings' policy makes from these costs; return the plan and its costs.
-        Collective.
+        """Let steps follow the plan that the policy makes from these costs. Return the plan and its costs. Collective.
 
         With "auto" and "flowmoe", plans are tried in the first steps until the fastest is found. See `tune_step` for
         `resumed`, `tell` and `measure`.

@@ -49,8 +49,9 @@ _NUM_ROWS = 16
 
 
 class ExpertTensors(NamedTuple):
-    """One whole expert with model dim M and hidden dim H: w1 [H, M] or gated [2, H, M], w2 [M, H], b1 [H] or [2, H], b2
-    [M].
+    """One whole expert: w1 [H, M] or gated [2, H, M], w2 [M, H], b1 [H] or [2, H], b2 [M].
+
+    M is the model dimension, H the hidden dimension.
     """
 
     w1: Tensor

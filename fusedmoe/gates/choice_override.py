@@ -53,11 +53,10 @@ ExpertSource = Callable[[int, int], GivenExperts | None]
 
 
 class ChoiceOverride(TorchFunctionMode):
-    """Context that overrides and records the first selection among all experts: `top_experts` or `torch.topk` of
-    scores.
+    """Context that overrides and records the first selection among all experts.
 
-    `dims`: number of dimensions of the scores, the last over experts. `chosen_TK`: experts selected on this rank; None
-    before. Later selections, for losses or statistics, are unaffected.
+    A selection is `top_experts` or `torch.topk` of scores with `dims` dimensions, the last over experts. Later
+    selections, for losses or statistics, are unaffected. `chosen_TK`: experts selected on this rank; None before.
     """
 
     def __init__(self, experts: int, next_experts: ExpertSource, dims: int = 2) -> None:
