@@ -208,7 +208,7 @@ class Watch:
         Raises:
             RankError: a kernel's wait failed; names rank, peer, rows and signals. On a GPU, kernels may still be
                 running at the exit: it reports failures known by then, also of earlier launches, and a later check the
-                    others.
+                others.
         """
         if self._group.size == 1 or self._device.type == "cuda":
             yield
