@@ -156,7 +156,11 @@ def gate_backward(
 ) -> Tensor:
     """Return the gradient of the logits, [S, E] float32.
 
-    With `apart`: two bfloat16 summands, `summands_shape`, the input format of the bfloat16 router products.
+    Args:
+        dweight_SK, dscore_BE, dlogsumexp_S: gradients of the router weights, of the score sums of the B sequences, and
+            of logsumexp; None: no gradient.
+        rule_and_apart: the fields of the `GateRule`, then `apart`. With `apart`, returns two bfloat16 summands of the
+            gradient, [2, S, E rounded up to 16], the input format of the bfloat16 router products.
     """
     from fusedmoe.kernels.triton.gate import choose
 

@@ -398,7 +398,10 @@ def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
 
 
 def _forget_failed_backward() -> None:
-    """Free the remaining work of a failed backward pass, and the process groups that its graph holds."""
+    """Drop the nodes that autograd still queues after a failed backward pass, and the process groups that they hold.
+
+    Runs an empty backward pass on this thread. Does nothing inside a backward pass.
+    """
     # The thread's autograd queue keeps the ready nodes until the next pass. Meanwhile peers cannot free their process
     # groups: Gloo waits for this rank's pending data.
     if graph_task_id() != -1:

@@ -213,9 +213,12 @@ class Collectives(Dispatcher):
         return self.send_by_operators(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.route)
 
     def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[SentTokens, tuple[Tensor, Tensor]]:
-        """Exchange metadata by operators; return the tokens to send, and the sizes to send and to receive. Collective.
+        """Exchange counts with the other ranks by operators, which graphs can capture. Collective.
 
-        `bad`: as in `dispatch_by_operators`.
+        Args:
+            bad: scalar, > 0 if router logits or their inputs are not finite: all ranks then raise; None: not checked.
+        Returns:
+            The tokens to send, and the counts sent and received (`ExchangeSizes.send_PC` and `recv_QPC`).
         """
         x_SM, layout, weights, *_ = routed
         form, sent, tokens_W = RowForm.of(x_SM, layout, weights), SentTokens(layout), None

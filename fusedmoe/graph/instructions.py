@@ -251,9 +251,13 @@ class Instructions:
         return self.computing & ~(self.ancestors[start] | self.descendants[start] | 1 << start)
 
     def weight_gradients(self, gradients: Collection[fx.Node]) -> int:
-        """Return the set of instructions that only parameter gradients need, neither all-to-alls nor other outputs.
+        """Return a bit set of the instructions that only parameter gradients need, and that may therefore run later.
 
-        Excludes collectives of these gradients with their dependents, and waits, random draws and in-place changes.
+        No all-to-all and no other output of the graph needs them. Excludes collectives of these gradients and
+        everything after them, and random, mutating and waiting instructions.
+
+        Args:
+            gradients: the graph outputs that are parameter gradients.
         """
         results = list(self.nodes[0].graph.nodes)[-1].all_input_nodes if self.nodes else []
         ends = [node for node in results if node not in gradients]

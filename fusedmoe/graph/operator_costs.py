@@ -208,9 +208,12 @@ def measured_sizes(largest: float) -> list[int]:
 def all_to_all_times(
     graph_ranks: GraphRanks, all_to_alls: Sequence[fx.Node], device: torch.device, facts: dict[str, Any]
 ) -> CollectiveTimes:
-    """Return the cached or measured costs of the first all-to-all's process group. Collective.
+    """Return the costs of all-to-alls in the group of `all_to_alls[0]`, from the cache or measured. Collective.
 
-    `facts` is the part of the cache key besides the group: properties of the machine that affect the seconds.
+    Args:
+        graph_ranks: ranks that run the graph; they use the leader's cache.
+        all_to_alls: nodes of the graph; the largest input determines the sizes to measure.
+        facts: key of the cache entry, to which the group's size and backend are added.
     """
     group = resolve_group(group_of(all_to_alls[0]))
     facts = facts | {"group": {"size": dist.get_world_size(group), "backend": dist.get_backend(group)}}

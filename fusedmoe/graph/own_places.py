@@ -36,13 +36,16 @@ _CURE = (
 
 
 class OwnPlacesCheck:
-    """First run of a captured pass whose rows run in chunks: the captured graph plus a comparison per layer.
+    """First run of a captured pass that is to compute expert rows in chunks: compares both ways of computing them.
+
+    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks, from the
+    same inputs. The rows, and the gradients with and without the values of unused slots, must be equal up to rounding.
 
     Args:
-        module: the pass before its ranges are rewritten.
-        ranges: for each range with rows: last instruction, split, number of chunks.
-        results: number of leading graph outputs that are not saved for backward; None: all.
-        graph_ranks: ranks that run the graph.
+        module: the captured pass, before its ranges are rewritten into chunks.
+        ranges: for each range with expert rows: its last instruction, how it is split, and the number of chunks.
+        results: number of leading graph outputs not saved for backward; None: all.
+        graph_ranks: ranks that run the graph. If rows differ on any of them, all raise `RankError`.
     """
 
     def __init__(

@@ -78,7 +78,13 @@ class InstructionRange(NamedTuple):
 
 
 def slice_chunk(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
-    """Return one chunk of a tensor of shape `shape`; a view if chunks are consecutive."""
+    """Return chunk number `chunk` of `chunks` along an axis; a view if the axis has consecutive chunks (`outer` is 1).
+
+    Args:
+        call: adds an operator to the graph, or executes it.
+        whole: the tensor, or the node that computes it.
+        shape: shape of `whole`.
+    """
     dim, outer = axis
     if outer == 1:
         size = shape[dim] // chunks

@@ -110,15 +110,16 @@ class ReceiveBuffer(NamedTuple):
         rows: [slots, W, C, M], this rank's copy: C rows for each source rank; or [slots, 1, C, M] for a single source.
         row_table, signal_table, credit_table: [W], addresses of `rows`, `signals` and `credits` on every rank; 0 for
             remote peers.
-        signals: [slots, W, T] int64: a source rank sets a signal to the epoch once the rows are written. T = C / tile
-            if each tile of rows has a signal.
+        signals: [slots, W, T] int64: a source rank sets a signal to the epoch once the rows are written. T is C / tile
+            if each tile of rows has a signal, else the number of signals per source rank.
         tile: rows per signal.
         credits: [slots, W] int64: per peer, the epoch of the last exchange of this rank that the peer has read from the
             slot. This rank writes to the slot again only after this credit.
-        epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
-            that sets the credit at a peer then increments the peer's copy.
+        epochs: per slot [W] int64 in local memory: the number of the slot's current or next exchange, once for each
+            peer, all equal between launches. The program that gives credit to a peer increments the entry of that peer.
         me: this rank's index.
-        staging: [slots, W, C, M], outgoing rows for remote peers; None if rows are staged elsewhere.
+        network: NVSHMEM access to remote peers; None without any.
+        staging: [slots, W, C, M], outgoing rows for remote peers; None without any, or if rows are staged elsewhere.
     """
 
     rows: Tensor

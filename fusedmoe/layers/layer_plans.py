@@ -1,6 +1,6 @@
-"""The plans of a layer without a schedule: plans assigned by `set_plan`, or none.
+"""The plans of a layer without a schedule: the plans assigned to it, if any.
 
-Layers with a schedule use `layers/schedule.py`, which only they import.
+`layers/schedule.py` has the subclass for layers with a schedule; a `MoELayer` without one does not import it.
 """
 
 from __future__ import annotations

@@ -65,12 +65,14 @@ def accept_if_faster(
 
 
 class _ReplicaSearch:
-    """State of `improve`.
+    """Local search for `improve`: repeats the best step while it reduces the objective.
 
-    A placement is rated by a vector [C] of token counts in one all-to-all: [W] that each rank computes, [W] that it
-    receives from other nodes, and [N] that each rank of a node sends to other nodes. A change is (expert, from, to):
-    the rank that loses and the rank that gets a replica; W means no rank. A step is one change or two. Axes: A, the
-    candidates of a kind of step; V, the ranks and W (no rank).
+    A step makes one or two changes. A change is (expert, from, to): `from` loses the expert's replica and `to` gets
+    one; W in place of a rank means none.
+
+    Placements are compared by their token counts in one all-to-all, a vector [C] = [W + W + N]: the tokens that each of
+    W ranks computes, those that it receives from other nodes, and those that each rank of each of N nodes sends to
+    other nodes. Further axes: A, candidate steps; V, the W ranks and "no rank".
     """
 
     def __init__(

@@ -238,7 +238,7 @@ class ShardedExperts:
         return sum(placed.replicas.sent_bytes for placed in self._placed)
 
     def memory(self) -> ExpertMemory:
-        """Return the memory of experts on this rank in bytes; all 0 on a single rank."""
+        """Return the memory of this rank's experts in bytes; all 0 on a single rank, where no experts are sharded."""
         owned = held = gradients = state = 0
         for parameter in (parameter for placed in self._placed for parameter in placed.table.parameters):
             owned += parameter.nbytes
@@ -267,10 +267,13 @@ class ShardedExperts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state_dict()` after `load_checkpoint`. On a different number of ranks, owners start evenly.
+        """Load the result of `state_dict()`. Call after `load_checkpoint`.
+
+        On the saved number of ranks, each layer gets its saved placement. On another number, experts first stay with
+        their current owners (in a new model, spread evenly), and the policy chooses placements from the saved loads.
 
         Raises:
-            ConfigError: the state has a different number of layers or experts; nothing was loaded.
+            ConfigError: the saved loads are of another number of layers or experts; nothing was loaded.
         """
         iteration, overlap = int(state["iteration"]), state["overlap"]
         history = [np.array(load_LE, dtype=np.int64) for load_LE in state["history"]]

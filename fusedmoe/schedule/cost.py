@@ -219,9 +219,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Measured seconds per sample.
+    """Measured seconds of parts of a layer or step. Raises `ConfigError` for an invalid time or number of chunks.
 
-    `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
+    Attributes:
+        seconds: by part: kind of task, phase and number of chunks (`Sample`).
+        rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
     seconds: Mapping[Sample, float] = field(default_factory=dict)

@@ -386,7 +386,13 @@ def read_index(folder: Path) -> tuple[bytes, str]:
 
 
 def check_items(path: Path, folder: Path, items: Iterable[ByteRange], digests: Digests | None) -> None:
-    """Raise `ConfigError` for an item that is damaged or would execute code."""
+    """Raise `ConfigError` for a damaged item, or one that could exhaust memory when it is loaded.
+
+    Items of format 1 are also loaded, to refuse classes whose loading may execute code.
+
+    Args:
+        digests: expected digests of the items; None for format 1, which has only the CRC-32 of zip records.
+    """
     for item, file in _open_items(folder, items):
         if digests is not None and digests.of_items.get(item) != range_digest(file, item.offset, item.length):
             raise _damaged(path, item)

@@ -167,9 +167,10 @@ class OptimizerState:
         return spec if tuple(size) == tuple(shape) else None
 
     def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the dtype to which PyTorch's `load_state_dict` converts each entry, that of its parameter.
+        """Return the dtypes of the entries that PyTorch's `load_state_dict` converts: that of each entry's parameter.
 
-        Entries that are not converted are omitted.
+        Omits entries that are not converted: `step`, state of parameters that are not floating point, of optimizers
+        with their own `load_state_dict`, and other values.
         """
         dtypes = {}
         for entry in keys:

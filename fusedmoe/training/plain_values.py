@@ -405,7 +405,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _sorted(held: Any, digests: list[str]) -> Any:
-    """Return encoded JSON with sorted dictionary pairs, and digests in place of tensor numbers."""
+    """Return a parsed encoding that is equal for equal values: sorts the items of plain dictionaries.
+
+    Args:
+        held: parsed JSON of an `EncodedValue`. Its tensors are indices into `digests`, by which they are replaced.
+        digests: digest of each tensor.
+    """
     if isinstance(held, list):
         return [_sorted(element, digests) for element in held]
     if not isinstance(held, dict):

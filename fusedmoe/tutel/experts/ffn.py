@@ -64,7 +64,14 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 class _FirstOperation(TorchFunctionMode):
-    """Mode that records the first torch operation of a function if it is a known activation, and executes none."""
+    """Mode that records the only torch operation of a function, a known activation of `x`, without executing it.
+
+    Attributes:
+        name: name of the activation; "" before the operation.
+        result: stands for the operation's result.
+    Raises:
+        LookupError: an operation that is no known activation, has arguments other than `x`, or is not the first.
+    """
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()

@@ -110,7 +110,11 @@ def capacity_of(
 
 
 def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> int:
-    """Return Tutel's capacity alignment: shards · degree, rounded up to whole sparse blocks and tiles."""
+    """Return the number of rows that Tutel's capacity is a multiple of.
+
+    This is shards · degree, rounded up to a multiple of `megablocks_size` (if > 0) and, if the result is above 256, to
+    a multiple of 128.
+    """
     block = max(megablocks_size, 1)
     alignment = -(-shards * overlap_degree // block) * block
     return -(-alignment // _TILE) * _TILE if alignment > _TILED else alignment

@@ -47,10 +47,10 @@ def _end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 @gluon.jit
 def begin_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """Mark step `it - LAG` as full, if it is at least `first`. Call before the copies of step `it` start.
+    """Wait for the copies of step `it - LAG` and signal its "full" barrier, if the step is at least `first`. LAG > 0.
 
-    Replaces `_end_step` in producers that also prefetch row indices, where a fence after the start could wait for the
-    new copies.
+    Call before the copies of step `it` start. For producers that also prefetch row indices: `_end_step`, which does the
+    same after the start, could wait there for the new copies.
     """
     gl.static_assert(LAG > 0)
     _mark_full(full, it - 1, STAGES, LAG - 1, it - LAG >= first)

@@ -146,7 +146,11 @@ def credit_peer(
     received_ptr, stop_ptr, record_ptr,
     peer, W, pe_ptr, dummy_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    """Give a peer credit in up to three buffers, and check its fault word."""
+    """Give rank `peer` credit: this rank has read its slot of one to three receive buffers, which it may write again.
+
+    If `received_ptr` is given and the peer has reported a fault, first record the fault and set the stop flag, which
+    ends all waits. The other arguments are those of `give_credit`, as tensors.
+    """
     if received_ptr is not None:
         # Peers send faults before results, and the results have arrived.
         fault = tl.atomic_add(received_ptr + peer, 0, sem="acquire", scope="sys")
