@@ -13,7 +13,10 @@ from fusedmoe.errors import ConfigError
 
 
 class GraphHandle:
-    """Keeps a name registered for as long as one of its owners lives. Copies and pickles of it are empty."""
+    """The objects registered under one name (`owners`), held weakly. Copies and pickles have no owners.
+
+    Each owner keeps the handle, so the name is registered as long as one of them lives.
+    """
 
     __slots__ = ("__weakref__", "owners")
 

@@ -72,7 +72,13 @@ class Order(Constructed):
         return gate.rows_per_token(tokens)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
-        """Sort the rows of tokens [S, M] by expert. Differentiable."""
+        """Prepare tokens [S, M] for dispatch. Differentiable.
+
+        With a `Routing`: returns the tokens unsorted, with the layout that sorts them by expert; subclasses may compute
+            rows
+        instead (`Einsum`). With a `SoftRouting`: returns each expert's slots, which are mixtures of all tokens, in
+        order.
+        """
         # SoftMoE slots are mixtures of all tokens: `slots` rows per expert, already sorted, none dropped.
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM

@@ -136,21 +136,20 @@ def read_vllm(
     """Read the experts that vLLM's tokens chose (`enable_return_routed_experts`), for `replay`.
 
     Args:
-        sequences: per sequence the choices of its P prompt tokens [P, L, K] and G generated tokens [G, L, K], for L
-            layers, int16, as NumPy arrays or tensors.
-        tokens: trained length of each sequence: P + G, or one more if the last token was never routed. The router
-            chooses the experts of that token itself, as in `replay`.
-        moe_layers: indices of the layers with experts, if L includes dense layers (DeepSeek-V3: `range(3, 61)`); None:
-            all.
-        padded_to: padded length of each sequence; the router chooses the experts of padding itself. None: sequences are
+        sequences: per sequence the choices of its prompt [P, L, K] and generated tokens [G, L, K], integers (vLLM:
+            int16), as NumPy arrays or tensors.
+        tokens: trained length of each sequence: P + G, or one more if vLLM never routed the last token.
+        moe_layers: indices of the layers with experts, if L includes dense layers (DeepSeek-V3: `range(3, 61)`);
+            None: all.
+        padded_to: padded length of each sequence, with padding on the right, or on the `left`. None: sequences are
             packed.
-        left: the padding is on the left, instead of the right.
         sequence_first: True if tokens are laid out [length, batch] (Megatron), else [batch, length].
     Returns:
-        Per layer [T, K].
+        Per layer [T, K]. Tokens without recorded experts (padding, an unrouted last token) have −1: in `replay`, the
+        router chooses their experts.
     Raises:
-        ConfigError: shapes that do not match each other or `tokens`; a layer index that does not exist;
-            `sequence_first` without `padded_to`.
+        ConfigError: shapes that do not match each other or `tokens`; a sequence longer than `padded_to`; a layer index
+            that does not exist; `sequence_first` without `padded_to`.
     """
     joined = [_join_prompt(number, parts) for number, parts in enumerate(sequences)]
     return _arrange_tokens(joined, tokens, moe_layers, padded_to, left, sequence_first)

@@ -399,14 +399,15 @@ def pipeline(
     As `fusedmoe.hf.pipeline`, for torchtitan's blocks. Losses and gradients equal those of sequential blocks.
 
     Args:
-        model: with `routed_experts`, parallelised and initialised. Blocks of DeepSeek-V3 (also Kimi K2), gpt-oss or
-            Qwen3, neither compiled nor in activation checkpoints.
+        model: a model built with the override `fusedmoe.titan.routed_experts`, after parallelisation and
+            initialisation. Its blocks must be of DeepSeek-V3 (also Kimi K2), gpt-oss or Qwen3, not compiled, and
+            without activation checkpoints.
         degrees, policy, recompute: as for `fusedmoe.hf.pipeline`.
     Returns:
         The pipelined blocks, as `fusedmoe.hf.pipeline`.
     Raises:
-        ConfigError: an unknown policy; blocks of another class, or in activation checkpoints; from a forward: compiled
-            blocks, tensor parallelism, type checks, masks of variable length.
+        ConfigError: an unknown policy; blocks of another class or in activation checkpoints. From a training forward:
+            compiled blocks, tensor parallelism, type checks. From a forward: masks of variable length.
         RankError: ranks with different blocks or degrees.
     """
     return pipeline_external(model, TitanBlocks(), degrees, policy, recompute)

@@ -84,7 +84,11 @@ class BlockExperts:
 
 
 def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
-    """Return experts bound to the current parameters, and the unchanged `replicas`."""
+    """Return `experts` in chunks for rows like `like`, and the unchanged `replicas`.
+
+    During a call (`PlacedExperts.call`) the experts' parameters are the current tables. The chunks keep these
+    tables, also if they run after the call.
+    """
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     # Experts by autograd must compute with the current parameters, even if a chunk runs later.
     if not chunks.can_rechunk:

@@ -198,7 +198,10 @@ def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], i
 
 
 def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
-    """Predict the seconds of the head's matrix products, which no plan contains; 0 for a model over bytes."""
+    """Predict the seconds of the output head's matrix products, forward and backward, which no plan contains.
+
+    0 for a byte-level model (`vocab_size` is None), whose head is small.
+    """
     model = settings.model
     if model.vocab_size is None:
         return 0.0

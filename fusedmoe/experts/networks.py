@@ -302,12 +302,14 @@ class RowExperts(Experts):
 class Custom(RowExperts):
     """Experts from user modules, one per expert: rows [n, M] -> [n, M], row by row, including n = 0.
 
-    Modules are keyed by global expert number: `experts.experts["3"]`. After `to_empty` call `reset_parameters` of these
-    experts last: a loop over all modules would reset the inner modules again, equally on all ranks. Example:
+    Modules are keyed by global expert number: `experts.experts["3"]`. Example:
     `Custom(lambda model_dim: nn.Sequential(nn.Linear(model_dim, 64), nn.ReLU(), nn.Linear(64, model_dim)))`
 
+    A loop that calls `reset_parameters` of all modules, as after `to_empty`, also resets the layers inside the experts,
+    with the same values on all ranks. Call `reset_parameters` of these experts after it.
+
     Args:
-        factory: called as `factory(model_dim)` for each local expert, with the random generator seeded by the expert's
+        factory: called as `factory(model_dim)` for each local expert, with a random seed that depends on the expert's
             number. If it also accepts `shard` and `shards`, experts can be split over ESP: the module then computes
             shard number `shard`, and the layer sums the results of all shards.
     """

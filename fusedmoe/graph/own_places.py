@@ -36,16 +36,19 @@ _CURE = (
 
 
 class OwnPlacesCheck:
-    """First run of a captured pass that is to compute expert rows in chunks: compares both ways of computing them.
+    """First run of a captured pass: checks that its expert rows may be computed in chunks (`own_places=True`).
 
-    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks, from the
-    same inputs. The rows, and the gradients with and without the values of unused slots, must be equal up to rounding.
+    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks,
+    from the same inputs. Required: equal rows up to rounding; zeros in unused slots that other instructions
+    read; and the same gradients up to rounding if the values saved in unused slots are replaced by zeros.
 
     Args:
         module: the captured pass, before its ranges are rewritten into chunks.
-        ranges: for each range with expert rows: its last instruction, how it is split, and the number of chunks.
+        ranges: for each range with expert rows: its last instruction, how it is split, and the number of
+            chunks.
         results: number of leading graph outputs not saved for backward; None: all.
-        graph_ranks: ranks that run the graph. If rows differ on any of them, all raise `RankError`.
+        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise
+            (`GraphRanks.raise_findings`).
     """
 
     def __init__(

@@ -135,10 +135,10 @@ def _is_overhead_bound(down: Any, hidden_states: Tensor, top_k_index: Tensor) ->
 def forward_few_tokens(
     experts: Any, parameters: ExpertParameters, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute `experts_forward` for few tokens on a CPU without gradients: one GEMM per chosen expert.
+    """Compute `experts_forward` for few tokens on a CPU without gradients: one GEMM per chosen expert and matrix.
 
-    Call overhead dominates and grows severalfold once a GEMM has evicted the CPU cache, so most calls precede the first
-    GEMM.
+    Where possible, many chosen experts share one grouped GEMM per matrix. The overhead of calls dominates. It
+    grows severalfold once a GEMM has evicted the CPU cache, so most other calls are made before the first GEMM.
     """
     # A sum is finite only if all values are.
     if not (isfinite(hidden_states.sum()) and isfinite(sum(top_k_weights.flatten().tolist()))):

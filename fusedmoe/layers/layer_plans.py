@@ -176,7 +176,7 @@ class PlannedLayer:
     def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
         """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
 
-        The latter applies to custom modules, which may call collectives, and to compiled layers.
+        It is computed after the plan in compiled layers, and if it is a custom module, which may call collectives.
         """
         if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
             return None

@@ -65,7 +65,10 @@ class ExternalExperts:
         return (module for _, module in self.named_modules())
 
     def graph_module(self) -> nn.Module | None:
-        """Return a module that operators can call with the parameters of a graph; None: there is none."""
+        """Return the module that an operator calls in a compiled graph, with the graph's tensors as its parameters.
+
+        None: the experts cannot be called this way.
+        """
         return self.module
 
     def parameters(self) -> Iterable[Tensor]:
@@ -86,15 +89,16 @@ class ScheduledExchange(PlannedLayer):
         exchange = ScheduledExchange(topology, experts, "auto", "my library")
         y_SM = exchange.through_experts(x_SM, autograd.order(number_SK, experts.num_experts), weight_SK)
 
-    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result on disk.
-    A `torch.compile` graph holds the exchange as one operator. Under selective activation checkpoints it runs as with
-    "off".
+    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result
+    on disk. A `torch.compile` graph holds the exchange as one operator if it runs by a plan, otherwise as
+    several. Under selective activation checkpoints it runs as with "off".
 
     Attributes:
         number: index among the model's layers, for plans of steps.
     Raises:
         ConfigError: unknown schedule.
-        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both collective.
+        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both
+            collective.
     """
 
     placed = None

@@ -178,7 +178,12 @@ class _ReplicaSearch:
         return float(objective_A[best]), [(int(e[best]), int(a[best]), int(b[best])) for e, a, b in steps]
 
     def token_counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
-        """Return token counts [..., C] of experts on ranks [..., W], with `each_X` tokens per rank and expert."""
+        """Return each expert's token counts [..., C], as defined for the class, in one all-to-all.
+
+        Args:
+            holds_XW: [..., W], the ranks that hold the expert.
+            each_X: [...], tokens that each rank has for the expert.
+        """
         node_layout = self.node_layout
         each_X = np.asarray(each_X, dtype=np.float64)
         copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], node_layout.num_nodes, node_layout.per_node).sum(axis=-1)

@@ -118,7 +118,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Durations:
-    """Costs given task by task."""
+    """Costs from a table of task durations, the same for every plan."""
 
     given: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
@@ -144,7 +144,7 @@ class Line:
         return 1 / max(self.beta_s, MIN_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up (F14)."""
+        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up `alpha_s`."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0

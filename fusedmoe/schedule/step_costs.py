@@ -85,7 +85,7 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one layer. Its plans have exactly the parts listed here."""
+    """Costs of one layer. Its plans have exactly the pipelined and dense parts (kinds of task) listed here."""
 
     chunks: Mapping[str, Mapping[str, StageTime]]  # pipelined parts, by phase and kind
     dense_s: Mapping[str, Mapping[str, float]]  # seconds of unchunked parts, by phase and kind

@@ -68,18 +68,20 @@ def tune_step(
 ) -> PlanChooser:
     """Create a `PlanChooser` for a model's training steps. Collective over all ranks.
 
-    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached on disk
-    for later jobs and does not belong in a checkpoint. After drift, the costs are measured again within half of the
-    remaining budget, and the search restarts.
+    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached
+    on disk for later jobs and does not belong in a checkpoint. After drift, if enough of the trial budget
+    (`PlanChooser`) is left, the costs are measured again within half of what is left, and the search
+    restarts.
 
     Args:
         policy: "auto", or "flowmoe", which selects the number of micro-batches and the bucket size.
         drift: relative change of the median step time that restarts the search. None: never.
-        measure: measures the costs in about the given number of seconds; collective, same result on all ranks. A None
-            result defers the measurement to the next step, at most twice if there are earlier costs. By default,
-            `PlannedStep` repeats its own measurement and keeps costs that were passed to it.
-        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan is
-            followed without trials until drift.
+        measure: measures the costs in about the given number of seconds; collective, same result on all
+            ranks. It is called again after the next step if it returns None; with earlier costs, the third
+            None in a row ends the measurement and these costs stay. By default, `PlannedStep` repeats its own
+            measurement and keeps costs that were passed to it.
+        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan
+            is followed without trials until drift.
         tell: called on rank 0 with a line that describes each choice.
     Raises:
         ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).

@@ -149,12 +149,15 @@ def result_box_shape(config: HopperConfig) -> list[int]:
 
 
 def num_result_boxes(config: HopperConfig, num_projections: int = 1, results: int = 1, sources: int = 0) -> int:
-    """Return the number of result boxes of a warp group: all of a tile, or the largest divisor that fits.
+    """Return the number of result boxes of a warp group. A box is a piece of a tile that one bulk copy stores.
+
+    One for each piece of the group's part of a tile, or the largest divisor of that number that fits in
+    shared memory.
 
     Args:
-        num_projections: 2 if the tile's columns are half g, half u; else 1.
-        results: number of stored matrices, each with the columns of one half.
-        sources: row indices stored with each row of a step.
+        num_projections: 2 if half of the tile's columns belong to each of two up projections; else 1.
+        results: number of matrices to store, each with 1/num_projections of the tile's columns.
+        sources: number of row indices kept in shared memory for each of the bk rows of a pipeline step.
 
     Raises:
         ValueError: shared memory is too small for one box.
