@@ -14,7 +14,7 @@ from fusedmoe.schedule.step_costs import StepCosts
 
 
 def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> GradientPartition:
-    """Step 1 (F14): each place takes as many bytes as it hides, as early as possible. `of[l]`: the options of layer l.
+    """Step 1: each place takes as many bytes as it hides, as early as possible. `of[l]`: the options of layer l.
 
     Each bucket pays the start of an all-reduce: a place shorter than the start takes nothing.
     """
@@ -31,7 +31,7 @@ def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> GradientP
 def spread_rest(
     costs: StepCosts, of: Sequence[Sequence[PassOption]], first: GradientPartition, seed: int = 0
 ) -> GradientPartition:
-    """Step 2 (F15): move the rest of step 1 into the middles, where that shortens the sum of all passes.
+    """Step 2: move the rest of step 1 into the middles, where that shortens the sum of all passes.
 
     Differential evolution over each middle's share of the available bytes, which satisfies the constraint by
     construction: in back-propagation order no place has taken more than was ready. Never worse than step 1.
