@@ -19,7 +19,7 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import is_in_selective_checkpoint
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.input_checks import empty_tokens, input_error, mask_error
+from fusedmoe.layers.input_checks import empty_tokens, find_mask_error, find_tokens_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def read_batch(
     if isinstance(mask, Tensor):
         mask = mask.cpu()
     if refusal is None and mask is not None:
-        refusal = mask_error("pipeline", mask, x, *(block.layer.gate for block in blocks))
+        refusal = find_mask_error("pipeline", mask, x, *(block.layer.gate for block in blocks))
     if refusal is not None:
         x, mask = _empty_batch(blocks[0], x, refusal), None
     shape, (x, split) = x.shape, _split_batch(blocks[0], x)
@@ -92,7 +92,7 @@ def find_input_error(blocks: Sequence[MoEBlock], x: object) -> str | None:
     layer, dense = blocks[0].layer, blocks[0].dense.parameters
     like: Tensor | None = next(layer.experts.parameters(), None)
     least = 3 if blocks[0].in_positions else 2
-    return input_error("pipeline got input", x, layer.model_dim, like, least, {p.dtype for p in dense})
+    return find_tokens_error("pipeline got input", x, layer.model_dim, like, least, {p.dtype for p in dense})
 
 
 def _empty_batch(block: MoEBlock, x: object, refusal: str) -> Tensor:

@@ -19,7 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.gates.base import Gate, Routing, outside_autocast
 from fusedmoe.gates.choice_override import ChoiceOverride, GivenExperts
 from fusedmoe.hooks import apply_start_hooks
-from fusedmoe.layers.input_checks import check_routing, input_error
+from fusedmoe.layers.input_checks import check_routing, find_tokens_error
 from fusedmoe.layers.moe import MoELayer
 
 
@@ -234,7 +234,7 @@ class _DensePart(nn.Module):
             if isinstance(result, Tensor) and result.device != x.device:
                 raise ConfigError(f"pipeline: {name} of the dense part {dense} is on {result.device}, x on {x.device}")
             like: Tensor | None = next(self._expert_parameters(), None) if name == "u" else None
-            if text := input_error(f"pipeline: the dense part {dense} gave {name}", result, x.shape[-1], like):
+            if text := find_tokens_error(f"pipeline: the dense part {dense} gave {name}", result, x.shape[-1], like):
                 raise ConfigError(text)
         return tuple(given)
 

@@ -111,19 +111,19 @@ class InputChecks:
     def flatten_tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
         """Return the tokens of x as [S, M] and None; for invalid x, [0, M] and an error message."""
         like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
-        refusal = input_error("MoELayer got input", x, model_dim, like)
+        refusal = find_tokens_error("MoELayer got input", x, model_dim, like)
         if refusal is None:
             return x.reshape(-1, model_dim), None
         return empty_tokens(x, model_dim, like), refusal
 
-    def routing_error(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
+    def find_routing_error(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
         try:
             check_routing(gate, routing, x_SM)
         except ConfigError as error:
             return str(error)
-        return self.logits_error(routing)
+        return self.find_logits_error(routing)
 
-    def logits_error(self, routing: Routing | SoftRouting) -> str | None:
+    def find_logits_error(self, routing: Routing | SoftRouting) -> str | None:
         """Return an error message for non-finite router logits; None if all are finite or the exchange reports them.
 
         On CUDA with one rank, a later call of `raise_deferred` reports them; a CPU graph asserts that there are none.
@@ -137,8 +137,8 @@ class InputChecks:
         bad = self._count_now(_count_nonfinite_tokens(routing, logits_SE))
         return f"{bad} of {len(logits_SE)} {self._problem}. {self._fix}" if bad else None
 
-    def values_error(self, *tensors: Tensor) -> str | None:
-        """Return an error message for non-finite tokens or router weights, else None. Deferred as in `logits_error`."""
+    def find_values_error(self, *tensors: Tensor) -> str | None:
+        """Return an error message for non-finite tokens or weights, else None. Deferred as in `find_logits_error`."""
         if tensors[0].is_meta:  # no values
             return None
         if torch.compiler.is_compiling() or uses_triton(tensors[0]):
@@ -154,7 +154,7 @@ class InputChecks:
         """Check tokens and router weights for `Routed.refusal`; on CUDA return a count, without synchronizing."""
         if uses_triton(tensors[0]) and self._has_exchange:
             return NonFinite(count_nonfinite(*tensors), f"{self._problem}. {self._fix}")
-        return self.values_error(*tensors)
+        return self.find_values_error(*tensors)
 
     def nonfinite_flag(self, *tensors: Tensor) -> Tensor | None:
         """Return a scalar that is positive if values are not finite, for operators that report it to all ranks.
@@ -165,7 +165,7 @@ class InputChecks:
             return count_nonfinite(*tensors)
         if not torch.compiler.is_compiling():
             self.raise_deferred()
-        self.refuse(self.values_error(*tensors))
+        self.refuse(self.find_values_error(*tensors))
         return None
 
     def _count_now(self, bad: Tensor) -> int:
@@ -181,7 +181,7 @@ class InputChecks:
     def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
         """Return the count of tokens with non-finite logits, and the error that the exchange then reports to all ranks.
 
-        None if there are no logits, or if `logits_error` reports them.
+        None if there are no logits, or if `find_logits_error` reports them.
         """
         given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
         if not given or not self._is_reported_by_exchange(given[0][1]):
@@ -244,7 +244,7 @@ class InputChecks:
     def refusal_to_report(self, refusal: str | None, *routings: Routing) -> str | NonFinite | None:
         """Return `refusal`, or else non-finite logits, for the exchange to report; without an exchange, raise it."""
         for routing in routings:
-            refusal = refusal or self.logits_error(routing)
+            refusal = refusal or self.find_logits_error(routing)
         if not self._has_exchange:
             self.refuse(refusal)
         return refusal or self.nonfinite_logits(*routings)
@@ -263,7 +263,7 @@ def _count_nonfinite_tokens(routing: Routing | SoftRouting, logits_SE: Tensor) -
     return count_invalid(logits_SE) if counted is None else counted
 
 
-def input_error(
+def find_tokens_error(
     prefix: str, x: object, model_dim: int, like: Tensor | None, min_dims: int = 1, dtypes: Collection[torch.dtype] = ()
 ) -> str | None:
     """Return an error message for invalid x, [..., M], else None.
@@ -294,7 +294,7 @@ def find_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
     For an invalid mask, or if there is a `refusal`, an error message about x: no indices, and the error message.
     """
     if refusal is None:
-        refusal = mask_error("MoELayer", mask, x)
+        refusal = find_mask_error("MoELayer", mask, x)
     if refusal is None:
         assert isinstance(mask, Tensor)
         real_N, cut = mask.reshape(-1), _mask_cuts_sequences(mask, gate.loss_sequence)
@@ -329,7 +329,7 @@ def read_packing(
         return None, str(error)
 
 
-def mask_error(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
+def find_mask_error(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
     """Return an error message for an invalid padding mask, or None for a valid one.
 
     A mask must be boolean, of shape x.shape[:-1]. If one of the gates has a per-sequence loss, the mask must keep or

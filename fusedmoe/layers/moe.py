@@ -275,7 +275,7 @@ class MoELayer(PlannedLayer, nn.Module):
                 routing = self.gate(x_SM, tokens.packing)
             else:
                 routing = self.mp_tokens.call_module(self.gate, x_SM) if self.mp_tokens.is_joint else self.gate(x_SM)
-            refusal = tokens.refusal or self.checks.routing_error(routing, self.gate, x_SM)
+            refusal = tokens.refusal or self.checks.find_routing_error(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = input_checks.empty_routing(x_SM)  # no tokens are sent, only the reason
         self.checks.refuse_without_exchange(refusal)

@@ -141,7 +141,7 @@ class LayerDispatcher:
 
         On CUDA a later call reports the error.
         """
-        refusal = self.checks.values_error(x_SM, weight_SK)
+        refusal = self.checks.find_values_error(x_SM, weight_SK)
         if self._peers is not None and not x_SM.is_cuda:
             # Peers exchange no rows, but an empty exchange, which carries the error.
             nothing_E = torch.zeros(self._peers.topology.ep.size, dtype=torch.long, device="cpu")
