@@ -25,7 +25,7 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import FusedBackward, FusedForward
-from fusedmoe.engine.route import Route, RouteChunks
+from fusedmoe.engine.route import ReceivedChunks, Route
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 
@@ -136,7 +136,7 @@ def copies_layer(case: Case, count: int) -> Layer:
     return Layer("copies", package_version("fusedmoe"), forward, leaves, _whole)
 
 
-def _await_tokens(chunks: RouteChunks, chunk: int, slot: int) -> None:
+def _await_tokens(chunks: ReceivedChunks, chunk: int, slot: int) -> None:
     _, layout, wait = chunks.rows_in_flight(chunk, slot)
     assert layout.source_N is not None
     # Slack rows repeat a row that is awaited anyway, or the first tile's, which is always signalled.

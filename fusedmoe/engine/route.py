@@ -35,7 +35,7 @@ from fusedmoe.kernels.triton.one_sided.receive import receive
 from fusedmoe.kernels.triton.one_sided.remote import wait_metadata, wait_signals
 
 
-class RouteChunks:
+class ReceivedChunks:
     """The rows that this rank receives in one pass, in chunks, and the addresses to which it puts their results."""
 
     def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk], by_arrival: bool) -> None:
@@ -72,7 +72,7 @@ class RouteChunks:
         """Return the addresses for one scalar per row of a chunk, put before the rows."""
         return self._chunks[chunk].values[slot]
 
-    def indices_in(self, other: RouteChunks) -> list[Tensor]:
+    def indices_in(self, other: ReceivedChunks) -> list[Tensor]:
         """Return, per chunk, the indices of its rows in the joined chunks of `other`, which hold the same rows."""
         results = self.buffers.results
         return match_rows(other.arrivals, self.arrivals, results.num_peers, results.rows.shape[2])
@@ -136,20 +136,22 @@ class Route:
         return SentRows(sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_slot)
 
     @property
-    def forward(self) -> RouteChunks:
+    def forward(self) -> ReceivedChunks:
         """The rows received in the forward pass; the first access waits for all routing metadata."""
         return self._passes[0]
 
     @property
-    def backward(self) -> RouteChunks:
+    def backward(self) -> ReceivedChunks:
         """The rows received in the backward pass; the same object as `forward` if the numbers of chunks are equal."""
         return self._passes[1]
 
     @cached_property
-    def _passes(self) -> tuple[RouteChunks, RouteChunks]:
+    def _passes(self) -> tuple[ReceivedChunks, ReceivedChunks]:
         return self._wait_for_metadata()
 
-    def _wait_for_metadata(self, results: tuple[ReceiveBuffer, int] | None = None) -> tuple[RouteChunks, RouteChunks]:
+    def _wait_for_metadata(
+        self, results: tuple[ReceiveBuffer, int] | None = None
+    ) -> tuple[ReceivedChunks, ReceivedChunks]:
         """Wait for all routing metadata (and for credit in a slot of results, if given), and read it."""
         buffers, metadata = self.buffers, self.buffers.metadata
         with buffers.watch.guard_launches():
@@ -162,12 +164,12 @@ class Route:
         by_arrival = self.degrees == (1, 1) and buffers.network is None and self._capacity > tile
         arrival_tile = tile if by_arrival else None
 
-        def read(degree: int) -> RouteChunks:
+        def read(degree: int) -> ReceivedChunks:
             sizes = buffers.experts, degree, self._capacity, self._max_rows(metadata_WC2, degree)
             destinations = buffers.returned, buffers.returned_values
             heights = tile_heights(buffers.sizes.dtype, metadata_WC2.device)
             chunks = read_metadata(metadata_WC2, *sizes, *destinations, heights, self._row_limit, arrival_tile)
-            return RouteChunks(buffers, chunks, by_arrival)
+            return ReceivedChunks(buffers, chunks, by_arrival)
 
         forward_degree, backward_degree = self.degrees
         forward = read(forward_degree)
