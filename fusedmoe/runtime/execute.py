@@ -215,15 +215,15 @@ class Capabilities:
     has_replicas: bool = False
 
 
-def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
-    """Return the kinds of tasks that plans may contain if `follows` makes the plan. May be collective (`has_heap`)."""
+def runnable_kinds(layer: Capabilities, plan_owner: PlanOwner) -> tuple[str, ...]:
+    """Return the kinds of tasks that a plan made by `plan_owner` may contain. May be collective (`has_heap`)."""
     # Hooks may act in dispatch and combine even without peers.
     parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
     after = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.LOSS, TaskKind.OPTIMIZER)
-    if follows == "step":
+    if plan_owner == "step":
         # The plan contains attention, gate and other work only for their duration: autograd runs them.
         return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
-    if follows == "blocks":
+    if plan_owner == "blocks":
         copied = (GATHER, REDUCE) if layer.has_replicas else ()
         return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
     # Fused operations are available only to layers that follow their own schedule.

@@ -194,7 +194,7 @@ class Recorder:
         require_known("phase", phase)
         for each in (resource, *also):
             require_known("resource", each)
-        return _Record(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
+        return _SpanTimer(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
     def timeline(self) -> Timeline:
         """Return everything recorded so far. Synchronizes with the device."""
@@ -230,7 +230,7 @@ class _Range(AbstractContextManager[None]):
         self._range.__exit__(*error)
 
 
-class _Record:
+class _SpanTimer:
     """A span being recorded; may be entered several times."""
 
     __slots__ = ("_mark", "_records", "_what", "_start")

@@ -361,10 +361,10 @@ def test_fused_kinds_require_all_capabilities() -> None:
         can = grouped and direct and dtype != torch.float64 and device == CUDA and heap and ep * esp > 1
         assert own == ({"dispatch-expert-combine" if ep > 1 else "all-gather-expert-reduce-scatter"} if can else set())
         seen |= own
-        for follows in ("step", "blocks"):
-            others = runnable_kinds(here, follows)  # type: ignore[arg-type]
+        for plan_owner in ("step", "blocks"):
+            others = runnable_kinds(here, plan_owner)  # type: ignore[arg-type]
             assert set(parts) <= set(others) <= set(KINDS) and FUSED.keys().isdisjoint(others)
-            assert ("weight-gradient" in others) == (follows == "blocks") and "gradient-all-reduce" in others
+            assert ("weight-gradient" in others) == (plan_owner == "blocks") and "gradient-all-reduce" in others
     assert seen == FUSED.keys()  # each fused kind can run in some case
 
 
@@ -379,8 +379,8 @@ def test_heap_is_checked_last() -> None:
     for change in ({"ep": 1}, {"has_grouped_experts": False}, {"is_kernel_only": False}, {"dtype": torch.float64}):
         runnable_kinds(replace(ALL, has_heap=asked, **change), "itself")  # type: ignore[arg-type]
     runnable_kinds(replace(ALL, has_heap=asked, device=torch.device("cpu")), "itself")
-    for follows in ("step", "blocks"):
-        runnable_kinds(replace(ALL, has_heap=asked), follows)  # type: ignore[arg-type]
+    for plan_owner in ("step", "blocks"):
+        runnable_kinds(replace(ALL, has_heap=asked), plan_owner)  # type: ignore[arg-type]
 
 
 def test_unsupported_task_error_lists_supported_kinds() -> None:
