@@ -25,7 +25,7 @@ from fusedmoe.errors import ConfigError, RankError, printable
 _RANK_0_PRINT_S = 3.0
 
 
-class _Command(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Parser of one subcommand, whose errors show the usage of that subcommand."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="print a completion script for a shell (needs shtab): fusedmoe --print-completion bash > "
         "~/.local/share/bash-completion/completions/fusedmoe",
     )
-    kind: type[argparse.ArgumentParser] = _Command
+    kind: type[argparse.ArgumentParser] = _CommandParser
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=kind)
     add_commands(commands)
     return parser
