@@ -120,22 +120,22 @@ def low_rank_forward(
     up_E, down_E, dim, hidden = _matrices(weights)
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
     hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
-    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
     out_NM = x_SM.new_empty((layout.rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
-    up, down = (_ForwardAdapter(adapter) for adapter in adapters)
+    up_adapter, down_adapter = (_ForwardAdapter(adapter) for adapter in adapters)
     for block in blocks:
         x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
-        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_Nr)):
+        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_low_Nr)):
             torch.mm(x_e, up_E[expert].t(), out=h_e)
-            up.add(expert, x_e, low_e, h_e)
+            up_adapter.add(expert, x_e, low_e, h_e)
             if b1 is not None:
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
             activation.apply(h_part, a_part)
-        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_Nr)):
+        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_low_Nr)):
             torch.mm(a_e, down_E[expert].t(), out=out_e)
-            down.add(expert, a_e, low_e, out_e)
+            down_adapter.add(expert, a_e, low_e, out_e)
             if b2 is not None:
                 out_e[:, weights.b2_columns()].add_(b2[expert])
     return gather_sum(out_NM, layout, weight_N), hidden_NL
@@ -158,7 +158,7 @@ def low_rank_backward(
         given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, needs_factor_grads
         return _backward_grouped(*given, needs_dx)
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
-    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
     up_E, down_E, dim, hidden = _matrices(weights)
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if needs_dx else None
@@ -166,13 +166,15 @@ def low_rank_backward(
     widths = (x_SM.shape[1], dim, hidden, hidden, activation.num_projections * hidden)
     x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((max_rows, width)) for width in widths)
     act_buffer = x_SM.new_empty((min(max_rows, step), hidden))
-    up, down = (_FactorGradientSums(adapter, weight_N, max_rows, needs_factor_grads, x_SM) for adapter in adapters)
+    up_adapter, down_adapter = (
+        _FactorGradientSums(adapter, weight_N, max_rows, needs_factor_grads, x_SM) for adapter in adapters
+    )
     for block in blocks:
         dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
         a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
-        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down.low_rank_rows(block.rows)):
+        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down_adapter.low_rank_rows(block.rows)):
             torch.mm(dy_e, down_E[expert], out=da_e)
-            down.add_input_gradient(expert, dy_e, t_e, da_e)
+            down_adapter.add_input_gradient(expert, dy_e, t_e, da_e)
         ds = None if dweight_N is None else block.of(dweight_N)
         for first in range(0, block.rows, step):
             part = slice(first, first + step)
@@ -184,17 +186,17 @@ def low_rank_backward(
             for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ weights.b2[expert])
         if dx_NM is not None:
-            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up.low_rank_rows(block.rows)):
+            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up_adapter.low_rank_rows(block.rows)):
                 torch.mm(dh_e, up_E[expert], out=dx_e)
-                up.add_input_gradient(expert, dh_e, t_e, dx_e)
-        elif up.needs_grad:
-            for expert, dh_e, t_e in block.by_expert(dh, up.low_rank_rows(block.rows)):
-                up.add_input_gradient(expert, dh_e, t_e, None)
-        down.add_gradients(block, a, dy, block.of(down_Nr))
-        if up.needs_grad:  # the tokens are read only here
-            up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_Nr))
+                up_adapter.add_input_gradient(expert, dh_e, t_e, dx_e)
+        elif up_adapter.needs_grad:
+            for expert, dh_e, t_e in block.by_expert(dh, up_adapter.low_rank_rows(block.rows)):
+                up_adapter.add_input_gradient(expert, dh_e, t_e, None)
+        down_adapter.add_gradients(block, a, dy, block.of(down_low_Nr))
+        if up_adapter.needs_grad:  # the tokens are read only here
+            up_adapter.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_low_Nr))
     dx_SM = None if dx_NM is None else gather_sum(dx_NM, layout, weight_N)
-    return dx_SM, dweight_N, FactorGradients(up.da, up.db, down.da, down.db)
+    return dx_SM, dweight_N, FactorGradients(up_adapter.da, up_adapter.db, down_adapter.da, down_adapter.db)
 
 
 def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
@@ -335,11 +337,11 @@ def _forward_grouped(
 ) -> tuple[Tensor, Tensor]:
     b1 = None if weights.b1 is None else weights.b1.flatten(1)
     rows_NM = permute(x_SM, layout)
-    h_NH, up_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
+    h_NH, up_low_Nr = low_rank_product(rows_NM, weights.w1.flatten(1, -2), b1, adapters.up, layout, True)
     a_NH = x_SM.new_empty((layout.rows, weights.w2.shape[2]))
     activation.apply(h_NH, a_NH)
-    out_NM, down_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
-    return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_Nr, down_Nr), 1)
+    out_NM, down_low_Nr = low_rank_product(a_NH, weights.w2, _full_bias(weights), adapters.down, layout, True)
+    return gather_sum(out_NM, layout, weight_N), torch.cat((h_NH, up_low_Nr, down_low_Nr), 1)
 
 
 def _backward_grouped(
@@ -354,7 +356,7 @@ def _backward_grouped(
     needs_factor_grads: bool,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
-    h_NH, up_Nr, down_Nr = _parts(hidden_NL, weights, adapters)
+    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
     # Results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
@@ -374,10 +376,10 @@ def _backward_grouped(
     grads: list[Tensor | None] = [None] * 4
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if needs_factor_grads and adapters.up is not None:
-        given = (up_t * factor, permute(x_SM, layout), dh_NH, up_Nr * factor)
+        given = (up_t * factor, permute(x_SM, layout), dh_NH, up_low_Nr * factor)
         grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
     if needs_factor_grads and adapters.down is not None:
-        given = (down_t * factor, a_NH, dout_NM, down_Nr * factor)
+        given = (down_t * factor, a_NH, dout_NM, down_low_Nr * factor)
         grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
     return dx_SM, dweight_N, FactorGradients(*grads)
 

@@ -119,7 +119,7 @@ def _multiply(
     D, _ = sizes
     ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
-    BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BLOCKS.bk)
+    NUM_BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BLOCKS.bk)
     OUT: gl.constexpr = store_layout(BLOCKS.bk // 2)
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
@@ -131,7 +131,7 @@ def _multiply(
         else:
             s = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, OUT))
         ds = _finish(acc, s, of_tile, it, row, end, col_tile * BN, GROUP_OF_WARPS, ACT, GATED, ROWS, BN, OUT, BLOCKS)
-        it += BOXES
+        it += NUM_BOXES
         if ds_ptr is not None:
             gl.store(ds_ptr + (row + col_tile.to(gl.int64) * n_rows), ds, mask=row < end)
 
@@ -151,7 +151,7 @@ def dhidden_kernel(
 ):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
-    BOXES: gl.constexpr = NUM_PROJECTIONS * (BN // BK)
+    NUM_BOXES: gl.constexpr = NUM_PROJECTIONS * (BN // BK)
     dy_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], h_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     bufs = (dy_bufs, w_bufs)
@@ -166,7 +166,7 @@ def dhidden_kernel(
             (_multiply, (of_tile, 1, ACT, GATED, WEIGHTED, BLOCKS)),
             (
                 load_gathered,
-                (rows, w_desc, h_desc, bufs, ring, table, sizes, NUM_PROJECTIONS, False, BOXES, EVEN, BLOCKS),
+                (rows, w_desc, h_desc, bufs, ring, table, sizes, NUM_PROJECTIONS, False, NUM_BOXES, EVEN, BLOCKS),
             ),
         ],
         [4, 4],

@@ -65,14 +65,14 @@ def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
 @gluon.jit
 def load_gathered(
     rows, w_desc, h_desc, bufs, ring, table, sizes,
-    NUM_PROJECTIONS: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr,
+    NUM_PROJECTIONS: gl.constexpr, TRANSPOSED: gl.constexpr, NUM_BOXES: gl.constexpr, EVEN: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer partition that loads gathered rows of depth D and matrices of H columns.
 
     TRANSPOSED: matrices are [E·NUM_PROJECTIONS·H, D], and a tile has bn / NUM_PROJECTIONS columns of each projection;
-    otherwise they are [E·D, H]. BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`, sorted
-    rows of NUM_PROJECTIONS·H columns: the tile's columns, bk of each projection alternately. EVEN: bk divides D.
+    otherwise they are [E·D, H]. NUM_BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`,
+    sorted rows of NUM_PROJECTIONS·H columns: the tile's columns, bk of each projection alternately. EVEN: bk divides D.
     """
     BM: gl.constexpr = BLOCKS.bm
     BN: gl.constexpr = BLOCKS.bn
@@ -115,8 +115,8 @@ def load_gathered(
             x_ptrs += BK
             _end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
-        if BOXES > 0:
-            for box in range(0, BOXES):
+        if NUM_BOXES > 0:
+            for box in range(0, NUM_BOXES):
                 await_empty(empty, it, STAGES)
                 expect_bytes(full, it, STAGES, BM * BK * BYTES)
                 # Rows past the end, of another expert or of none, are not stored.

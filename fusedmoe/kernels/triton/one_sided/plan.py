@@ -168,7 +168,7 @@ def _parts(like: Tensor, dtype: torch.dtype, *sizes: int) -> list[Tensor]:
 
 
 @triton.jit
-def _store_addresses(
+def _write_row_addresses(
     address_ptr, target_ptr, table_ptr, own_ptr, staged_ptr, peer, place, number, kept, stored,
     step, places, row_bytes, SLOTS: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -293,11 +293,11 @@ def read_metadata_kernel(
     tl.store(peer_ptr + at, tl.where(is_kept, peer, -1), mask=stored)
     tl.store(place_ptr + at, place, mask=stored)
     step = (tl.num_programs(0) // tiles).to(tl.int64) * bound
-    _store_addresses(
+    _write_row_addresses(
         result_ptr, result_target_ptr, result_table_ptr, result_own_ptr, result_staged_ptr,
         peer, place, at, is_kept, stored, step, places, result_bytes, SLOTS, FAR,
     )  # fmt: skip
-    _store_addresses(
+    _write_row_addresses(
         value_ptr, value_target_ptr, value_table_ptr, value_own_ptr, value_staged_ptr,
         peer, place, at, is_kept, stored, step, places, value_bytes, SLOTS, FAR,
     )  # fmt: skip
