@@ -66,7 +66,7 @@ def tuner_of_all(device: torch.device) -> Tuner:
 def time_forms(shapes: Sequence[Shape], device: torch.device) -> None:
     tuner = tuner_of_all(device)
     for shape, shared in product(shapes, (False, True)):
-        for step in grouped_steps(make_case(shape, device), tuner.choose, shared, tuner.times):
+        for step in grouped_steps(make_case(shape, device), tuner.choose, shared, tuner.tuning_times_us):
             step.run(step.before())
             told = step.told()
             times = told.get("microseconds") or {}
@@ -105,7 +105,7 @@ def fastest(device: torch.device, programs: int | None, key: Key, launch: Callab
     from fusedmoe.kernels.triton.grouped import autotune
 
     tuner = tuner_of_all(device)
-    chosen, times = tuner.choose(key, launch), tuner.times(key)
+    chosen, times = tuner.choose(key, launch), tuner.tuning_times_us(key)
     tried = autotune.all_candidates(autotune.gpu_of(device), key)
     form = [one for one in tried if isinstance(one, HopperConfig) == (programs is not None) and str(one) in times]
     return with_programs(min(form, key=lambda one: times[str(one)], default=chosen), programs or 0)

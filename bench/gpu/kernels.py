@@ -135,7 +135,7 @@ def grouped_steps(
         if times is not None:
             taken = times(key)
         else:
-            taken = {} if choose or not case.x_SM.is_cuda else autotune.tuner(case.x_SM.device).times(key)
+            taken = {} if choose or not case.x_SM.is_cuda else autotune.tuner(case.x_SM.device).tuning_times_us(key)
         return {"config": str(config), "microseconds": taken}
 
     call.choose = noted

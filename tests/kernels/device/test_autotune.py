@@ -235,7 +235,7 @@ class VariableSpeedTuner:
 def test_warmup_launches_precede_timing() -> None:
     clocked = VariableSpeedTuner({SLOW: 2e-3, FAST: 1e-3}, lambda now: max(1.0, 6.0 - 60 * now))
     assert clocked.choose() == FAST
-    assert clocked.tuner.times(KEY) == {str(SLOW): 2000.0, str(FAST): 1000.0}
+    assert clocked.tuner.tuning_times_us(KEY) == {str(SLOW): 2000.0, str(FAST): 1000.0}
 
 
 @pytest.mark.parametrize("begin", [0.1, 0.12, 0.13, 0.14])
@@ -244,7 +244,7 @@ def test_transient_slowdown_does_not_change_choice(begin: float) -> None:
     times = {SLOW: 1.2e-3, FAST: 1e-3}
     clocked = VariableSpeedTuner(times, lambda now: 1.85 if begin < now < begin + 0.02 else 1.0)
     assert clocked.choose() == FAST
-    assert clocked.tuner.times(KEY) == {str(SLOW): 1200.0, str(FAST): 1000.0}
+    assert clocked.tuner.tuning_times_us(KEY) == {str(SLOW): 1200.0, str(FAST): 1000.0}
 
 
 def test_fastest_three_are_timed_further() -> None:

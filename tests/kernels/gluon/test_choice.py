@@ -256,7 +256,7 @@ def test_gluon_uses_fewer_programs_during_communication(file: Path) -> None:
     alone = fake.choose()
     beside = fake.choose(shared)
     assert isinstance(alone, HopperConfig) and beside == with_programs(alone, MULTIPROCESSORS - NUM_OCCUPIED) != alone
-    assert fake.tuner.times(key()).keys() != fake.tuner.times(shared).keys()
+    assert fake.tuner.tuning_times_us(key()).keys() != fake.tuner.tuning_times_us(shared).keys()
     again = FakeTuner(file)
     assert (again.choose(shared), again.choose()) == (beside, alone) and not again.timed
 

@@ -179,7 +179,7 @@ class Tuner:
             self._chosen[key] = chosen
         return chosen
 
-    def times(self, key: Key) -> dict[str, float]:
+    def tuning_times_us(self, key: Key) -> dict[str, float]:
         """Return the tuning times of a key in microseconds, by configuration name."""
         found = self.record.choices.get(str(key), {}).get("microseconds")
         return dict(found) if isinstance(found, dict) else {}
