@@ -67,9 +67,9 @@ class Order(Constructed):
         """Return the layout: the row of each routing slot, -1 if dropped."""
         return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
 
-    def rows_per_token(self, gate: Gate, tokens: int) -> float:
-        """Return an upper bound of the average rows per token, for choosing a schedule."""
-        return gate.rows_per_token(tokens)
+    def mean_rows_per_token(self, gate: Gate, tokens: int) -> float:
+        """Return an upper bound of the mean rows per token, for choosing a schedule."""
+        return gate.mean_rows_per_token(tokens)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
         """Prepare tokens [S, M] for dispatch. Differentiable.
@@ -115,8 +115,8 @@ class Dropless(Order):
     def layout(self, routing: Routing, experts: int) -> Layout:
         return order(routing.expert_SK, experts, None, routing.priority_S)
 
-    def rows_per_token(self, gate: Gate, tokens: int) -> float:
-        return gate.rows_per_token(tokens) if gate.capacity_factor is None else gate.k
+    def mean_rows_per_token(self, gate: Gate, tokens: int) -> float:
+        return gate.mean_rows_per_token(tokens) if gate.capacity_factor is None else gate.k
 
 
 class Einsum(Order):

@@ -66,7 +66,7 @@ class MoEBlock:
         length = max(1, x[:1, ..., 0].numel())
         # MP ranks that share tokens also share the dense part's work.
         samples = max(1, len(x) // self.mp.size)
-        rows = layer.order.rows_per_token(layer.gate, samples * length)
+        rows = layer.order.mean_rows_per_token(layer.gate, samples * length)
         # Plans precede routing: assume uniformly chosen experts.
         share = 1.0 if self.has_matrix_order else uniform_share(layer.gate.experts, layer.gate.k, topology.ep.size)
         batch = samples * topology.esp.size

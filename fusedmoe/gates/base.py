@@ -294,8 +294,8 @@ class Gate(Constructed, nn.Module):
             return None
         return rows_per_expert(self.k, self.capacity_factor, tokens, self.experts)
 
-    def rows_per_token(self, tokens: int) -> float:
-        """Return the average rows per token of a rank if all experts are filled to capacity."""
+    def mean_rows_per_token(self, tokens: int) -> float:
+        """Return the mean rows per token of a rank if all experts are filled to capacity."""
         capacity = self.row_capacity(tokens)
         return self.k if capacity is None else self.experts * capacity / tokens
 

@@ -58,7 +58,7 @@ class ExpertChoice(Gate):
     def picks(self, tokens: int) -> int:
         return min(rows_per_expert(self.k, self.factor, tokens, self.experts), tokens)
 
-    def rows_per_token(self, tokens: int) -> float:
+    def mean_rows_per_token(self, tokens: int) -> float:
         return self.experts * self.picks(tokens) / tokens
 
     def route(self, x_SM: Tensor) -> Routing:

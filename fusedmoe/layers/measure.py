@@ -73,7 +73,7 @@ def measure_layer(
         return costs
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
     like = like.new_empty(max(1, round_rows(tokens)), like.shape[1])
-    rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
+    rows = max(1, round(len(like) * order.mean_rows_per_token(gate, len(like))))
     workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
     kind = f"{type(experts).__module__}.{experts.describe()}"
     sizes = [list(parameter.shape) for parameter in experts.parameters()]

@@ -388,7 +388,7 @@ def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: in
     tokens = max(1, batch * config.seq_len // esp)
     # From the created gate and order: some use one expert per token or no capacity, whatever the config.
     gate, order = make_gate(config), make_order(config) or Sparse()
-    rows = order.rows_per_token(gate, tokens)
+    rows = order.mean_rows_per_token(gate, tokens)
     # Rows that mix tokens cannot be deduplicated.
     copies = order.copies and not isinstance(gate, SoftMoE)
     # Presets without `head_dim` keep the dense part of FSMoE's Table 1.
