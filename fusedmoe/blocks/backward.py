@@ -232,9 +232,9 @@ class BlocksBackward(BlockPass, BackwardPass):
                     own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
                     pairs.append((score, daux * own))
         # Keys and values used by later positions, whose backward has already run.
-        for own, grad in zip(dense.own, dense.own_grads, strict=True):
-            if grad is not None and own.requires_grad:
-                pairs.append((own, grad))
+        for tensor, grad in zip(dense.present, dense.present_grads, strict=True):
+            if grad is not None and tensor.requires_grad:
+                pairs.append((tensor, grad))
         needing_grad = [i for i, leaf in enumerate(block.leaves) if leaf.requires_grad]
         past = [(j, i) for j, leaves in enumerate(dense.past) for i, leaf in enumerate(leaves) if leaf.requires_grad]
         dx, *grads = torch.autograd.grad(
@@ -248,7 +248,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 self._add_gradient(number, i, grad)
         for (j, i), grad in zip(past, grads[len(needing_grad) :], strict=True):
             if grad is not None:
-                earlier = block.dense[j].own_grads
+                earlier = block.dense[j].present_grads
                 accumulated = earlier[i]
                 earlier[i] = grad if accumulated is None else accumulated + grad
         return torch.zeros_like(dense.x) if dx is None else dx

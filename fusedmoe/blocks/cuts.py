@@ -53,7 +53,7 @@ class BlockDegrees(NamedTuple):
     dense_tasks: int
 
 
-def passes_of(plan: Plan) -> Plans:
+def split_by_phase(plan: Plan) -> Plans:
     return Plans(*(one_pass(plan, phase) for phase in STAGES))
 
 

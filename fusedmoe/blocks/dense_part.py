@@ -30,7 +30,7 @@ class DenseResult(NamedTuple):
         u: input of the experts, like x, in the dtype to send.
         shared: value to add to the experts' results before `MoEBlock.end`, like x; None: nothing.
         gate_scores: the gate's scores, [S, …] each, of the tokens that this rank routes.
-        own: tensors that later micro-batches of the same samples read; empty if micro-batches are whole samples.
+        present: tensors that later micro-batches of the same samples read; empty if micro-batches are whole samples.
     """
 
     y: Tensor
@@ -38,7 +38,7 @@ class DenseResult(NamedTuple):
     shared: Tensor | None
     gate_scores: tuple[Tensor, ...]
     routing: Routing
-    own: tuple[Tensor, ...]
+    present: tuple[Tensor, ...]
 
 
 class DenseInputs(NamedTuple):
@@ -111,7 +111,7 @@ class DenseRunner:
         """Run dense part and gate on one micro-batch, [b, …, M].
 
         Args:
-            past: `own` of earlier micro-batches of the same samples.
+            past: `present` of earlier micro-batches of the same samples.
         Raises:
             ConfigError: an invalid result on this rank.
             RankError: as ConfigError, on several ranks, if other ranks may wait in their dense parts.
@@ -127,7 +127,7 @@ class DenseRunner:
                 return torch.func.functional_call(part, named, (x, inputs, past))
 
         try:
-            y, u, shared, scores, own = self._call_or_checkpoint(compute, x, past)
+            y, u, shared, scores, present = self._call_or_checkpoint(compute, x, past)
             # Losses are computed for the whole batch: route without losses.
             gate = self._layer.gate.without_losses()
             with outside_autocast(u.device.type), _override_choice(gate, inputs.given):
@@ -139,7 +139,7 @@ class DenseRunner:
                 self._layer.checks.refuse(str(error))
             raise
         assert isinstance(routing, Routing)
-        return DenseResult(y, u, shared, scores, routing, own)
+        return DenseResult(y, u, shared, scores, routing, present)
 
     @property
     def has_collectives(self) -> bool:
@@ -186,7 +186,7 @@ class _DensePart(nn.Module):
         self, x: Tensor, inputs: DenseInputs, past: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         micro_batch, drawn, given, arguments = inputs
-        y, u, own, scores = self._call_dense(x, past, arguments)
+        y, u, present, scores = self._call_dense(x, past, arguments)
         if self._hooks:
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
@@ -205,7 +205,7 @@ class _DensePart(nn.Module):
         # Added inside the graph unless it must pass through the end of the block.
         if shared is not None and not self._has_end:
             y, shared = y + shared, None
-        return y, micro_batch.scatter_to_tokens(u_SM).view(x.shape), shared, scores, own
+        return y, micro_batch.scatter_to_tokens(u_SM).view(x.shape), shared, scores, present
 
     def run_unsplit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._call_dense(x, (), None)[:2]
@@ -217,8 +217,8 @@ class _DensePart(nn.Module):
             y, u, scores = self._check_results(self.dense(x, arguments), x, ("y", "u", "scores"))
             return y, u, (), scores
         if self._in_positions:
-            y, u, own = self._check_results(self.dense(x, past), x, ("y", "u", "own"))
-            return y, u, own, ()
+            y, u, present = self._check_results(self.dense(x, past), x, ("y", "u", "present"))
+            return y, u, present, ()
         y, u = self._check_results(self.dense(x), x, ("y", "u"))
         return y, u, (), ()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.blocks.cuts import ExternalCall, passes_of
+from fusedmoe.blocks.cuts import ExternalCall, split_by_phase
 from fusedmoe.blocks.dense_part import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
@@ -206,11 +206,11 @@ class BlocksSource(PlanSource):
         return [each for each in every if each.uses_micro_batches and self._can_run(each.plan)] or super().candidates()
 
     def follow(self, candidate: PlanCandidate) -> None:
-        self.blocks.set_plan(passes_of(candidate.plan) if len(candidate.plan) else self.blocks.plans)
+        self.blocks.set_plan(split_by_phase(candidate.plan) if len(candidate.plan) else self.blocks.plans)
 
     def _can_run(self, plan: Plan) -> bool:
         with suppress(ConfigError):
-            self.blocks.require_runnable(passes_of(plan))
+            self.blocks.require_runnable(split_by_phase(plan))
             return True
         return False
 

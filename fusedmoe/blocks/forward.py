@@ -92,8 +92,8 @@ class BlocksForward(BlockPass, ForwardPass):
         with torch.set_grad_enabled(self.saves_for_backward):
             x = x.detach().requires_grad_(self.saves_for_backward and x.is_floating_point())
             if self.split.is_in_order:
-                earlier = (state.dense[other].own for other in range(d))
-                past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
+                earlier = (state.dense[other].present for other in range(d))
+                past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in present) for present in earlier]
             is_deferred = self.saves_for_backward and state.degrees.has_weight_gradient_tasks
             deferred = DeferredGradients(state.leaves) if is_deferred else None
             result = block.dense.run(state.leaves, self.split.samples(x), inputs, past, deferred)
@@ -114,8 +114,8 @@ class BlocksForward(BlockPass, ForwardPass):
             inputs.micro_batch,
             result.gate_scores,
             result.routing,
-            result.own,
-            [None] * len(result.own),
+            result.present,
+            [None] * len(result.present),
             past,
             deferred,
         )

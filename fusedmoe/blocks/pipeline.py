@@ -265,8 +265,8 @@ def pipeline(
 
     A block computes y + experts(u), where (y, u) = dense(x). The dense part maps samples [b, …, M] to y and u of the
     same shape. Its result for a sample must not depend on other samples. Along positions, its signature is
-    (y, u, own) = dense(x, past), where x is [B, l, M], a range of positions of all samples. `own` is a tuple of tensors
-    for later positions (such as keys and values), and `past` the list of `own` of all earlier ranges, in order.
+    (y, u, present) = dense(x, past), where x is [B, l, M], a range of positions of all samples. `present` is a tuple of
+    tensors for later positions (such as keys and values). `past` lists `present` of all earlier ranges, in order.
 
     The layers' schedules are ignored. Their `Hooks` run once per micro-batch: `before_moe_start` receives its tokens,
     [b, …, M], in the plan's order. A batch shared by an MP group may have any number of samples; a multiple of the

@@ -66,8 +66,8 @@ class DenseState:
         u: input of the experts; None after it was sent.
         shared: shared expert's result, to add at the end of the block; None: none, or part of y.
         y_output, u_output, shared_output: graph outputs that receive the gradients of y, u and shared.
-        own: tensors, such as keys and values, that later micro-batches of the same samples read.
-        past: leaves with the values of `own` of all earlier micro-batches.
+        present: tensors, such as keys and values, that later micro-batches of the same samples read.
+        past: leaves with the values of `present` of all earlier micro-batches.
     """
 
     x: Tensor
@@ -79,8 +79,8 @@ class DenseState:
     micro_batch: MicroBatch
     gate_scores: tuple[Tensor, ...]
     routing: Routing
-    own: tuple[Tensor, ...]
-    own_grads: list[Tensor | None]
+    present: tuple[Tensor, ...]
+    present_grads: list[Tensor | None]
     past: Sequence[tuple[Tensor, ...]]
     deferred: DeferredGradients | None
     num_sent: int = 0

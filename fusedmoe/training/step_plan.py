@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedmoe.blocks.cuts import passes_of
+from fusedmoe.blocks.cuts import split_by_phase
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
@@ -247,7 +247,7 @@ class PlannedStep:
         if candidate.uses_micro_batches:
             if self.blocks is None:
                 raise ConfigError("plan_step: plans with micro-batches run in blocks only (fusedmoe.pipeline)")
-            self.blocks.require_runnable(passes_of(plan), self.buckets)
+            self.blocks.require_runnable(split_by_phase(plan), self.buckets)
         elif len(plan):
             require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
             forward_degrees, backward_degrees = (
@@ -270,7 +270,7 @@ class PlannedStep:
         if candidate.uses_micro_batches:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
-            self.blocks.set_plan(passes_of(plan), self.buckets)
+            self.blocks.set_plan(split_by_phase(plan), self.buckets)
             return plan
         if self.blocks is not None:
             self.blocks.set_plan(None)
