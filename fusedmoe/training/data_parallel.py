@@ -280,8 +280,8 @@ def _shard_placement(
     module: nn.Module, topology: Topology, sharded_parameters: set[nn.Parameter]
 ) -> Callable[[nn.Parameter], Any]:
     assert topology.expert_mesh is not None
-    ranks, over = topology.edp.size, shard_placement_maker(topology.expert_mesh["edp"])
-    if over is None:
+    ranks, to_placement_result = topology.edp.size, shard_placement_maker(topology.expert_mesh["edp"])
+    if to_placement_result is None:
         raise ConfigError(
             f"fully_shard(shard_experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; "
             f"{torch.__version__} supports one per module. Update PyTorch, or pass shard_experts=False."
@@ -296,7 +296,7 @@ def _shard_placement(
             return None
         # With fewer experts than ranks, FSDP would pad dimension 0 and leave some ranks without elements.
         few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
-        return over(Shard(1 if few else 0))
+        return to_placement_result(Shard(1 if few else 0))
 
     return placement
 

@@ -27,7 +27,7 @@ def start_time(process: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
-def remove(folder: Path, prefix: str) -> None:
+def remove_files(folder: Path, prefix: str) -> None:
     for path in folder.iterdir():
         if path.name.startswith(prefix):
             with suppress(OSError):
@@ -51,9 +51,9 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
         handle = os.pidfd_open(agent)
         if start_time(agent) == since:  # checked with the handle open: the PID may have been reused before
             select.select([handle], [], [])
-    remove(folder, prefix)
+    remove_files(folder, prefix)
     time.sleep(_AGAIN_S)
-    remove(folder, prefix)
+    remove_files(folder, prefix)
 
 
 if __name__ == "__main__" and os.fork() == 0:
