@@ -156,7 +156,7 @@ def differing(testbed: Testbed, contention: Contention, limit: int, cases: Seque
     found = 0
     for work in workloads(testbed) if cases is None else cases:
         chunks = work.layer_costs(testbed.costs).chunks.values()
-        best = {choose_degree(one, contention=contention, limit=limit).degree for one in chunks}
+        best = {choose_degree(one, contention=contention, max_degree=limit).degree for one in chunks}
         found += _HEADS * (len(best) > 1)
     return found
 

@@ -168,7 +168,7 @@ def run_grid(
                 whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
                 rows[index].append(row | whole)
                 degrees = {
-                    choose_degree(chunks, contention=contentions[index], limit=_DIFFERING_LIMIT).degree
+                    choose_degree(chunks, contention=contentions[index], max_degree=_DIFFERING_LIMIT).degree
                     for chunks in layer.chunks.values()
                 }
                 differing[index] += _HEADS * (len(degrees) > 1)

@@ -44,15 +44,15 @@ _CUTS = 8
 _LP_ROUNDS = 20
 
 
-def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
-    """Return a lower bound of the step time in seconds over task orders, gradient buckets and up to `limit` chunks.
+def bound_s(costs: StepCosts, max_degree: int = MAX_DEGREE) -> float:
+    """Return a lower bound of the step time in seconds over orders, gradient buckets and up to `max_degree` chunks.
 
     Layers run in sequence with chunked pipelines, or, if `costs.can_split`, micro-batches pass through all layers.
     Chunks have equal sizes; each dense part and each pipeline has its own number. All weight gradients are W tasks, or
     none is.
     """
-    best = _layerwise_bound_s(costs.by_layer(), limit)
-    return min(best, _micro_batch_bound_s(costs, limit)) if costs.can_split else best
+    best = _layerwise_bound_s(costs.by_layer(), max_degree)
+    return min(best, _micro_batch_bound_s(costs, max_degree)) if costs.can_split else best
 
 
 def _has_gradient_dependencies(layer: LayerCosts) -> bool:
@@ -63,7 +63,7 @@ class _Block(NamedTuple):
     """The dense part of a layer's pass, or one part of its pipeline."""
 
     resource: str
-    # Seconds of one chunk and of all chunks, each [limit²]: every pair of chunk counts of dense part and pipeline.
+    # Seconds of one chunk and of all chunks, each [max_degree²]: every pair of chunk counts of dense part and pipeline.
     chunk_s: Any
     total_s: Any
 
@@ -89,11 +89,11 @@ class _Pass(NamedTuple):
         return self.overlap_path_s - self.blocks[self.dense_index].chunk_s
 
 
-def _pass(layer: LayerCosts, phase: str, limit: int, has_w_tasks: bool, contention: Contention) -> _Pass:
-    counts = np.arange(1.0, limit + 1)
+def _pass(layer: LayerCosts, phase: str, max_degree: int, has_w_tasks: bool, contention: Contention) -> _Pass:
+    counts = np.arange(1.0, max_degree + 1)
     micro, chunks, free = layer.micro_batch_costs(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if has_w_tasks and phase == "backward" else {}
-    dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
+    dense_count, rows_count = np.repeat(counts, max_degree), np.tile(counts, max_degree)
     chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
     if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
@@ -166,14 +166,14 @@ def _all_range_sums(
     yield _range_sums(passes, weightings[0], end, end), constant_s
 
 
-def _micro_batch_bound_s(costs: StepCosts, limit: int) -> float:
+def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
     compute = {"compute": 1.0}
     weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
     weightings = [compute, *(weights for weights in weightings if weights["intra"] or weights["inter"])]
 
     def passes(phase: str, has_w_tasks: bool) -> list[_Pass]:
         layers = {id(layer): layer for layer in costs.layers}  # often one object many times
-        known = {key: _pass(layer, phase, limit, has_w_tasks, costs.contention) for key, layer in layers.items()}
+        known = {key: _pass(layer, phase, max_degree, has_w_tasks, costs.contention) for key, layer in layers.items()}
         return [known[id(layer)] for layer in costs.layers]
 
     forward_s = _min_max_bound_s(_all_range_sums(passes("forward", False), weightings, 0.0))
@@ -259,10 +259,10 @@ def _undominated(sums: Any) -> Any:
     return np.stack(kept, 1)
 
 
-def _layerwise_bound_s(costs: StepCosts, limit: int) -> float:
+def _layerwise_bound_s(costs: StepCosts, max_degree: int) -> float:
     layers = costs.layers
-    head = sum(_layer_pass_bound_s(costs, layer, "forward", limit) for layer in layers) + (costs.loss_s or 0.0)
-    head += sum(_layer_pass_bound_s(costs, layer, "backward", limit) for layer in layers)
+    head = sum(_layer_pass_bound_s(costs, layer, "forward", max_degree) for layer in layers) + (costs.loss_s or 0.0)
+    head += sum(_layer_pass_bound_s(costs, layer, "backward", max_degree) for layer in layers)
     # After a layer's backward pass, the link reduces its gradients (fastest in one piece) while later passes run.
     best, after = head, 0.0
     gradient, compute, inter, intra = 0, 0.0, 0.0, 0.0  # of earlier layers
@@ -271,13 +271,13 @@ def _layerwise_bound_s(costs: StepCosts, limit: int) -> float:
             gradient += layer.gradient_bytes
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
         best = max(best, head - after + costs.contention.lower_bound_s(compute, intra, inter + reduced))
-        after += _layer_pass_bound_s(costs, layer, "backward", limit)
+        after += _layer_pass_bound_s(costs, layer, "backward", max_degree)
         work = resource_work_s(layer.chunks["backward"])
         inter, intra = inter + work["inter"], intra + work["intra"]
         compute += work["compute"] + layer.dense_total_s("backward")
     return best + (costs.optimizer_s or 0.0)
 
 
-def _layer_pass_bound_s(costs: StepCosts, layer: LayerCosts, phase: str, limit: int) -> float:
-    times = ((r, chunk_times(layer.chunks[phase], r)) for r in range(1, limit + 1))
+def _layer_pass_bound_s(costs: StepCosts, layer: LayerCosts, phase: str, max_degree: int) -> float:
+    times = ((r, chunk_times(layer.chunks[phase], r)) for r in range(1, max_degree + 1))
     return min(pass_bound_s(r, chunk, contention=costs.contention) for r, chunk in times) + layer.dense_total_s(phase)

@@ -60,24 +60,26 @@ def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
 
 
 def family_candidates(
-    costs: StepCosts, limit: int, samples: int | None, progress: Callable[[int, int], None]
+    costs: StepCosts, max_degree: int, samples: int | None, progress: Callable[[int, int], None]
 ) -> list[PlanCandidate]:
     """Return the best plan of each policy and the empty plan, by predicted time. Arguments: see `PlanSearch`."""
-    plans = PlanSearch(costs, limit, samples, progress).joint_candidates
+    plans = PlanSearch(costs, max_degree, samples, progress).joint_candidates
     whole = micro_batch_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in plans.items()]
     candidates.append(PlanCandidate(OFF, Plan(), False, makespan(plans["sequential"], costs)))
     return distinct(candidates)
 
 
-def neighbour_candidates(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+def neighbour_candidates(
+    base: PlanCandidate, costs: StepCosts, max_degree: int, samples: int | None
+) -> list[PlanCandidate]:
     """Return the best variations of a plan by predicted time: other chunk counts, bucket sizes or W tasks."""
     if base.policy is None or not base.policy.has_variations:
         return []
     plans = (
-        _neighbour_splits(base.plan, costs, limit, samples)
+        _neighbour_splits(base.plan, costs, max_degree, samples)
         if base.uses_micro_batches
-        else _neighbour_layers(base, costs, limit)
+        else _neighbour_layers(base, costs, max_degree)
     )
     found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
     return [other for other in found if other.plan != base.plan][:_MAX_NEIGHBOURS]
@@ -88,12 +90,14 @@ def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCa
     return PlanCandidate(one.family, plan, one.uses_micro_batches, makespan(plan, costs))
 
 
-def neighbour_degrees(base: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+def neighbour_degrees(
+    base: PlanCandidate, costs: StepCosts, max_degree: int, samples: int | None
+) -> list[PlanCandidate]:
     """Return variations of a FlowMoE plan with another number of micro-batches in both passes."""
     split = StepSplit.from_plan(base.plan)
     degrees = split.degrees(len(costs.layers))
     plans = []
-    for change in _degree_changes(limit, samples):
+    for change in _degree_changes(max_degree, samples):
         changed = {phase: tuple(Degrees(*map(change, of)) for of in degrees[phase]) for phase in PHASES}
         plans.append(micro_schedule(costs, split.with_degrees(changed)).plan())
     found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
@@ -105,11 +109,11 @@ def predicted_s(plan: Plan, costs: StepCosts) -> float:
     return makespan(plan if len(plan) else POLICIES["sequential"].plan(costs), costs)
 
 
-def _neighbour_splits(plan: Plan, costs: StepCosts, limit: int, samples: int | None) -> Iterator[Plan]:
+def _neighbour_splits(plan: Plan, costs: StepCosts, max_degree: int, samples: int | None) -> Iterator[Plan]:
     split, largest = StepSplit.from_plan(plan), max(costs.gradient_bytes)
     changed = [split._replace(weights=not split.weights)]
     degrees = split.degrees(len(costs.layers))
-    for degree, phase in product(_degree_changes(limit, samples), PHASES):
+    for degree, phase in product(_degree_changes(max_degree, samples), PHASES):
         other = tuple(Degrees(*map(degree, of)) for of in degrees[phase])
         changed.append(split.with_degrees({**degrees, phase: other}))
     if split.bucket_bytes:
@@ -119,18 +123,18 @@ def _neighbour_splits(plan: Plan, costs: StepCosts, limit: int, samples: int | N
         yield micro_schedule(costs, one).plan()
 
 
-def _degree_changes(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
+def _degree_changes(max_degree: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
     """Yield functions that change a degree, or keep it if the new degree is invalid."""
 
     def changed(how: Callable[[int], int], now: int) -> int:
         new = how(now)
-        return new if 1 <= new <= limit and (samples is None or samples % new == 0) else now
+        return new if 1 <= new <= max_degree and (samples is None or samples % new == 0) else now
 
     for how in (lambda r: r - 1, lambda r: r + 1, lambda r: r // 2, lambda r: 2 * r):
         yield partial(changed, how)
 
 
-def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
+def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: int) -> Iterator[Plan]:
     """Yield plans with other degrees in all layers, or smaller buckets, in the same orders."""
     plan, layers = candidate.plan, range(len(costs.layers))
     forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
@@ -146,7 +150,7 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, limit: int) ->
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
         return step_plan(costs, ahead, back, GradientPartition(tuple(map(float, middle)), tuple(map(float, beside))))
 
-    for degree in _degree_changes(limit):
+    for degree in _degree_changes(max_degree):
         ahead, back = ([one._replace(degree=degree(one.degree)) for one in both] for both in (forward, backward))
         if same:
             yield rebuilt(ahead, back, largest)

@@ -106,15 +106,15 @@ def choose_degree(
     *,
     order: Order = three_queues,
     contention: Contention = NO_CONTENTION,
-    limit: int = MAX_DEGREE,
+    max_degree: int = MAX_DEGREE,
     least: int = 1,
 ) -> DegreeChoice:
-    """Return the number of chunks from `least` to `limit` with the shortest pass; ties go to the smallest.
+    """Return the number of chunks from `least` to `max_degree` with the shortest pass; ties go to the smallest.
 
-    `chunks`: time of each part, by kind. `gar`: seconds of gradient all-reduces. Raises `ConfigError` for a limit < 1.
+    `chunks`: time of each part, by kind. `gar`: seconds of all-reduces. Raises `ConfigError` if `max_degree` < 1.
     """
-    if limit < 1:
-        raise ConfigError(f"choose_degree: the limit must be at least 1, not {limit}")
+    if max_degree < 1:
+        raise ConfigError(f"choose_degree: max_degree must be at least 1, not {max_degree}")
 
     def bound_s(degree: int) -> float:
         times = chunk_times(chunks, degree)
@@ -124,7 +124,7 @@ def choose_degree(
 
     # By increasing lower bound, until it exceeds the best time. A closed form is as cheap as a bound.
     closed = _has_closed_form(order, contention)
-    bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, limit + 1)}
+    bounds_s = {degree: 0.0 if closed else bound_s(degree) for degree in range(least, max_degree + 1)}
     choices: list[DegreeChoice] = []
     best_s = math.inf
     for degree in sorted(bounds_s, key=bounds_s.__getitem__):

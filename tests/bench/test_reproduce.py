@@ -183,7 +183,7 @@ def test_differing_degrees_are_counted_per_head_count():
     differ = 0
     for work in cases:
         there, back = work.layer_costs(testbed.costs).chunks.values()
-        differ += choose_degree(there, limit=8).degree != choose_degree(back, limit=8).degree
+        differ += choose_degree(there, max_degree=8).degree != choose_degree(back, max_degree=8).degree
     assert 0 < differ < len(cases)
     assert fsmoe.differing(testbed, NO_CONTENTION, 8, cases) == 3 * differ
     assert fsmoe.differing(testbed, NO_CONTENTION, 1, cases) == 0

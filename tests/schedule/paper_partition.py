@@ -85,6 +85,9 @@ def spread_rest(
 def _padded(of: Sequence[Sequence[PassOption]]) -> tuple[Any, Any]:
     """[V, P] seconds of up to V options in P places, padded with the place's first option."""
     most = max(map(len, of))
-    rows = [[(option.busy_s, option.free_s) for option in (*found, *[found[0]] * (most - len(found)))] for found in of]
+    rows = [
+        [(option.saturated_extra_s, option.no_all_reduce_s) for option in (*found, *[found[0]] * (most - len(found)))]
+        for found in of
+    ]
     array = np.array(rows)  # [P, V, 2]
     return array[..., 0].T, array[..., 1].T

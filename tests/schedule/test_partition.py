@@ -22,7 +22,7 @@ def backward_s(costs: StepCosts, of, partition: GradientPartition) -> float:
         middle, beside = partition.pipeline_bytes[layer], partition.dense_bytes[layer]
         ready -= middle + beside
         assert middle >= 0 and beside >= 0 and ready >= -1.0, "in back-propagation order: no more than what is ready"
-        seconds += min(max(way.busy_s + bucket_s(line, middle), way.free_s) for way in of[layer])
+        seconds += min(max(way.saturated_extra_s + bucket_s(line, middle), way.no_all_reduce_s) for way in of[layer])
         seconds += max(costs.layers[layer].dense_total_s("backward"), bucket_s(line, beside))
         ready += costs.layers[layer].gradient_bytes
     return seconds + bucket_s(line, ready)
@@ -39,11 +39,13 @@ def test_pass_options_equal_choose_degree():
         costs = random_costs(rng, NO_CONTENTION)
         layer = costs.layers[0]
         found = pass_options(layer.chunks["backward"], three_queues, NO_CONTENTION)
-        assert [way.free_s for way in found] == sorted(way.free_s for way in found)
+        assert [way.no_all_reduce_s for way in found] == sorted(way.no_all_reduce_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):
             best = choose_degree(layer.chunks["backward"], gar).seconds
-            assert min(max(way.busy_s + gar, way.free_s) for way in found) == pytest.approx(best, rel=1e-9)
+            assert min(max(way.saturated_extra_s + gar, way.no_all_reduce_s) for way in found) == pytest.approx(
+                best, rel=1e-9
+            )
 
 
 def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCosts, list[PassOption]]:
@@ -120,7 +122,7 @@ def quick_backward_s(costs: StepCosts, of, partition: GradientPartition) -> floa
     seconds = bucket_s(line, sum(costs.gradient_bytes) - sum(partition.pipeline_bytes) - sum(partition.dense_bytes))
     for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
         gar = bucket_s(line, middle)
-        seconds += min(max(way.busy_s + gar, way.free_s) for way in found)
+        seconds += min(max(way.saturated_extra_s + gar, way.no_all_reduce_s) for way in found)
         seconds += max(one.dense_total_s("backward"), bucket_s(line, beside))
     return seconds
 

@@ -49,7 +49,7 @@ def test_chosen_degree_is_optimal_on_published_grid(testbed):
                 plan = plans[r, (AR,) if gar else ()]
                 of = {kind: part.seconds(r) for kind, part in chunks.items()} | {AR.kind: gar}
                 seconds.append(makespan(plan, Durations({task: of[task.kind] for task in plan})))
-            choice = choose_degree(chunks, gar, limit=16)
+            choice = choose_degree(chunks, gar, max_degree=16)
             assert seconds[choice.degree - 1] <= min(seconds) * (1 + 1e-12)
             assert choice.seconds == pytest.approx(min(seconds), rel=1e-9)
             count += 1
@@ -71,7 +71,7 @@ def test_chosen_degree_is_optimal_on_random_layers(order, contention):
         chunks = random_layer(rng).chunks["backward"]
         gar, limit = rng.choice([0.0, 10 ** rng.uniform(-4, -1)]), rng.choice([1, 5, 12])
         seconds = brute_force(chunks, gar, order, contention, limit)
-        choice = choose_degree(chunks, gar, order=order, contention=contention, limit=limit)
+        choice = choose_degree(chunks, gar, order=order, contention=contention, max_degree=limit)
         assert choice.seconds == pytest.approx(min(seconds), rel=1e-9)
         assert seconds[choice.degree - 1] == pytest.approx(min(seconds), rel=1e-9)
         for degree in range(1, limit + 1):
@@ -89,14 +89,14 @@ def test_optimal_degrees_of_passes_differ_as_published():
     differ = 0
     for workload in workloads(TESTBEDS["B"]):
         chunks = workload.layer_costs(TESTBEDS["B"].costs).chunks
-        degrees = {choose_degree(chunks[phase], limit=8).degree for phase in chunks}
+        degrees = {choose_degree(chunks[phase], max_degree=8).degree for phase in chunks}
         differ += 3 * (len(degrees) > 1)
     assert 0.95 * 918 <= differ <= 1.05 * 918
 
 
 def test_limit_below_one_is_rejected():
     with pytest.raises(ConfigError, match="at least 1"):
-        choose_degree({"expert": StageTime(0.0, 1.0)}, limit=0)
+        choose_degree({"expert": StageTime(0.0, 1.0)}, max_degree=0)
 
 
 def test_alternating_order_helps_with_slow_intra_node_links():

@@ -58,8 +58,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class Policy:
     """A scheduling policy: a function from the costs of a training step to its plan, and properties of its plans.
 
-    `plan(costs, limit)` returns the plan with at most `limit` chunks per layer. A policy with `uses_micro_batches` has
-    a third argument, `samples` (see `PlanSearch`).
+    `plan(costs, max_degree)` returns the plan with at most `max_degree` chunks per layer. A policy with
+    `uses_micro_batches` has a third argument, `samples` (see `PlanSearch`).
     """
 
     name: str
@@ -93,83 +93,83 @@ def _policy(**traits: Any) -> Callable[[_Function], _Function]:
 
 
 @_policy(gradients="exposed", has_variations=False)
-def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def sequential(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """One chunk, no overlap; all gradients at the end (DeepSpeed-MoE)."""
     one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
     return step_plan(costs, one, one, exposed=True)
 
 
 @_policy(gradients="exposed")
-def tutel(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def tutel(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """One communication queue; the best of Tutel's degrees, equal in both passes; gradients at the end."""
-    both = _one_queue_passes(costs, [degree for degree in TUTEL_DEGREES if degree <= limit])
+    both = _one_queue_passes(costs, [degree for degree in TUTEL_DEGREES if degree <= max_degree])
     return step_plan(costs, both, both, exposed=True)
 
 
 @_policy(gradients="exposed")
-def pipemoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def pipemoe(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """Tutel's plan with the best degree by PipeMoE's model of all-to-all and experts."""
-    both = _pipemoe_passes(costs, limit)
+    both = _pipemoe_passes(costs, max_degree)
     return step_plan(costs, both, both, exposed=True)
 
 
 @_policy()
-def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def tutel_improved(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; gradients overlap with the next dense part of the backward pass."""
-    both = _pipemoe_passes(costs, limit)
+    both = _pipemoe_passes(costs, max_degree)
     beside = (*map(float, costs.gradient_bytes[1:]), 0.0)
     return step_plan(costs, both, both, GradientPartition((0.0,) * len(costs.layers), beside))
 
 
 @_policy(gradients="idle slots")
-def lina(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def lina(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; gradients in buckets of 30 MB when the communication queue is idle (Lina)."""
-    both = _pipemoe_passes(costs, limit)
+    both = _pipemoe_passes(costs, max_degree)
     return idle_slot_plan(costs, both, both, LINA_BYTES)
 
 
 @_policy()
-def fsmoe_no_iio(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def fsmoe_no_iio(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """FSMoE with one communication queue: separate degrees per pass, partitioned gradients."""
-    return fsmoe_plan(costs, [one_queue], limit)
+    return fsmoe_plan(costs, [one_queue], max_degree)
 
 
 @_policy(order=three_queues)
-def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def fsmoe(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """Concurrent intra-node and inter-node links, separate degrees per pass, partitioned gradients."""
-    return fsmoe_plan(costs, [three_queues], limit)
+    return fsmoe_plan(costs, [three_queues], max_degree)
 
 
 @_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots")
-def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def flowmoe(costs: StepCosts, max_degree: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree; gradient buckets below all-to-all in priority (FlowMoE)."""
-    return PlanSearch(costs, limit, samples).plan("flowmoe")
+    return PlanSearch(costs, max_degree, samples).plan("flowmoe")
 
 
 @_policy(chunks_only_pipelines=False, uses_micro_batches=True, gradients="idle slots", has_variations=False)
-def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def lancet(costs: StepCosts, max_degree: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches over ranges of layers forward; weight gradients overlap communication backward (Lancet)."""
-    return PlanSearch(costs, limit, samples).plan("lancet")
+    return PlanSearch(costs, max_degree, samples).plan("lancet")
 
 
 @_policy(uses_micro_batches=True, order=three_queues)
-def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def joint(costs: StepCosts, max_degree: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Fastest by simulation: all policies' plans, FSMoE's in other orders, a local search over micro-batches."""
-    return PlanSearch(costs, limit, samples).plan("joint")
+    return PlanSearch(costs, max_degree, samples).plan("joint")
 
 
-def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
+def any_order(costs: StepCosts, max_degree: int = MAX_DEGREE) -> Plan:
     """FSMoE's plan with the best order for each layer and pass."""
-    return fsmoe_plan(costs, (three_queues, alternating, one_queue), limit)
+    return fsmoe_plan(costs, (three_queues, alternating, one_queue), max_degree)
 
 
 #: Not selectable by users; a candidate of `joint`.
 ANY_ORDER = _make_policy(any_order, order=three_queues)
 
 
-def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
+def _pipemoe_passes(costs: StepCosts, max_degree: int) -> list[ChunkedPass]:
     # PipeMoE's model has no expert sharding, hence neither of these collectives.
-    return _one_queue_passes(costs, range(1, limit + 1), all_gather=0.0, reduce_scatter=0.0)
+    return _one_queue_passes(costs, range(1, max_degree + 1), all_gather=0.0, reduce_scatter=0.0)
 
 
 def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: float) -> list[ChunkedPass]:
@@ -203,7 +203,7 @@ class PlanSearch:
 
     Args:
         costs: costs of the step.
-        limit: maximum number of chunks and of micro-batches.
+        max_degree: maximum number of chunks and of micro-batches.
         samples: samples per batch; only divisors of it are tried as numbers of micro-batches. None: unknown; 1, 2, 3,
             4, 6, 8, 12 and 16 are tried.
         progress: called with the completed and total number of parts of the search of policy "joint".
@@ -212,14 +212,14 @@ class PlanSearch:
     def __init__(
         self,
         costs: StepCosts,
-        limit: int = MAX_DEGREE,
+        max_degree: int = MAX_DEGREE,
         samples: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._costs, self._limit, self._samples, self._progress = costs, limit, samples, progress
-        self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
+        self._costs, self._max_degree, self._samples, self._progress = costs, max_degree, samples, progress
+        self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= max_degree]
         if samples is not None:
-            self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
+            self._degrees = [degree for degree in range(1, max_degree + 1) if samples % degree == 0]
         self._plans: dict[str, Plan] = {}
         # Splits of FlowMoE, of two rounds of `joint` and of the ablation; then policies.
         degrees, buckets = len(self._degrees), len(BUCKETS)
@@ -232,7 +232,7 @@ class PlanSearch:
         if name not in self._plans and name in self._searches:
             self._plans[name] = self._searches[name]()
         elif name not in self._plans:
-            limits = (self._limit, self._samples) if POLICIES[name].uses_micro_batches else (self._limit,)
+            limits = (self._max_degree, self._samples) if POLICIES[name].uses_micro_batches else (self._max_degree,)
             self._plans[name] = POLICIES[name].plan(self._costs, *limits)
             self._report_progress()
         return self._plans[name]
@@ -241,7 +241,7 @@ class PlanSearch:
     def joint_candidates(self) -> dict[str, Plan]:
         """The plans among which policy "joint" selects, by policy name; "joint": the plan of its own search."""
         plans = {policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.uses_micro_batches}
-        plans[ANY_ORDER.name] = any_order(self._costs, self._limit)
+        plans[ANY_ORDER.name] = any_order(self._costs, self._max_degree)
         if self._costs.can_split:
             plans |= {
                 policy.name: self.plan(policy.name) for policy in POLICIES.values() if not policy.chunks_only_pipelines
@@ -344,17 +344,17 @@ def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Po
     )
 
 
-def user_plan_fingerprints(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, str]:
+def user_plan_fingerprints(costs: StepCosts, max_degree: int = MAX_DEGREE) -> dict[str, str]:
     """Return the fingerprints of all registered policies' plans, on which `joint` depends."""
     return {
-        name: policy.plan(costs, limit).fingerprint
+        name: policy.plan(costs, max_degree).fingerprint
         for name, policy in POLICIES.items()
         if policy.is_user_defined and (costs.can_split or not policy.uses_micro_batches)
     }
 
 
 def _user_plan(
-    function: PolicyFunction, called: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None
+    function: PolicyFunction, called: str, costs: StepCosts, max_degree: int = MAX_DEGREE, samples: int | None = None
 ) -> Plan:
     if not isinstance(costs.workload, Workload):
         raise ConfigError(f"policy {called} needs costs with a workload, as Workload.step_costs returns them")
@@ -364,7 +364,7 @@ def _user_plan(
             raise ConfigError(
                 f"it returned a {type(plan).__name__}, no Plan; fusedmoe.schedule.step.step_plan makes one"
             )
-        _require_whole_step(plan, costs, limit)
+        _require_whole_step(plan, costs, max_degree)
     except ConfigError as error:
         raise ConfigError(f"policy {called}: {error}") from error
     except Exception as error:
@@ -373,7 +373,7 @@ def _user_plan(
     return plan
 
 
-def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
+def _require_whole_step(plan: Plan, costs: StepCosts, max_degree: int) -> None:
     costs.seconds(plan)  # raises for unknown tasks
     # `Plan` has checked that chunks are complete.
     has = {task._replace(chunk=None, size=None) for task in plan}
@@ -381,8 +381,8 @@ def _require_whole_step(plan: Plan, costs: StepCosts, limit: int) -> None:
         if task.kind != TaskKind.GRADIENT_ALL_REDUCE and task._replace(chunk=None) not in has:
             raise ConfigError(f"the plan lacks {task_name(task)} ({task.kind}); add it")
     for (phase, layer), degree in plan.degrees.items():
-        if degree > limit:
-            raise ConfigError(f"the {phase} pass of layer {layer} has {degree} chunks, more than limit = {limit}")
+        if degree > max_degree:
+            raise ConfigError(f"the {phase} pass of layer {layer} has {degree} chunks, more than limit = {max_degree}")
     reduced, whole = sum(map(len, gradient_ranges(plan, costs.gradient_bytes).values())), sum(costs.gradient_bytes)
     if reduced < whole:
         cure = "add a gradient-all-reduce without a size for each layer with remaining bytes"

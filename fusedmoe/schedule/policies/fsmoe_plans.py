@@ -21,16 +21,16 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, Step
 from fusedmoe.schedule.task import PHASES
 
 
-def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
+def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], max_degree: int) -> Plan:
     """Return the plan with the fastest order and degree for each layer and pass, and the fastest gradient partition.
 
     If different degrees in the two passes cost time (`LayerCosts.rechunk_s`), one degree per layer for both passes is
     tried too.
 
     Args:
-        limit: maximum degree.
+        max_degree: maximum number of chunks per layer and pass.
     """
-    own = _plan_with(costs, orders, lambda layer: (1, limit))
+    own = _plan_with(costs, orders, lambda layer: (1, max_degree))
     if not any(layer.rechunk_s for layer in costs.layers):
         return own
 
@@ -39,7 +39,7 @@ def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
             passes = (layer.chunks[phase] for phase in PHASES)
             return sum(min(pass_s(of, degree, order=o, contention=costs.contention) for o in orders) for of in passes)
 
-        best = min(range(1, limit + 1), key=both_s)
+        best = min(range(1, max_degree + 1), key=both_s)
         return best, best
 
     return fastest_plan([own, _plan_with(costs, orders, one_degree)], costs)
@@ -52,10 +52,10 @@ def _plan_with(
         # All-reduces take `gar_s` seconds. Ties go to the first order.
         key = id(layer), phase, gar_s
         if key not in passes:
-            least, limit = ends[id(layer)]
+            least, max_degree = ends[id(layer)]
             choices = [
                 choose_degree(
-                    layer.chunks[phase], gar_s, order=o, contention=costs.contention, limit=limit, least=least
+                    layer.chunks[phase], gar_s, order=o, contention=costs.contention, max_degree=max_degree, least=least
                 )
                 for o in orders
             ]
@@ -69,10 +69,10 @@ def _plan_with(
     options: dict[int, list[PassOption]] = {}
     for layer in costs.layers:
         if id(layer) not in options:
-            least, limit = ends[id(layer)] = degree_range_of(layer)
+            least, max_degree = ends[id(layer)] = degree_range_of(layer)
             back = layer.chunks["backward"]
             options[id(layer)] = _undominated_options(
-                option for o in orders for option in pass_options(back, o, costs.contention, limit, least)
+                option for o in orders for option in pass_options(back, o, costs.contention, max_degree, least)
             )
     forward = [best_pass(layer, "forward", 0.0) for layer in costs.layers]
     partition = search(costs, [options[id(layer)] for layer in costs.layers])
@@ -83,12 +83,17 @@ def _plan_with(
 
 
 class PassOption(NamedTuple):
-    """An order and degree of a backward pass. With all-reduces of g seconds it takes max(busy_s + g, free_s)."""
+    """An order and degree of a backward pass. It takes max(saturated_extra_s + g, no_all_reduce_s) seconds.
+
+    Attributes:
+        saturated_extra_s: seconds beyond g, the seconds of all-reduces, if all-reduces saturate the link.
+        no_all_reduce_s: seconds of the pass without all-reduces.
+    """
 
     order: Order
     degree: int
-    busy_s: float
-    free_s: float
+    saturated_extra_s: float
+    no_all_reduce_s: float
 
     @classmethod
     def from_stages(
@@ -96,37 +101,37 @@ class PassOption(NamedTuple):
     ) -> PassOption:
         """Return the option's times; exact without contention."""
         # Contention can lengthen the pass a little: all-reduces and overlapped tasks slow down.
-        free_s = pass_s(chunks, degree, order=order, contention=contention)
-        # So long that they are partly exposed: the pass takes their time plus busy_s.
-        exposed_s = 2 * free_s + 1.0
-        busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
-        return cls(order, degree, busy_s, free_s)
+        no_all_reduce_s = pass_s(chunks, degree, order=order, contention=contention)
+        # So long that they are partly exposed: the pass takes their time plus saturated_extra_s.
+        exposed_s = 2 * no_all_reduce_s + 1.0
+        saturated_extra_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
+        return cls(order, degree, saturated_extra_s, no_all_reduce_s)
 
     @property
     def slack_s(self) -> float:
         """Seconds of all-reduces that the pass hides."""
-        return self.free_s - self.busy_s
+        return self.no_all_reduce_s - self.saturated_extra_s
 
 
 def pass_options(
-    chunks: Mapping[str, StageTime], order: Order, contention: Contention, limit: int = MAX_DEGREE, least: int = 1
+    chunks: Mapping[str, StageTime], order: Order, contention: Contention, max_degree: int = MAX_DEGREE, least: int = 1
 ) -> list[PassOption]:
     """Return the options that may be fastest for some g, by decreasing degree; the first is fastest for g = 0."""
-    best = choose_degree(chunks, order=order, contention=contention, limit=limit, least=least)
+    best = choose_degree(chunks, order=order, contention=contention, max_degree=max_degree, least=least)
     options: list[PassOption] = []
     # Degrees above the best one for g = 0 only add start-up times.
     for degree in range(best.degree, least - 1, -1):
         option = PassOption.from_stages(chunks, order, degree, contention)
-        if not options or option.busy_s < options[-1].busy_s:
+        if not options or option.saturated_extra_s < options[-1].saturated_extra_s:
             options.append(option)
     return options
 
 
 def _undominated_options(options: Iterable[PassOption]) -> list[PassOption]:
-    """Return the options that are fastest for some all-reduce time g, by increasing `free_s`."""
+    """Return the options that are fastest for some all-reduce time g, by increasing `no_all_reduce_s`."""
     kept: list[PassOption] = []
-    for option in sorted(options, key=lambda option: (option.free_s, option.busy_s)):
-        if not kept or option.busy_s < kept[-1].busy_s:
+    for option in sorted(options, key=lambda option: (option.no_all_reduce_s, option.saturated_extra_s)):
+        if not kept or option.saturated_extra_s < kept[-1].saturated_extra_s:
             kept.append(option)
     return kept
 
@@ -142,8 +147,10 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Gradien
         # All bytes, none, or what an option hides: for amounts in between, a byte costs the same as at the end.
         amounts = np.array([0.0, np.inf, *(line.amount(option.slack_s) for option in options[layer])])
         middle = np.minimum(ready[:, None], amounts)
-        busy_s = _all_reduce_s(line, middle)
-        pass_s = np.minimum.reduce([np.maximum(option.busy_s + busy_s, option.free_s) for option in options[layer]])
+        middle_s = _all_reduce_s(line, middle)
+        pass_s = np.minimum.reduce(
+            [np.maximum(option.saturated_extra_s + middle_s, option.no_all_reduce_s) for option in options[layer]]
+        )
         left = ready[:, None] - middle
         beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
         # [3, states, amounts], flattened. Keep undominated states: none has both less time and fewer bytes left.
