@@ -30,7 +30,7 @@ BUDGETS = {
     "autograd": 2338,
     "blocks": 2792,
     "cli": 4687,
-    "comm": 4295,
+    "comm": 4294,
     "compat": 853,
     "engine": 3291,
     "experts": 1472,
