@@ -299,6 +299,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _find_machine(arguments, settings)
     if machine is not None:
         dtype = {} if "dtype" in changes else {"dtype": machine.dtype}
+    if job is None:
+        settings.model.require_byte_vocabulary()
         settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
