@@ -208,6 +208,9 @@ Check which communication transports work on this machine.
 
 Probe every transport for exchanging tokens between ranks. For each one that does not work, print
 the reason and the fix.
+Print versions, GPUs, CPU cores and threads, and the measured costs in the cache folder with their
+layout, age and worst r² (a fit below 0.9 is poor: see fusedmoe profile --help).
+
 
 Collectives use PyTorch process groups and can execute every plan: Gloo between CPUs, NCCL between
 GPUs. Symmetric memory is for kernels that write directly into the memory of other ranks:
