@@ -70,8 +70,8 @@ def _read_on_rank_0(topology: Topology, path: Path, operation: str, again: bool 
     return all_gather_object(topology.world, text, operation)[0]
 
 
-def write_or_warn(path: Path, text: str, what: str) -> None:
-    """Write a cache file, or issue a warning about `what` if it cannot be written."""
+def write_or_warn(path: Path, text: str, what: str) -> bool:
+    """Write a cache file, or issue a warning about `what` if it cannot be written. Return whether it was written."""
     try:
         write_cache_file(path, text)
     except OSError as error:
@@ -86,6 +86,8 @@ def cached_profile(
     device: torch.device,
     *,
     dtype: torch.dtype = torch.float32,
+        return False
+    return True
     budget_s: float = BUDGET_S,
     again: bool = False,
 ) -> tuple[Profile, Path]:
@@ -104,8 +106,9 @@ def cached_profile(
             show = bar.show if topology.is_first else None
             machine = describe_machine(facts)
             measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
-        if topology.is_first:
-            write_or_warn(path, measured.to_json(), "what was measured")
+            if topology.is_first:
+                is_cached = write_or_warn(path, measured.to_json(), "what was measured")
+                bar.finish("measured", f", cached in {path}" * is_cached)
     if measured.costs.poor_fits and topology.is_first:
         warn(
             f"{path}: measured times of {measured.costs.poor_fits} are noisy, so schedules may be slow. Measure again "

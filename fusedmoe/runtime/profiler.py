@@ -484,6 +484,7 @@ def observe_steps(
             longest_s = max(longest_s, (taken_s - before_s) / num_runs)
             if topology.is_first:
                 bar.show(number + 1, _STEP_ROUNDS * len(plans))
+        bar.finish("measured steps")
     observed = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
         observed |= observe(plan, costs, timelines)

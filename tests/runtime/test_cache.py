@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
