@@ -48,8 +48,14 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
-# Version 1 of step measurements included contention.
-_OBSERVED_VERSION = 2
+# Version 1 of step measurements included contention, and version 1 of profiles had no small sizes.
+_OBSERVED_VERSION = _PROFILE_VERSION = 2
+
+#: Dtypes of measured matrix products, by value of `fusedmoe profile --dtype`.
+PRODUCT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Variables whose values are part of the machine's facts.
+_NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
@@ -98,7 +104,7 @@ def cached_profile(
     `again`: measure even if cached.
     """
     facts = machine_facts(topology, device, dtype)
-    path = cache_dir() / f"costs-{fingerprint(facts)}.json"
+    path = cache_dir() / f"costs-{fingerprint({'format': _PROFILE_VERSION, **facts})}.json"
     text = _read_on_rank_0(topology, path, "reading the profile", again)
     measured = None if text is None else _parse_valid_profile(text, topology, device)
     if measured is None:
