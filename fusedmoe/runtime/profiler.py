@@ -202,7 +202,7 @@ class _Profiler:
         self._clock, self._began_s = clock, clock()
         self._recorder = Recorder(topology.rank, device=device, clock=clock)
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
-        self._comm_device = device_of(topology.world)
+        self._comm_device = device_of(topology.world, device)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._comm_device)
         operations = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
         self._operations = {name: operations[name] for name in line_names(topology)}
