@@ -20,7 +20,7 @@ from fusedmoe.schedule.policies import POLICIES
 PROFILE_BUDGET_S, MAX_BUDGET_S = 30.0, 100.0
 # Values of `profile --dtype`: `fusedmoe.runtime.cache.PRODUCT_DTYPES`.
 PRODUCTS = ("fp32", "bf16", "fp16", "fp64")
-# Flags of `profile` that determine the parallel layout.
+# Flags that determine the parallel layout.
 _PROFILE_FLAGS = (
     *("--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),

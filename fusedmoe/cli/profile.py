@@ -69,7 +69,6 @@ def _unit(name: str) -> str:
 
 
 def plot(measured: Profile, path: Path) -> None:
-    """Draw measured points and fitted line of each cost, one panel per cost."""
     from matplotlib.figure import Figure
 
     lines = measured.costs.lines

@@ -1,8 +1,7 @@
 """All-to-all algorithms: direct, and two hierarchical ones that send fewer and larger messages between nodes.
 
 - `direct`: every rank sends to every rank.
-- `2dh` (Tutel, DeepSpeed): ranks with equal local ranks exchange across nodes, then forward inside the node. With L
-  ranks per node, each of W ranks has W/L peers across nodes and sends messages L times as large.
+- `2dh` (Tutel, DeepSpeed): ranks with equal local ranks exchange across nodes, then forward inside the node.
 - `1dh` (Hetu): the ranks of a node gather their rows at a leader; leaders exchange, and each scatters in its node.
 
 Rows of rank 0 for ranks 0 to 3 on two nodes of two ranks, 2dh:
@@ -10,8 +9,7 @@ Rows of rank 0 for ranks 0 to 3 on two nodes of two ranks, 2dh:
     rank 0   a b | c d        across: a b stay, c d are sent to rank 2, which has rank 0's index in its node
     rank 2   c d              inside: c stays, d is sent to rank 3
 
-A token for several ranks of a node is sent to that node once (`comm/forwarding.py`). All algorithms move all other rows
-bit for bit.
+A token for several ranks of a node is sent to that node once (`comm/forwarding.py`).
 """
 
 from __future__ import annotations
@@ -37,12 +35,7 @@ from fusedmoe.names import ALGORITHMS
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Row counts of one all-to-all.
-
-    Attributes:
-        send: rows sent to each first-hop destination: a rank (direct) or a node (two levels).
-        recv: rows received from each rank.
-    """
+    """Row counts of one all-to-all: sent to each rank (direct) or node (two levels), received from each rank."""
 
     send: list[int]
     recv: list[int]
@@ -55,20 +48,19 @@ class AllToAll:
 
     @property
     def identity(self) -> str:
-        """Name and process groups. Algorithms with equal identities can share a compiled graph."""
+        """Algorithm and process groups. Algorithms with equal identities can share a compiled graph."""
         raise NotImplementedError
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
         """Return the tokens to send to each rank, and their counts; None: one row per pair is sent.
 
-        Args:
-            forwards: a two-level algorithm may send a token once per node, which forwards it.
+        `forwards`: a two-level algorithm may send a token once per node, which forwards it.
         """
         sent = deduplicate_tokens(layout, self.group.size)
         return sent, None if sent.code_N is None else TokenCounts(sent.tokens.counts_E)
 
     def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
-        """Return the traffic for row counts per rank. Collective for two-level algorithms."""
+        """Return the traffic for these rows per rank. Collective for two-level algorithms."""
         raise NotImplementedError
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
@@ -79,7 +71,7 @@ class AllToAll:
         raise NotImplementedError
 
     def exchange_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        """Send [sum(recv), ...] rows back to their sources; return this rank's, [sum(send), ...]. Collective.
+        """Send rows [sum(recv), ...] to their sources; return this rank's, [sum(send), ...]. Collective.
 
         Sums the rows of a token that was forwarded to several ranks of a node.
         """
@@ -93,7 +85,10 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
         ConfigError: unknown name, or nodes with unequal numbers of the group's ranks.
     """
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}, or auto")
+        raise ConfigError(
+            f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}, or auto, or pass an "
+            "instance of a subclass of fusedmoe.Dispatcher"
+        )
     group = topology.ep
     if name == "direct":
         return Direct(group)
@@ -144,13 +139,13 @@ class Direct(AllToAll):
 
 @dataclass(frozen=True, eq=False)
 class TwoLevelTraffic(Traffic):
-    """Row counts of a two-level all-to-all, the same on all ranks except `layout`.
+    """Row counts of a two-level all-to-all, the same on all ranks except `forwarding_layout`.
 
     Attributes:
         nodes_npN: rows sent to node N by the rank with index p in node n.
         ranks_npNP: of these, rows delivered to the rank with index P in node N.
         forwarding_layout: sorts the rows received from other nodes by the local rank to which they are forwarded. None:
-            each row has one destination, and the rows of each source are already sorted.
+            each row has one destination.
     """
 
     nodes_npN: np.ndarray
@@ -165,7 +160,7 @@ class TwoLevel(AllToAll):
     Attributes:
         intra_node_group: the group's ranks on this node.
         inter_node_group: one rank per node, with which this rank exchanges; None on ranks that are not leaders (1DH).
-        has_leader: True if the first rank of each node exchanges for the whole node (1DH).
+        has_leader: True for 1DH.
     """
 
     group: Group
@@ -198,7 +193,7 @@ class TwoLevel(AllToAll):
         return TwoLevelTraffic(nodes_npN[node, local_rank].tolist(), recv, nodes_npN, ranks_npNP)
 
     def uniform_traffic(self, count: int) -> TwoLevelTraffic:
-        """Return the traffic of `count` rows between each pair of ranks, without communication."""
+        """Return the traffic of `count` rows between each pair of ranks. No communication."""
         local_size, size = self.intra_node_group.size, self.group.size
         ranks_npNP = np.full((self.num_nodes, local_size, self.num_nodes, local_size), count)
         return TwoLevelTraffic([count * local_size] * self.num_nodes, [count] * size, ranks_npNP.sum(3), ranks_npNP)
@@ -208,7 +203,7 @@ class TwoLevel(AllToAll):
 
         Args:
             send_W: this rank's counts; additional columns are appended to [n, p, N, P].
-            recv: the counts that this rank expects from each rank. A mismatch raises `RankError`.
+            recv: counts expected from each rank. A mismatch raises `RankError`.
         """
         group, operation = self.group, "exchange of counts"
         table = all_gather_rows(group, send_W.view(1, -1), [1] * group.size, operation).cpu().numpy()
@@ -238,11 +233,11 @@ class TwoLevel(AllToAll):
             rows = all_to_all_rows(self.inter_node_group, rows, send, recv, operation, is_compared=True)
         if not self.has_leader:
             return rows
-        # The leader holds rows by (source node, local index) and scatters them by local index.
+        # The leader holds rows by (source node, local index).
         local_size, scatter = self.intra_node_group.size, [0] * self.intra_node_group.size
         if self.inter_node_group is not None:
             rows, scatter = transpose_blocks(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
-        home = _counts_for_one(0, sum(traffic.send), local_size)
+        home = _counts_for_leader(sum(traffic.send), local_size)
         return all_to_all_rows(self.intra_node_group, rows, scatter, home, operation, is_compared=True)
 
     def send_across_nodes(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
@@ -254,7 +249,7 @@ class TwoLevel(AllToAll):
         if self.has_leader:
             local_size = self.intra_node_group.size
             gathered = [0] * local_size if self.inter_node_group is None else out_pN.sum(1).tolist()
-            to_leader = _counts_for_one(0, len(rows), local_size)
+            to_leader = _counts_for_leader(len(rows), local_size)
             rows = all_to_all_rows(self.intra_node_group, rows, to_leader, gathered, operation, is_compared=True)
             if self.inter_node_group is None:
                 return rows
@@ -264,7 +259,14 @@ class TwoLevel(AllToAll):
         return all_to_all_rows(self.inter_node_group, rows, send, recv, operation, is_compared=True)
 
     def _inter_node_counts(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row counts that this rank sends, by (local index, node), and receives, by (node, local index)."""
+        """Return the numbers of rows sent by (local index, node), and received by (node, local index).
+
+        With 2dh these are this rank's rows; with 1dh those of the whole node, on every rank, although only the leader
+        sends them. Both include rows that stay on the node.
+
+        Args:
+            nodes_npN: rows sent to node N by the rank with local index p in node n.
+        """
         (node, _), mine = self._coordinates, self.crossing_indices
         return nodes_npN[node, mine], nodes_npN[:, mine, node]
 
@@ -282,7 +284,7 @@ class TwoLevel(AllToAll):
             rows = transpose_blocks(rows, arrived_npP, (2, 0, 1)) if layout is None else permute(rows, layout)
         send, recv = self._intra_node_counts(traffic)
         rows = all_to_all_rows(self.intra_node_group, rows, send, recv, operation, is_compared=True)
-        # The leader's rows are already ordered by rank; other local ranks deliver the rows of one index on all nodes.
+        # The leader's rows are already ordered by rank; other ranks deliver the rows of one index on all nodes.
         return rows if self.has_leader else transpose_blocks(rows, traffic.ranks_npNP[:, :, node, local_rank].T, (1, 0))
 
     def _return_rows(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
@@ -298,18 +300,17 @@ class TwoLevel(AllToAll):
         return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
 
     def _intra_node_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
-        """Return the row counts that this rank forwards to, and receives from, each rank of its node."""
         (node, local_rank), local_size = self._coordinates, self.intra_node_group.size
         if self.has_leader:
             is_leader = self.inter_node_group is not None
             send = traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist() if is_leader else [0] * local_size
-            return send, _counts_for_one(0, sum(traffic.recv), local_size)
+            return send, _counts_for_leader(sum(traffic.recv), local_size)
         send_nP, recv_np = traffic.ranks_npNP[:, local_rank, node], traffic.ranks_npNP[:, :, node, local_rank]
         return send_nP.sum(0).tolist(), recv_np.sum(0).tolist()
 
 
-def _counts_for_one(index: int, count: int, size: int) -> list[int]:
-    return [count if i == index else 0 for i in range(size)]
+def _counts_for_leader(count: int, size: int) -> list[int]:
+    return [count] + [0] * (size - 1)
 
 
 def chunk_size(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
@@ -318,7 +319,7 @@ def chunk_size(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
 
 
 def transpose_blocks(rows: Tensor, sizes: np.ndarray, permutation: tuple[int, ...]) -> Tensor:
-    """Reorder blocks of sizes[i, j, …] rows (last index fastest) as `transpose(permutation)` reorders array entries.
+    """Reorder blocks of sizes[i, j, …] rows as `transpose(permutation)` reorders array entries.
 
     With sizes [[1, 2], [0, 1]] and permutation (1, 0), rows a|bb||c become a||bb|c.
     """
@@ -326,7 +327,7 @@ def transpose_blocks(rows: Tensor, sizes: np.ndarray, permutation: tuple[int, ..
 
 
 def block_order(sizes: np.ndarray, permutation: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the row indices of `transpose_blocks`, [rows] int64. Never synchronizes with the device."""
+    """Return the row indices of `transpose_blocks`, [rows] int64. Does not synchronize with the device."""
     # A row's source is its block's start before the transpose plus its offset in the block.
     start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
     start, size = (

@@ -1,13 +1,12 @@
 """Collectives on rows with variable row counts, bounded waits, and sums in rank order.
 
 Every function takes the group first, accepts ranks without rows, and is a no-op for a group of one rank. A wait that
-exceeds the job's timeout raises a `RankError` that names the rank at fault if known. Nothing is sent after a
-verdict (`Board`), the record of why the job stops.
+exceeds the job's timeout raises a `RankError`. Nothing is sent after a verdict (`Board`).
 
 On CPUs every operation starts with an all-gather of fixed-size envelopes that name the operation (`compare_calls`) and
 carry the sizes, or all data if small. Without them Gloo would accept the bytes of another operation: too many abort the
-process, too few leave uninitialised memory. Only envelopes are all-gathered, so ranks that call different operations
-join the same collective and receive both names:
+process, too few leave uninitialised memory. Ranks that call different operations join the same all-gather and receive
+both names:
 
     rank 0: | all-reduce, 4 bytes inside |            rank 1: | dispatch of layer 2 |      both raise RankError
     rank 0: | exchange of counts, inside | rows |     rank 1: the same                     rows are sent
@@ -50,8 +49,8 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     if work is None:
         return
     if group.on_gpu:
-        # NCCL's wait only orders streams. With a timeout it would block the host and abort the communicator on expiry.
-        # NCCL's watchdog enforces the process group's timeout.
+        # NCCL's wait only orders streams; with a timeout it would block the host. NCCL's watchdog enforces the group's
+        # timeout.
         work.wait()
         return
     board, deadline = group.board, time.monotonic() + group.job.timeout_s
@@ -74,7 +73,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
             raise group.verdict_error(operation, verdict)
         board.record_wait(f"{operation} over the {group}", group.ranks)
         has_recorded_wait, now = True, time.monotonic()
-        # Only a stopped rank's note is unchanged after one renewal.
+        # A rank is stopped if its note does not change within one renewal.
         if earlier is None and now > deadline - renewal_s:
             earlier, deadline = board.wait_notes(group.ranks), max(deadline, now + renewal_s)
         elif earlier is not None and now > deadline:
@@ -83,7 +82,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         board.record_wait("")
 
 
-# An envelope: header (lengths of name and data, number of calls), name of the operation, data.
+# An envelope: header (lengths of name and data, number of calls), name, data.
 _HEADER = struct.Struct("<HII")
 _ENVELOPE_BYTES, _NAME_BYTES = 1024, 214
 _DATA_OFFSET = _HEADER.size + _NAME_BYTES
@@ -94,7 +93,7 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
     """Compare the operations that the ranks of a group are about to run. Collective.
 
     Args:
-        details: further text that must be equal on all ranks, such as dtype and width of rows.
+        details: further text that must be equal on all ranks.
         data: at most `MAX_DATA_BYTES` bytes, sent to all ranks.
     Returns:
         Each rank's data; [] on GPUs or for one rank, where nothing is compared.
@@ -114,7 +113,7 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
     # Truncated with a checksum: different names must stay different.
     if len(name) > _NAME_BYTES:
         name = name[: _NAME_BYTES - 12] + f"... {zlib.crc32(name):08x}".encode()
-    # If operations differ, the number of calls identifies the rank that left the common order.
+    # On a mismatch, the number of calls identifies the rank that left the common order.
     board.calls[operation] += 1
     envelope = bytearray(_ENVELOPE_BYTES)
     _HEADER.pack_into(envelope, 0, len(name), len(data), board.calls[operation])
@@ -152,9 +151,9 @@ def all_to_all_rows(
         recv: number of rows received from each rank.
         is_compared: True if all ranks have already exchanged calls and sizes. No envelope is then sent.
     Returns:
-        [sum(recv), ...], same dtype and trailing shape.
+        [sum(recv), ...].
     Raises:
-        RankError: inconsistent row counts; ranks call different operations; the job has a verdict; or as for `wait`.
+        RankError: inconsistent row counts, or as for `compare_calls`.
     """
     handle = group.handle
     if handle is None:
@@ -192,7 +191,7 @@ def all_gather_rows(
 ) -> Tensor:
     """Return the rows of all ranks, [sum(counts), ...], in rank order. Collective.
 
-    `counts`: rows of each rank. `is_compared`: as for `all_to_all_rows`.
+    `counts`: rows of each rank.
     """
     handle = group.handle
     if handle is None:
@@ -210,7 +209,7 @@ def all_gather_rows(
         if fits_envelope:
             return _tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
     if not group.on_gpu or len(set(counts)) > 1:
-        # Backends all-gather equal or padded row counts only, so each rank sends its rows to every rank by all-to-all.
+        # Backends all-gather equal row counts only, so each rank sends its rows to every rank.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, is_compared=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
@@ -221,9 +220,9 @@ def all_gather_rows(
 def reduce_scatter_rows(
     group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter", is_compared: bool = False
 ) -> Tensor:
-    """Sum over ranks and return this rank's part: `counts[index]` of the [sum(counts), ...] rows. Collective.
+    """Sum over ranks and return this rank's `counts[index]` of the [sum(counts), ...] rows. Collective.
 
-    Sums in rank order and at least float32, so equal inputs give equal bits. `is_compared`: as for `all_to_all_rows`.
+    Sums in rank order and at least float32, so equal inputs give equal bits.
     """
     if group.handle is None:
         return rows
@@ -256,7 +255,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
         with torch.no_grad():
             tensor.copy_(result.view(tensor.shape))
         return tensor
-    # Backends reduce raw memory, which may have gaps and an order that differs between ranks.
+    # Backends reduce raw memory, whose gaps and order may differ between ranks.
     flat = tensor.detach().contiguous()
     wait(dist.all_reduce(flat, _REDUCTIONS[op], group=handle, async_op=True), group, operation)
     if not tensor.is_contiguous():
@@ -265,7 +264,6 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
 
 
 def max_over_ranks_s(group: Group, seconds: Sequence[float], operation: str) -> list[float]:
-    """Return the maximum over ranks of each of these numbers of seconds. Collective."""
     own_s = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
     slowest: list[float] = all_reduce(group, own_s, "max", operation).tolist()
     return slowest
@@ -339,8 +337,7 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
 
 def _start_duplex(group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> list[dist.Work]:
     # A Gloo connection sends in one direction at a time. With a process group per direction, an exchange between two
-    # ranks at 200 Mbit/s takes 1.07 times the link's ideal time instead of 2.1 times. Each direction is one slice of
-    # `rows`, by destination, and of `out`, by source.
+    # ranks at 200 Mbit/s takes 1.07 instead of 2.1 times the link's ideal time.
     me, size = group.index, group.size
     assert group.handle is not None and group.downward is not None
     below, above = sum(send[:me]), sum(send[: me + 1])

@@ -1,9 +1,8 @@
 """The token exchange of one layer, created by the metadata exchange (`comm/metadata.py`). Padding is not sent.
 
-Each rank sorts its tokens by destination and dispatches a token once to every rank that hosts its experts. An
-all-gather over the expert-sharding group gives every shard of an expert all of its tokens, ordered by (sharding peer,
-source rank). Reduce-scatter and combine return the results. Expert assignments and router weights are sent alongside,
-one row per (token, k) pair.
+Each rank dispatches a token once to every rank that hosts its experts. An all-gather over the expert-sharding group
+gives every shard of an expert all of its tokens, ordered by (sharding peer, source rank). Reduce-scatter and combine
+return the results. Expert assignments and router weights are sent separately, one row per (token, k) pair.
 
 Two ranks, two experts each, top-2. Rank 0 has token a for experts 0 and 1, b for 1 and 2; rank 1 has c for 0 and 3:
 
@@ -52,27 +51,23 @@ from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import ReceivedPairs, decode, find_invalid_codes, pack, pairs_from_counts, unpack
 
 _OPERATION = "exchange of counts"
-# Number of `Metadata` columns, of trailing columns from the device, and of leading columns from a `RowForm`.
+# Numbers of `Metadata` columns: all, the last ones (from the device), and the first ones (from a `RowForm`).
 _COLUMNS, _ON_DEVICE, _FORM = len(Metadata._fields), 3, len(RowForm._fields)
-# Number of exchanges over each process group. Topologies that share one may span different ranks or close at different
-# times.
+# Exchanges over each process group, which topologies of different ranks and lifetimes may share.
 _num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RowExchange:
     """The collectives for one set of rows [n, ...] of any dtype: dispatch and all-gather, reduce-scatter and combine.
 
-    All ranks call the same collectives in the same order. They compare calls in the metadata exchange and at the first
-    rows of a backward pass (`begin_backward`).
+    All ranks call them in the same order. They compare calls in the metadata exchange, and again in the backward pass.
+    `num_rows`: rows on this rank after dispatch and all-gather.
 
     Args:
         recv_QP: rows received per shard of the experts (ESP rank) and source rank (EP rank).
         call: the name of the exchange, the same on every rank.
-        compared: axes ("ep", "esp") over which ranks have compared this exchange's call; one set for all chunks. None:
-            both, by the metadata exchange.
-    Attributes:
-        num_rows: rows on this rank after dispatch and all-gather.
-        num_sent, num_received: rows that dispatch sends and receives.
+        compared: axes ("ep", "esp") over which ranks have compared this exchange's call, shared by all chunks. None:
+            both.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class RowExchange:
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows to the ranks of their tokens. Inverse of `dispatch`."""
         if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
             self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
@@ -109,7 +103,7 @@ class RowExchange:
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """Sum results over the shards and return each peer its own rows. Adjoint of `all_gather`."""
+        """Sum results over the shards; adjoint of `all_gather`."""
         if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
             self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
@@ -159,10 +153,8 @@ class ExchangeSizes(NamedTuple):
 class ChunkedExchange(NamedTuple):
     """An exchange split into chunks.
 
-    Attributes:
-        exchanges: the collectives of each chunk.
-        sent_Gi, recv_Gi: rows of each contiguous segment of the unchunked rows (G) in chunk i. A segment has one
-            destination or source, and one micro-batch or expert.
+    `sent_Gi`, `recv_Gi`: rows in chunk i of each contiguous segment G of the unchunked rows. A segment has one
+    destination or source, and one micro-batch or expert.
     """
 
     exchanges: list[RowExchange]
@@ -177,7 +169,7 @@ class Exchange(RowExchange):
         has_row_per_pair: True if a row is sent for each pair; `pair_exchange` is then the exchange itself.
         ranks_QP: global source rank of the rows of each sharding peer and source, for errors; None if unknown.
         forwarding: two-level forwarding inside nodes; None: tokens are sent directly to each rank.
-        agreed: values that all ranks agreed on; its fields become attributes.
+        agreed: its fields become attributes.
     Attributes:
         counts_RE: [sharding peer · source rank, p · local experts], this rank's pairs after all-gather.
     """
@@ -209,7 +201,7 @@ class Exchange(RowExchange):
 
     @cached_property
     def pair_exchange(self) -> RowExchange:
-        """Collectives of pairs. First use is collective for two-level algorithms."""
+        """First use is collective for two-level algorithms."""
         sizes = self.sizes
         return self if self.has_row_per_pair else self.with_row_counts(sizes.send_PE.sum(1), sizes.recv_QPE.sum(2))
 
@@ -220,16 +212,16 @@ class Exchange(RowExchange):
 
     @cached_property
     def token_counts_R(self) -> Tensor:
-        """Number of tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
+        """Tokens on this rank after all-gather, [sharding peer · source rank · micro-batch]."""
         return torch.from_numpy(np.ascontiguousarray(self.sizes.recv_QPp).reshape(-1)).to(self._device)
 
     def with_row_counts(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
-        """Return a `RowExchange` between the same ranks for other row counts. Collective for two-level algorithms."""
+        """Return a `RowExchange` for other row counts. Collective for two-level algorithms."""
         traffic = self.algorithm.make_traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
         return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._compared)
 
     def split_chunks(self, degree: int) -> ChunkedExchange:
-        """Split the exchange into `degree` chunks of equal size (`all_to_all.chunk_size`) per source and destination.
+        """Split the rows for each destination into `degree` chunks of equal size (`all_to_all.chunk_size`).
 
         The destination is a rank; with forwarding a node; with `has_row_per_pair` an expert. Collective for two-level
         algorithms.
@@ -252,18 +244,15 @@ class Exchange(RowExchange):
     def exchange_pairs(
         self, code_N: Tensor | None, weight_N: Tensor | None, row_N: Tensor | None, k: int
     ) -> tuple[ReceivedPairs, Tensor | None]:
-        """Send expert assignments and router weights to the ranks of the experts. Collective.
+        """Exchange expert assignments and router weights; return those of this rank's experts. Collective.
 
         Args:
             code_N: packed expert assignment of each sent pair (`SentTokens`); None: each row is one pair.
             weight_N: router weight of each row; None: all 1.
-            row_N: index in weight_N of each sent pair's row; None: each row is one pair. In code_N and row_N, entries
-                after the sent pairs are padding.
+            row_N: index in weight_N of each sent pair's row; None: each row is one pair. May be padded, as code_N.
             k: maximum pairs per token.
-        Returns:
-            The pairs of this rank's experts, and the weight of each.
         Raises:
-            RankError: a rank sent assignments that contradict its announced counts. They are not used.
+            RankError: a rank sent assignments that contradict its announced counts.
         """
         pairs = self.pair_exchange
         if weight_N is not None:
@@ -287,7 +276,7 @@ class Exchange(RowExchange):
         return decode(code_P), weight_P
 
     def with_grads(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return both tensors, requiring gradients if any rank's do, because the backward pass is collective."""
+        """Make both tensors require gradients if any rank's do, because the backward pass is collective."""
         if torch.is_grad_enabled():
             if self.tokens_require_grad and not x_SM.requires_grad:
                 x_SM = x_SM.detach().requires_grad_()
@@ -296,7 +285,7 @@ class Exchange(RowExchange):
         return x_SM, weight_N
 
     def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
-        """Send the gradients of router weights back to the ranks of the tokens; return this rank's, [rows]. Collective.
+        """Send the gradients of router weights to the ranks of the tokens; return this rank's, [rows]. Collective.
 
         `row_N`: as for `exchange_pairs`. Padding rows are zero.
         """
@@ -311,7 +300,15 @@ class Exchange(RowExchange):
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
-        """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
+        """Raise `RankError` if received expert assignments contradict the counts that their senders announced.
+
+        Assignments index this rank's memory, so they must be valid. On CUDA a device assertion ends the process
+        instead.
+
+        Args:
+            code_P: the packed expert assignment of each received pair (`kernels/deduplicate.py`).
+            k: maximum number of pairs of a token on this rank.
+        """
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
         wrong_R = find_invalid_codes(code_P, counts_RE, self.token_counts_R, k)
@@ -320,7 +317,7 @@ class Exchange(RowExchange):
         elif bool(wrong_R.any()):
             ep, esp = self.algorithm.group, self._esp
             peer, source = divmod(int(wrong_R.nonzero()[0]) // micro_batches, ep.size)
-            # The source of rows that another shard forwarded is in neither group of this rank.
+            # Rows that another shard forwarded may come from a rank in neither group of this rank.
             passed_on = ep.ranks[source] if peer == esp.index else esp.ranks[peer]
             culprit = passed_on if self._ranks_QP is None else int(self._ranks_QP[peer, source])
             raise foreign_data_error(ep.board, f"exchange of pairs of {self.call}", f"the {ep}", culprit)
@@ -351,15 +348,15 @@ def exchange_metadata(
         call: the layer's name for errors, the same on every rank.
         columns: further `Metadata` fields: `expert_calls`, `tokens_require_grad`, ….
     Raises:
-        ConfigError, RankError: a rank refused or has non-finite input; invalid counts; different row forms; or one
-            rank must call its experts as a module and another cannot.
+        ConfigError, RankError: a rank refused or has non-finite input; invalid counts; different row forms; or one rank
+            must call its experts as a module and another cannot.
     """
     ep = algorithm.group
     if problem := _counts_error(counts_E, ep.size) or form.refusal():
         ep.refuse(CHECK, problem)
     nonfinite = refusal if isinstance(refusal, NonFinite) else None
     reason = refusal if isinstance(refusal, str) else None
-    # Sent despite a refusal: peers read the reason instead of waiting.
+    # Sent despite a refusal: peers wait for the message.
     if reason is not None:
         ep.board.refuse(CHECK, reason, ep.size * esp.size)
     elif ep.job.board is not None:
@@ -405,7 +402,6 @@ def exchange_metadata(
 
 
 def _counts_error(counts_E: Tensor, ranks: int) -> str:
-    """Return an error text for invalid counts of an exchange, else ""."""
     if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
         return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
     if len(counts_E) == 0 or len(counts_E) % ranks:
@@ -418,13 +414,12 @@ def _counts_error(counts_E: Tensor, ranks: int) -> str:
 
 @lru_cache(maxsize=256)
 def _host_columns(values: tuple[int, ...], *, is_pinned: bool) -> Tensor:
-    """Return the host-side metadata columns as a tensor. Cached: a layer sends few distinct values."""
-    # A pageable copy would synchronize.
+    # A pageable copy would synchronize. Cached: a layer sends few distinct values.
     return torch.tensor(values, dtype=torch.long, device="cpu", pin_memory=is_pinned)
 
 
 def _metadata_message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
-    """Return the message to each peer, [P, columns]. Never synchronizes with the device."""
+    """Return the message to each peer, [P, columns]. Does not synchronize with the device."""
     device = counts_PE.device
     from_host = _host_columns(own[:-_ON_DEVICE], is_pinned=device.type == "cuda")
     number = counts_PE.new_zeros(()) if nonfinite is None else nonfinite.number.to(counts_PE.dtype)
@@ -438,7 +433,7 @@ def _metadata_message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfi
 def _exchange(
     sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange messages. Returns them on the host: sent [peer, …], received [sharding peer, source rank, …]."""
+    """Exchange messages. Returns on the host: sent [peer, …], received [sharding peer, source rank, …]."""
     one_per_rank, data = [1] * ep.size, b""
     if not sent_PC.is_cuda:
         table_PC = sent_PC.numpy()
@@ -453,7 +448,6 @@ def _exchange(
             counts_WC = numbers_WN[:, :-_COLUMNS].reshape(ep.size, ep.size, -1)[:, ep.index]
             received_PC = torch.from_numpy(np.concatenate([counts_WC, numbers_WN[:, -_COLUMNS:]], 1))
     all_QPC = received_PC[None]
-    # Every shard computes the tokens of all its sharding peers.
     if esp.size > 1:
         all_QPC = all_gather_rows(shard_counts, all_QPC, [1] * esp.size, _OPERATION)
     if not sent_PC.is_cuda:
@@ -464,7 +458,13 @@ def _exchange(
 
 
 def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
-    """Return the rank whose metadata is inconsistent or states a wrong sender; None if all metadata is valid."""
+    """Return the first rank that sent inconsistent metadata or another rank's number; None if all metadata is valid.
+
+    Args:
+        recv_QPC: [sharding peer, source rank, columns]: counts of pairs and of tokens, a checksum, `Metadata`.
+        received: the `Metadata` columns, each [sharding peer, source rank].
+        experts: number of the columns with counts of pairs.
+    """
     counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
     expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
     expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks
@@ -484,7 +484,6 @@ def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: 
 
 
 def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
-    """Raise a rank's refusal, or its non-finite input, on all ranks. All can continue: no verdict ends the job."""
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)

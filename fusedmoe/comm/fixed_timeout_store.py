@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class FixedTimeoutStore(dist.Store):
-    """Wrapper around the job's store that uses one timeout for all waits and ignores the backend's timeouts.
+    """Wrapper around the job's store that uses one timeout for all waits and ignores the backend's.
 
     Gloo has a single timeout: a wait for a key uses it once, a wait for a connection five times over.
     """

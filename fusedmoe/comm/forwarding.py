@@ -8,8 +8,7 @@ for rank 3:
     inside     a | a b          rank 2 keeps a, and sends a and b to rank 3
     back       rank 2 adds its own result for a and rank 3's, and sends one sum across
 
-Each rank receives the same tokens in the same order as with `direct`. Results are summed inside nodes first, in order
-of local ranks. Chunks are equal parts of the tokens for each node; ranks exchange the counts per local rank.
+Each rank receives the same tokens in the same order as with `direct`. Results are summed in order of local ranks first.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ class Forwarding:
     """Destinations of tokens that are sent to nodes and forwarded inside them. The constructor is collective.
 
     Args:
-        esp: the expert-sharding group.
         by_node: tokens by destination node, with codes of the local ranks that receive them (`deduplicate_tokens` over
             nodes); may be padded.
         tokens_W: this rank's tokens for each rank.
         recv_QP: tokens that this rank receives, by sharding peer and source rank.
     Raises:
-        RankError: a rank sent codes that contradict its announced counts. They are not used.
+        RankError: a rank sent codes that contradict its announced counts.
     """
 
     def __init__(
@@ -96,10 +94,9 @@ class Forwarding:
         return TwoLevelTraffic(send, self._recv_W, self._nodes_npN, self._ranks_npNP, layout)
 
     def chunks(self, degree: int) -> tuple[list[TwoLevelTraffic], np.ndarray]:
-        """Split the tokens into chunks. Collective.
+        """Split the tokens for each node into equal chunks. Collective.
 
-        Returns:
-            The traffic of each chunk, and [chunks, Q, W] tokens received per chunk, sharding peer and source rank.
+        Returns the traffic of each chunk, and [chunks, Q, W] tokens received per chunk, sharding peer and source rank.
         """
         (nodes, local_size), group = self._nodes_npN.shape[:2], self._algorithm.group
         node, local_rank = divmod(group.index, local_size)

@@ -5,8 +5,7 @@ per combination of ranks, purpose and timeout. Only its members take part.
 
 PyTorch's `new_group(use_local_synchronization=True)` is unsuitable:
 
-- It names a group by the number of groups in the process. Members that have created different numbers of groups wait
-  for each other under different names.
+- Members that have created different numbers of groups wait for each other under different names.
 - With a device-bound default group it splits that group's communicator, and NCCL then waits for all ranks.
 - It sorts the ranks, but the order of a group determines which rank holds which experts.
 """
@@ -52,7 +51,6 @@ class Job:
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
     def refuse_pickle(self) -> None:
-        """Raise `ConfigError` if the job has several ranks."""
         if self.board is not None:
             raise ConfigError(
                 f"rank {self.rank}: cannot pickle or torch.save a model that spans several ranks: process groups "
@@ -73,7 +71,7 @@ class Group:
         ranks: global ranks in group order.
         index: position of this rank in `ranks`.
         handle: the process group. None for one rank: every collective is then a no-op.
-        downward: second process group for rows sent to lower ranks (duplex, see `collectives`); None without duplex.
+        downward: second process group for rows sent to lower ranks; None without duplex.
         on_gpu: True if tensors must be on this rank's GPU (NCCL).
     """
 
@@ -96,12 +94,12 @@ class Group:
         self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
         self.handle, self.downward = handle, downward
         self.job = job or Job()
-        # None only in a group of one rank.
+        # None for one rank.
         self.board: Board = self.job.board  # type: ignore[assignment]
         self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for missing attributes, which `close` deletes.
+        # Called for attributes that `close` deletes.
         if name in ("handle", "downward"):
             raise ConfigError(
                 "this topology was closed and its process groups were released: use it before close(), or make another"
@@ -119,7 +117,7 @@ class Group:
 
     @property
     def identity(self) -> str:
-        """The axis and the numbers of the process groups. Groups with equal identities share process groups."""
+        """The axis and the numbers of its process groups. Groups with equal identities share process groups."""
         # Numbered on first use, in the same order on all ranks.
         handles = [handle for handle in (self.handle, self.downward) if handle is not None]
         for handle in handles:
@@ -129,7 +127,6 @@ class Group:
 
     def refuse(self, operation: str, text: str) -> NoReturn:
         """Raise an error about this rank's arguments before an operation starts, and post it to all ranks."""
-        # A single rank has no peers to inform.
         if self.job.board is None:
             raise ConfigError(f"{operation}: {text}")
         self.job.board.post(self.job.rank, operation, text)
@@ -149,50 +146,49 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# `identity` numbers process groups, because topologies that share one may differ between ranks.
+# Numbers, because topologies that share process groups may differ between ranks.
 _GROUP_IDS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _next_group_id = count()
 
-# Seconds that a peer's process may take to end after a PyTorch collective failed.
+# Seconds that a peer's process may take to end after a failed PyTorch collective.
 _SLOW_EXIT_S = 6.0
 
-#: For some ranks and purpose: number of this rank's usable process group (0 if none), and the number created.
+#: Number of a rank's usable process group (0 if none), and the largest number so far.
 GroupNumber = tuple[int, int]
 
 
 def set_nccl_launch_order() -> None:
-    """Make NCCL launch the operations of several communicators in the order in which the host issues them."""
-    # NCCL reads the variable at its first launch. A user's value has precedence.
+    """Make NCCL launch operations of several communicators in host order. A user's setting has precedence."""
+    # NCCL reads the variable at its first launch.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass(eq=False)
-class Lease:
+class PooledGroup:
     """A pooled process group, its number among the groups of equal ranks and purpose, and its active leases."""
 
     key: tuple[str, float]
     # `torch.distributed` owns the process group until it is destroyed.
     handle: ref[dist.ProcessGroup]
-    number: int
-    leases: int = 0
+    group_number: int
+    num_leases: int = 0
 
 
 class ProcessGroups:
     """This rank's process groups, for reuse by later topologies."""
 
     def __init__(self) -> None:
-        self._leases: dict[tuple[str, float], Lease] = {}
+        self._pooled_groups: dict[tuple[str, float], PooledGroup] = {}
         self._last_numbers: dict[str, int] = {}
         self._num_layers: Counter[tuple[int, ...]] = Counter()
 
     def next_layer_number(self, ranks: tuple[int, ...]) -> int:
-        """Count another layer created over these ranks; return the count."""
         self._num_layers[ranks] += 1
         return self._num_layers[ranks]
 
     def group_numbers(self, timeout_s: float) -> dict[str, GroupNumber]:
-        """Return the numbers of this rank's process groups by ranks and purpose, to compare with other ranks."""
-        alive = {key: lease.number for key, lease in self._leases.items() if lease.handle() is not None}
+        """Return the numbers of this rank's process groups by ranks and purpose."""
+        alive = {key: pooled.group_number for key, pooled in self._pooled_groups.items() if pooled.handle() is not None}
         return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last_numbers.items()}
 
     def lease(
@@ -201,7 +197,7 @@ class ProcessGroups:
         purpose: str,
         ranks: Sequence[int],
         numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None,
-    ) -> Lease:
+    ) -> PooledGroup:
         """Lease the process group of these ranks, in this order, for one purpose. Collective over them.
 
         `numbers_of_ranks`: `group_numbers()` of every rank, in rank order; None exchanges it here.
@@ -217,28 +213,27 @@ class ProcessGroups:
                 {name: value} for value in job.board.all_gather_json(ranks, own, job.timeout_s, operation=operation)
             ]
         of_ranks = [rank.get(name, (0, 0)) for rank in numbers_of_ranks]
-        # All ranks reuse a process group or all create one: garbage collection may differ between ranks. A new one gets
-        # a number that no rank has used.
+        # All ranks reuse a process group or all create one: garbage collection may differ between ranks.
         numbers = {number for number, _ in of_ranks}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
             handle = _make_process_group(job, ranks, f"fusedmoe/{restart_count()}/{name}/{number}")
-            self._leases[key], self._last_numbers[name] = Lease(key, ref(handle), number), number
-        self._leases[key].leases += 1
-        return self._leases[key]
+            self._pooled_groups[key], self._last_numbers[name] = PooledGroup(key, ref(handle), number), number
+        self._pooled_groups[key].num_leases += 1
+        return self._pooled_groups[key]
 
-    def release(self, leases: Iterable[Lease]) -> dict[str, int]:
-        """End leases. Return the number of remaining leases of the same process groups, by ranks and purpose."""
+    def release(self, groups: Iterable[PooledGroup]) -> dict[str, int]:
+        """End a lease of each group. Return the numbers of remaining leases, by ranks and purpose."""
         # Unleased process groups are kept for the next topology until `destroy`.
-        for lease in leases:
-            lease.leases -= 1
-        return {lease.key[0]: lease.leases for lease in leases if self._leases.get(lease.key) is lease}
+        for pooled in groups:
+            pooled.num_leases -= 1
+        return {pooled.key[0]: pooled.num_leases for pooled in groups if self._pooled_groups.get(pooled.key) is pooled}
 
-    def destroy(self, lease: Lease) -> None:
-        """Destroy a process group that no member uses, unless a newer one has replaced it in the pool."""
-        if self._leases.get(lease.key) is lease:
-            del self._leases[lease.key]
-            handle = lease.handle()
+    def destroy(self, pooled: PooledGroup) -> None:
+        """Destroy a process group that no member uses, unless a newer one has replaced it."""
+        if self._pooled_groups.get(pooled.key) is pooled:
+            del self._pooled_groups[pooled.key]
+            handle = pooled.handle()
             if handle is not None:  # None would mean the default group
                 destroy_group(handle)
 
@@ -257,24 +252,24 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary(
 
 def process_groups() -> ProcessGroups:
     """Return the pool of the current default group, which must be initialised."""
-    # Weak references: the pool may outlive its job, as PyTorch modules imported late keep the then default group in
-    # default arguments.
+    # Weak references: the pool may outlive its job, as PyTorch modules imported late keep the default group in default
+    # arguments.
     default: Any = dist.group.WORLD
     return _POOLS.setdefault(default, ProcessGroups())
 
 
 def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    """Create a process group of these ranks, in this order. Collective over them, with the same name."""
+    """Create a process group of these ranks, in this order. Collective over them."""
     operation, where, timeout = "making a process group", f"ranks {list(ranks)}", _backend_timeout(job)
     deadline, board = time.monotonic() + timeout.total_seconds(), job.board
     assert board is not None
     backend, bound = dist.Backend(dist.get_backend()), _connect_timeout(timeout)
-    # Gloo waits for each rank's address only a fifth as long as for a connection, less than a rank may pause.
+    # Gloo waits a fifth as long for a rank's address as for a connection, less than a rank may pause.
     store = default_store() if bound == timeout else FixedTimeoutStore(default_store(), timeout)
     make = partial(make_group, ranks, ranks.index(job.rank), backend, store, name, bound)
     try:
         with _without_bound_device():
-            # In a thread that is abandoned on timeout: a client of a stopped store host blocks forever.
+            # In a thread that can be abandoned: a client of a stopped store host blocks forever.
             creation, has_recorded_wait = WorkerThread("fusedmoe-group").submit(make), False
             while not (creation.done() or time.monotonic() > deadline or board.read() or board.ended_ranks(ranks)):
                 try:
@@ -309,11 +304,10 @@ _STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
 def _destroy_late_group(creation: Future[Any]) -> None:
-    """Destroy a process group whose creation ended after this rank had stopped waiting."""
     if creation.exception() is None:
         handle = creation.result()
         register_group(handle, ())
-        # Raised if the process group was destroyed with the default group.
+        # It may have been destroyed with the default group.
         with suppress(ValueError):
             dist.destroy_process_group(handle)
 
@@ -323,9 +317,8 @@ _OUT_OF_RESOURCES = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
 def _backend_timeout(job: Job) -> timedelta:
-    """Return the backend's timeout, 2 s longer than the job's."""
-    # It bounds operations left by an abandoned wait. With the default group's timeout, Gloo's threads would keep the
-    # process alive that long.
+    # Bounds operations of an abandoned wait: Gloo's threads would keep the process alive for the default group's
+    # timeout.
     return timedelta(seconds=job.timeout_s + 2.0)
 
 
@@ -360,7 +353,6 @@ def bound_collectives(group: Group, operation: str) -> Iterator[None]:
 
 
 def _connect_timeout(timeout: timedelta) -> timedelta:
-    """Return the timeout for creating a process group. It bounds how long the creating thread waits for ended ranks."""
     if dist.get_backend() != "gloo":
         return timeout
     # Gloo waits five times this long for a connection, and the wait cannot be interrupted.
@@ -369,7 +361,7 @@ def _connect_timeout(timeout: timedelta) -> timedelta:
 
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Clear the default group's bound device in the block, so that PyTorch does not split its communicator."""
+    """Clear the default group's bound device, so that PyTorch does not split its communicator."""
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:

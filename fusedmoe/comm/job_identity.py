@@ -17,7 +17,7 @@ Identity = Mapping[str, str]
 def read_identity() -> dict[str, str]:
     """Return this process's launcher run id, user and program; "" for an unknown field.
 
-    Program arguments, folders and package names are excluded, as they may differ between ranks of one job.
+    Arguments, folders and package names are excluded, as they may differ between ranks of one job.
     """
     return {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "user": _user(), "program": _program()}
 
@@ -26,7 +26,7 @@ def require_one_job(rank: int, ranks: Sequence[int], identities: Sequence[Identi
     """Check that all ranks belong to one job. An unknown user or program matches any.
 
     Raises:
-        RankError: the ranks belong to different jobs; raised on every rank.
+        RankError: on every rank, if the ranks belong to different jobs.
     """
     for name in ("run", "user", "program"):
         by_rank = {peer: job[name] for peer, job in zip(ranks, identities, strict=True) if job[name] or name == "run"}

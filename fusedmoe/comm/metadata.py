@@ -46,12 +46,11 @@ class RowForm(NamedTuple):
 
     @classmethod
     def of(cls, x_SM: Tensor, layout: Layout, weights: Tensor | None) -> RowForm:
-        """Return the form of tokens [S, M] with this layout and these router weights."""
         return cls(x_SM.dtype, x_SM.shape[1], layout.k, None if weights is None else weights.dtype)
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
     def refusal(self) -> str:
-        """Return the reason why rows of this form cannot be sent, else ""."""
+        """Return why rows of this form cannot be sent, else ""."""
         for what, dtype in (("rows", self.dtype), ("router weights", self.weights)):
             if dtype not in _DTYPES:
                 return f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _DTYPES[1:]))}"
@@ -87,10 +86,9 @@ class Metadata(NamedTuple):
         dtype, width, k, weights: `RowForm.columns`, which must be equal on all ranks.
         rank: the sender's global rank.
         is_refused: 1 if the sender refuses its input. No rank then sends rows.
-        expert_calls: how the sender must call its experts (`ExpertCalls`).
-        tokens_require_grad, weights_require_grad: 1 if the sender needs gradients of its tokens or router weights.
+        tokens_require_grad, weights_require_grad: 1 if the sender needs these gradients.
         num_tokens, num_pairs: tokens and (token, k) pairs that the sender sends, summed over destinations.
-        num_nonfinite: NaN or infinite values in the sender's input. If nonzero, no rank sends rows.
+        num_nonfinite: NaN or infinite values in the sender's input, which count as a refusal.
     """
 
     dtype: Any
@@ -109,11 +107,9 @@ class Metadata(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """Number of NaN and infinite values, kept on the device until the metadata exchange copies it to the host.
+    """Number of NaN and infinite values, on the device until the metadata exchange copies it to the host.
 
-    Attributes:
-        number: integer scalar tensor on the rows' device.
-        text: the error message for a nonzero count; the same on all ranks.
+    `text`: the error message for a nonzero number; the same on all ranks.
     """
 
     number: Tensor
@@ -121,13 +117,12 @@ class NonFinite(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """Numbers of tokens that a rank sends with deduplication, where one row serves several (token, k) pairs.
+    """Tokens that a rank sends, where one row may serve several (token, k) pairs.
 
     Attributes:
         tokens_Wp: [W] or [W, p] integers, tokens sent to each rank per micro-batch.
-        by_node: the same tokens grouped by destination node, for two-level forwarding; None: tokens are sent directly
-            to each rank.
-        has_row_per_pair: True if rows are sent without deduplication, one per pair.
+        by_node: the same tokens by destination node, for two-level forwarding; None: sent directly to each rank.
+        has_row_per_pair: True if each pair has its own row.
     """
 
     tokens_Wp: Tensor
@@ -136,16 +131,14 @@ class TokenCounts(NamedTuple):
 
 
 class AgreedMetadata(NamedTuple):
-    """Values that the metadata exchange makes equal on all ranks.
-
-    The defaults apply to an exchange that is rebuilt from known sizes, without a metadata exchange.
+    """Values that the metadata exchange makes equal on all ranks; defaults apply without one.
 
     Attributes:
-        form: dtypes and sizes of the rows; None if the ranks have not compared them.
+        form: None if the ranks have not compared their row forms.
         max_pairs: the largest number of pairs that a rank sends.
         tokens_per_pair: tokens sent by all ranks divided by pairs sent by all ranks, from 1/K to 1.
         needs_module_calls: True if some rank calls its experts as a module. No rank may then run a plan.
-        tokens_require_grad, weights_require_grad: True if some rank needs gradients of its tokens or router weights.
+        tokens_require_grad, weights_require_grad: True if some rank needs these gradients.
     """
 
     form: RowForm | None = None
@@ -157,10 +150,7 @@ class AgreedMetadata(NamedTuple):
 
 
 def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
-    """Describe how row forms differ between ranks. Returns an error text, and the rank at fault if only one differs.
-
-    `forms`: the row form of each rank, at least two of them different.
-    """
+    """Return an error text for different row forms by rank, and the rank at fault if only one differs."""
     names = {"dtype": "dtypes", "width": "widths", "k": "numbers of experts for a token (K)"}
     names["weights"] = "dtypes of router weights"
     name = next(name for name in names if len({getattr(form, name) for form in forms.values()}) > 1)
@@ -177,7 +167,7 @@ def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
 
 
 def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks if one rank must call its experts as a module and another must call them in chunks."""
+    """Raise `RankError` on all ranks if some call their experts as a module and others in chunks (`ExpertCalls`)."""
     module, chunks = (
         received.rank[received.expert_calls == calls] for calls in (ExpertCalls.MODULE, ExpertCalls.CHUNKS)
     )
@@ -191,7 +181,6 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
 
 
 def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks if their row forms differ. The error names the rank at fault if only one differs."""
     me, ranks = ep.job.rank, received.rank.ravel().tolist()
     columns = zip(*(column.ravel().tolist() for column in received[: len(RowForm._fields)]), strict=True)
     forms = {rank: RowForm.of_columns(*numbers) for rank, numbers in zip(ranks, columns, strict=True)}

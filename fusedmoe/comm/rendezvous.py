@@ -1,4 +1,4 @@
-"""Initialisation of the default process group, with checks of the environment and errors that name rank and address."""
+"""Initialisation of the default process group, with errors that name rank and address."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, post_uncaught_exceptions
-from fusedmoe.comm.group import Group, GroupNumber, Job, Lease, process_groups, set_nccl_launch_order
+from fusedmoe.comm.group import Group, GroupNumber, Job, PooledGroup, process_groups, set_nccl_launch_order
 from fusedmoe.comm.job_identity import read_identity, require_one_job
 from fusedmoe.compat.torch import default_store, graph_task_id, is_early_stop
 from fusedmoe.errors import ConfigError, RankError
 
-# This rank's job, and the numbers of each rank's process groups.
+# A job, and the numbers of each rank's process groups.
 _JoinedJob = tuple[Job, list[dict[str, GroupNumber]] | None]
 
 
@@ -38,11 +38,8 @@ class Topology:
     With EP = nodes and ESP = MP = ranks per node, all-to-all crosses nodes while all-gather and reduce-scatter stay
     inside one (FSMoE §2.2, Fig. 2).
 
-    `Topology()` is a world of one rank and needs no process group. `from_sizes` and `from_mesh` are collective over the
-    job, with equal arguments.
-
-    Topologies with the same axes share process groups, also after one is garbage-collected. `close()`, or the end of a
-    `with` block, destroys the groups that no other topology uses.
+    `Topology()` is a world of one rank and needs no process group. Topologies with the same axes share process groups.
+    `close()`, or the end of a `with` block, destroys the groups that no other topology uses.
 
     Attributes:
         ep, esp, mp, dp, edp, world: the `Group` along each axis.
@@ -80,8 +77,8 @@ class Topology:
             ep, esp, mp: axis sizes; the remaining factor is data parallel.
             ranks_per_node: defaults to the launcher's LOCAL_WORLD_SIZE.
             timeout_s: bound of every wait for other ranks, in seconds.
-            duplex: on CPUs, create two process groups per axis, so that all-to-all, all-gather and reduce-scatter use
-                both directions of a link at once: up to twice as fast between hosts, no gain on loopback.
+            duplex: on CPUs, create two process groups per axis, so that collectives on rows use both directions of a
+                link at once: up to twice as fast between hosts, no gain on loopback.
         Raises:
             ConfigError: sizes that do not divide the world, several ranks without a process group, or duplex on GPUs.
             RankError: the ranks pass different arguments, or a rank did not join.
@@ -159,18 +156,16 @@ class Topology:
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
     ) -> Topology:
-        """Make a topology over one process group, for layers that only some ranks of the job hold.
+        """Make a topology over one process group, for layers that only some ranks hold. Collective over that group.
 
-        Collective over that group only. The topology has no meshes; `dp` is the whole group, and `edp` the first axis
-        of a three-dimensional `experts`. It does not reduce gradients of dense parts or of expert copies. On CPUs it is
-        duplex (see `from_sizes`).
+        The topology has no meshes, and does not reduce gradients of dense parts or of expert copies. `dp` is the whole
+        group, and `edp` the first axis of a three-dimensional `experts`. On CPUs it is duplex.
 
         Args:
             handle: the process group; None for a world of one rank.
             experts: [EP, ESP] or [EDP, EP, ESP], a permutation of the indices in the group; default: EP over all.
-            ranks_per_node: as for `from_sizes`.
         Raises:
-            ConfigError: `experts` is not a permutation of the group's indices, or has another number of axes.
+            ConfigError: `experts` is not such a permutation.
             RankError: as for `from_sizes`.
         """
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
@@ -185,12 +180,11 @@ class Topology:
         per_node = _ranks_per_node(ranks_per_node)
         job, _ = _join_job(timeout_s, f"experts={indices.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
-        # Other libraries' layers, which use this constructor, have no argument for it.
         topology._init_axes(job, len(ranks), per_node, duplex=dist.get_backend() != "nccl")
         grid = torch.tensor(ranks, device="cpu")[indices.view(-1, *indices.shape[-2:])]
         for axis, name in enumerate(("edp", "ep", "esp")):
             setattr(topology, name, topology.subgroup(name, _ranks_along(grid, axis, job.rank)))
-        # May be the group of `ep`. The given handle may be destroyed by its owner, so it is not kept.
+        # May be the group of `ep`. The owner of the given handle may destroy it, so it is not kept.
         whole = topology.subgroup("dp", ranks)
         topology.dp, topology.world = (Group(name, ranks, whole.index, whole.handle, job) for name in ("dp", "world"))
         topology._groups += [topology.dp, topology.world]
@@ -217,8 +211,7 @@ class Topology:
             topology.world = Group("world", all_ranks, all_ranks.index(job.rank), default, job)
         else:
             topology.world = topology._group("world", "world", all_ranks, numbers_of_ranks)
-        # Separate process groups even over equal ranks: gradients may be reduced over one while rows are sent over
-        # another.
+        # Separate process groups even over equal ranks: one may reduce gradients while another sends rows.
         for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
             for axis, name in enumerate(names):
                 ranks = _ranks_along(grid, axis, job.rank)
@@ -232,10 +225,9 @@ class Topology:
             setattr(self, axis, Group(axis, job=job))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []
-        self._group_leases: list[Lease] = []
+        self._pooled_groups: list[PooledGroup] = []
         if dist.is_available() and dist.is_initialized():
-            # Ends the leases with the last reference to the topology.
-            finalize(self, process_groups().release, self._group_leases)
+            finalize(self, process_groups().release, self._pooled_groups)
 
     def _group(
         self,
@@ -255,9 +247,9 @@ class Topology:
     def _lease(
         self, purpose: str, ranks: tuple[int, ...], numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None
     ) -> dist.ProcessGroup:
-        lease = process_groups().lease(self.job, purpose, ranks, numbers_of_ranks)
-        self._group_leases.append(lease)
-        handle = lease.handle()
+        pooled = process_groups().lease(self.job, purpose, ranks, numbers_of_ranks)
+        self._pooled_groups.append(pooled)
+        handle = pooled.handle()
         assert handle is not None
         return handle
 
@@ -273,19 +265,18 @@ class Topology:
         return self._subgroups[ranks]
 
     def duplicate_group(self, group: Group, purpose: str) -> Group:
-        """Return another group of the same ranks, for collectives that overlap with those over `group`.
+        """Return another group of the same ranks, for collectives that overlap with those over `group`. Collective.
 
-        Collective over the group. Equal purposes share a process group.
+        Equal purposes share a process group.
         """
         return self._group(group.axis, f"{group.axis} {purpose}", group.ranks)
 
     def next_layer_number(self) -> int:
-        """Return a new layer number on these ranks, used to detect ranks that call different layers."""
+        """Number a new layer on these ranks. The number detects ranks that call different layers."""
         return 0 if self.size == 1 else process_groups().next_layer_number(self.world.ranks)
 
     @property
     def is_first(self) -> bool:
-        """True on the first rank of its world."""
         return self.world.index == 0
 
     @cached_property
@@ -310,18 +301,18 @@ class Topology:
         Raises:
             RankError: a rank failed, or did not call within `timeout_s`.
         """
-        leases, self._group_leases[:] = list(self._group_leases), []
-        if not leases or not dist.is_initialized():
+        pooled_groups, self._pooled_groups[:] = list(self._pooled_groups), []
+        if not pooled_groups or not dist.is_initialized():
             return
         pool = process_groups()
-        # Destroyed only if no member has another lease: topologies may differ between ranks.
-        own, timeout_s = pool.release(leases), self.job.timeout_s
+        # Members may have different topologies: destroy a group only if none has another lease.
+        own, timeout_s = pool.release(pooled_groups), self.job.timeout_s
         leases_out = self.world.board.all_gather_json(
             self.world.ranks, own, timeout_s, operation="closing the topology"
         )
-        for lease in leases:
-            if all(out.get(lease.key[0], 0) == 0 for out in leases_out):
-                pool.destroy(lease)
+        for pooled in pooled_groups:
+            if all(out.get(pooled.key[0], 0) == 0 for out in leases_out):
+                pool.destroy(pooled)
         for group in self._groups:
             group.close()
 
@@ -336,13 +327,11 @@ class Topology:
     def require_equal_facts(self, facts: dict[str, Any], subject: str, hint: str = "") -> None:
         """Check that all ranks hold the same facts about a subject. Collective over all ranks.
 
-        Args:
-            hint: a sentence appended to the error.
         Raises:
-            RankError: a fact differs; all ranks raise the same message, with its name and its value on each rank.
+            RankError: a fact differs; names it, and its value on each rank. `hint` is appended.
         """
         facts_of_ranks = all_gather_object(self.world, facts, f"comparing {subject}")
-        # All ranks check all names in one order, as classes may have different arguments.
+        # The union of names: classes may have different arguments.
         for name in dict.fromkeys(name for its_facts in facts_of_ranks for name in its_facts):
             holders: dict[str, list[int]] = {}
             for rank, its_facts in zip(self.world.ranks, facts_of_ranks, strict=True):
@@ -355,24 +344,24 @@ class Topology:
     def check(self) -> None:
         """Raise if a wait of a one-sided kernel has failed (`fusedmoe.comm.one_sided`).
 
+        On a GPU the host waits for these kernels only here.
+
         Raises:
             RankError: a wait timed out or a peer failed; names rank, peer, rows, expected and seen signal.
         """
-        # On a GPU the host waits for these kernels only here.
         for heap in list(self.job.heaps):
             if not heap.is_abandoned:
                 heap.check()
 
     def fail(self, operation: str, message: str) -> None:
-        """Post a failure of this rank, which the other ranks then raise."""
         if self.job.board is not None:
             self.job.board.post(self.rank, operation, message)
 
     def stop(self, operation: str, error: BaseException) -> None:
         """Report an exception of this rank to the other ranks, which then raise at their next wait.
 
-        Not reported: a `RankError`, whose cause another rank has already reported, and the exception with which a
-        checkpoint ends its recomputation early.
+        Not reported: a `RankError`, which another rank has reported, and the exception by which a checkpoint ends its
+        recomputation early.
         """
         if self.size > 1:
             _forget_failed_backward()
@@ -381,7 +370,7 @@ class Topology:
 
     @contextmanager
     def guard(self, operation: str = "the guarded block") -> Iterator[None]:
-        """Post any exception that leaves the block to all ranks, which raise at their next wait."""
+        """Report any exception that leaves the block (`stop`)."""
         try:
             yield
         except BaseException as error:
@@ -402,19 +391,19 @@ class Topology:
 
 
 def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
-    """Wrap an existing process group as a `Group`: waits over it are bounded, and errors name ranks.
-
-    Does not communicate.
-    """
+    """Wrap an existing process group as a `Group` with bounded waits. Does not communicate."""
     rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
     job = Job(rank, timeout_s, Board(default_store(), rank))
     return Group(name, ranks, ranks.index(rank), handle, job)
 
 
 def _forget_failed_backward() -> None:
-    """Free the remaining work of a failed backward pass, and with it the process groups that its graph holds."""
-    # The thread's autograd queue keeps the ready nodes until the next pass. Peers cannot free their process groups
-    # meanwhile: Gloo waits for this rank's pending data.
+    """Drop the nodes that autograd still queues after a failed backward pass, and the process groups that they hold.
+
+    Runs an empty backward pass on this thread. Does nothing inside a backward pass.
+    """
+    # The thread's autograd queue keeps the ready nodes until the next pass. Meanwhile peers cannot free their process
+    # groups: Gloo waits for this rank's pending data.
     if graph_task_id() != -1:
         return  # inside a backward pass that still needs its nodes
     # The original error must stay visible.
@@ -457,7 +446,6 @@ def _join_job(timeout_s: float, arguments: str, ranks: Sequence[int] | None = No
     rank = dist.get_rank()
     board = Board(default_store(), rank)
     post_uncaught_exceptions(board)
-    # One gather both compares arguments and exchanges the process groups that can be reused.
     facts = board.all_gather_json(
         ranks, (arguments, process_groups().group_numbers(timeout_s), read_identity()), timeout_s
     )

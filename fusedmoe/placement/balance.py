@@ -3,22 +3,17 @@
 After the gates every rank has all counts, [W, E], and computes the same assignment in three steps:
 
 1. Assign rows to the nearest owner or replica. Then move rows above the mean along chains of ranks that hold the same
-   experts (augmenting paths) while this reduces the maximum. No other assignment of rows to these replicas has a
-   smaller maximum over ranks.
+   experts (augmenting paths). No other assignment of rows to these replicas has a smaller maximum over ranks.
 2. Move the surplus of overloaded ranks to new replicas, one expert's rows (a piece) at a time, largest piece first: to
-   the rank with the least room that fits the piece, or else to the rank with the most room. Each new replica fills a
-   rank, or takes a rank's whole surplus or all its rows of an expert.
+   the rank with the least room that fits the piece, or else to the rank with the most room.
 3. If there is room for too few replicas, add replicas to full ranks that can pass rows on (bridges), and repeat step 1.
-
-If it saves time, nodes that send all their rows for an expert over the network first get node-local replicas
-(`replica_search.add_node_local`).
 
 With unlimited room for replicas, the busiest rank computes the mean, rounded up. With room for m ≥ 1 replicas per rank,
 no earlier replicas, and at most q owned experts per rank, no rank computes more than 1 + q/m times the mean: a rank
 that was not filled has taken m pieces, each at least as large as any remaining piece.
 
 Worked example: ranks 0 and 1 own an expert each, the counts are [[5, 1], [5, 1]] and the mean is 6. Rank 0 would
-compute 10 rows, so rank 1 gets a replica of expert 0 and computes 4 of its own 5 rows for it, which are not sent.
+compute 10 rows, so rank 1 gets a replica of expert 0 and computes 4 of its own 5 rows for it.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import add_node_local
 from fusedmoe.placement.row_sharing import RowSharing, nearest_rows
 from fusedmoe.placement.traffic import (
@@ -46,14 +41,13 @@ from fusedmoe.placement.traffic import (
     transfers_s,
 )
 
-#: Maximum over mean of the rows per rank, as tried by `cheapest_balance`. Higher levels keep more rows near their rank;
-#: the search for a level starts from the result of the next higher level.
+#: Levels (maximum over mean of the rows per rank) that `cheapest_balance` tries. Higher levels move fewer rows.
 LEVELS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-# Replicas that compute fewer rows than this fraction of a rank's mean are underused and may be replaced.
+# Replicas that compute fewer rows than this fraction of a rank's mean may be replaced.
 _UNDERUSED_FRACTION = 1 / 4
 # On-demand replicas, and planning, must save this fraction of the layer's time.
 _MIN_SAVING = 0.02
-# The search retries max(2, 2048 / (W·E)) levels inside nodes and with less room, which bounds planning time.
+# Number of retried levels: max(2, 2048 / (W·E)), which bounds planning time.
 _MIN_RETRIES, _RETRY_BUDGET = 2, 2048
 
 
@@ -63,14 +57,14 @@ class Balance:
 
     Attributes:
         placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
-        tokens_WE: [W, E] int64, rows for each expert, by the rank whose tokens they are.
-        computed_EV: [E, V] int64, rows of each expert, by the rank that computes them.
+        tokens_WE: int64, rows for each expert, by the rank whose tokens they are.
+        computed_EV: int64, rows of each expert, by the rank that computes them.
     """
 
     placement: Placement
     tokens_WE: NDArray[np.int64]
     computed_EV: NDArray[np.int64]
-    nodes: Nodes
+    node_layout: NodeLayout
 
     @property
     def max_rank_rows(self) -> int:
@@ -79,12 +73,12 @@ class Balance:
     def sent_from(self, rank: int) -> NDArray[np.int64]:
         """Return [E, V] int64, the rows of each expert that a rank sends to each rank, itself included.
 
-        Rows stay on the rank if possible, otherwise on its node if possible.
+        Rows stay on the rank if possible, otherwise on its node.
         """
-        links, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
+        links, first = self._link_rows, self.node_layout.of(rank) * self.node_layout.per_node
         far_sent_EW, far_received_EW = links.sent_EW - links.near_sent_EW, links.received_EW - links.near_received_EW
         sent_EV = _rows_sent_by(rank, far_sent_EW, far_received_EW)
-        inside = slice(first, first + self.nodes.per_node)
+        inside = slice(first, first + self.node_layout.per_node)
         sent_EV[:, inside] += _rows_sent_by(
             rank - first, links.near_sent_EW[:, inside], links.near_received_EW[:, inside]
         )
@@ -93,7 +87,6 @@ class Balance:
 
     @cached_property
     def load(self) -> PlacementLoad:
-        """Rows per rank and link in one all-to-all."""
         sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._link_rows[1:])
         far_sent_W, far_received_W = sent_W - near_sent_W, received_W - near_received_W
         inter, intra = (
@@ -104,23 +97,23 @@ class Balance:
 
     def mean_load(self) -> PlacementLoad:
         """Return the load with the same total rows, spread evenly over all ranks and links."""
-        ranks = self.nodes.ranks
+        ranks = self.node_layout.num_ranks
         near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.inter_node_received_W.sum())
         work_W, received_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
         return PlacementLoad(work_W, received_W, int(received_W[0]), -(-near // ranks))
 
     @cached_property
     def _link_rows(self) -> _LinkRows:
-        wanted_EW, nodes = self.tokens_WE.T, self.nodes
+        wanted_EW, node_layout = self.tokens_WE.T, self.node_layout
         kept_EW = np.minimum(wanted_EW, self.computed_EV)
         sent_ENR, received_ENR = (
-            (counts_EW - kept_EW).reshape(-1, nodes.count, nodes.per_node)
+            (counts_EW - kept_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node)
             for counts_EW in (wanted_EW, self.computed_EV)
         )
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
         both = inside_EN.nonzero()
         near_sent_ENR, near_received_ENR = np.zeros_like(sent_ENR), np.zeros_like(sent_ENR)
-        # In proportion over a node's ranks on each kind of link, to balance the links.
+        # In proportion over a node's ranks, to balance their links.
         near_sent_ENR[both] = _split_in_proportion(sent_ENR[both], inside_EN[both])
         near_received_ENR[both] = _split_in_proportion(received_ENR[both], inside_EN[both])
         four = (sent_ENR, received_ENR, near_sent_ENR, near_received_ENR)
@@ -137,7 +130,7 @@ class _LinkRows(NamedTuple):
     near_received_EW: NDArray[np.int64]
 
 
-def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, level: float = 1.0) -> Balance:
+def balance(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int, level: float = 1.0) -> Balance:
     """Assign rows to replicas, and add replicas until no rank computes more than `level` times the mean.
 
     Args:
@@ -148,10 +141,10 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
     Raises:
         ConfigError: sizes do not match; tokens_WE is not counts, or sums to 2³¹ or more; m < 0; level < 1.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
     if not 1 <= level < np.inf:
         raise ConfigError(f"balance: level = {level} must be 1 or more, and finite")
-    sharing = RowSharing(tokens_WE, placement, nodes, m)
+    sharing = RowSharing(tokens_WE, placement, node_layout, m)
     for above in sorted((one for one in LEVELS if one > level), reverse=True):
         row_limit = _row_limit(above, tokens_WE)
         sharing.reach_limit(row_limit)
@@ -159,31 +152,34 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
     row_limit = _row_limit(level, tokens_WE)
     if not sharing.reach_limit(row_limit):
         sharing.replicate(row_limit)
-    return _balance_of(sharing, tokens_WE, nodes)
+    return _balance_of(sharing, tokens_WE, node_layout)
 
 
-def quick_balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> Balance:
+def quick_balance(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> Balance:
     """Add replicas that take the surplus rows of overloaded ranks, in under 1 ms for 64 ranks and 256 experts.
 
-    Step 2 of `balance` without steps 1 and 3: all other rows stay on the nearest owner or replica. The bound for m ≥ 1
-    in the module's docstring holds here, too. Arguments: see `balance`.
+    Step 2 of `balance` only, with its bound for m ≥ 1: all other rows stay on the nearest owner or replica.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
-    sharing = RowSharing(tokens_WE, placement, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
+    sharing = RowSharing(tokens_WE, placement, node_layout, m)
     sharing.add_replicas(_row_limit(1.0, tokens_WE))
-    return _balance_of(sharing, tokens_WE, nodes)
+    return _balance_of(sharing, tokens_WE, node_layout)
 
 
 def cheapest_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
+    placement: Placement,
+    tokens_WE: ArrayLike,
+    node_layout: NodeLayout,
+    m: int,
+    costs: PlacementCosts,
+    hidden_s: float = 0.0,
 ) -> Balance:
     """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
 
-    For several levels, the search compares balances without new replicas, with new replicas anywhere or only inside
-    nodes, with room for fewer replicas, and with node-local replicas. The result never costs more than `balance` with
-    any of `LEVELS`, with m = 0 or this m. New replicas may replace underused replicas.
+    The result never costs more than `balance` with any of `LEVELS`, with m = 0 or this m. New replicas may replace
+    underused replicas.
     """
-    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
+    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, node_layout, m), node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
     return _search_replicas(placement, level_balances, m, costs, hidden_s, unchanged_s) or unchanged
 
@@ -191,7 +187,7 @@ def cheapest_balance(
 def auto_balance(
     placement: Placement,
     tokens_WE: ArrayLike,
-    nodes: Nodes,
+    node_layout: NodeLayout,
     m: int,
     costs: PlacementCosts,
     planning_s: float = 0.0,
@@ -200,26 +196,22 @@ def auto_balance(
     """Return the cheapest balance if planning can pay off, otherwise rows on the nearest replicas.
 
     Plans only if a perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time. New
-    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). New replicas may replace underused
-    replicas, except those that forwarded their expert to another rank.
-
-    Worked example: rank 0 owns expert 0, rank 1 owns expert 1, and each has room for one replica. Expert 1 was
-    predicted, so rank 0 has a replica of it, but all rows are for expert 0. Rank 1 gets a replica of expert 0 if
-    computing half of the rows takes longer than the exposed transfers of its parameters and gradients.
+    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). They may replace underused replicas,
+    except those that forwarded their expert to another rank.
 
     Args:
         placement: owners, and replicas sent by one gather (`traffic.gather_transfers`).
         planning_s: seconds that the search takes, equal on all ranks.
         hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
             the transfers of replica gradients.
-        tokens_WE, nodes, m: as for `balance`. m = 0: replicas do not change.
+        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
-    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, nodes), nodes)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
+    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
     now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _MIN_SAVING * now_s):
         return nearest
-    level_balances = _LevelBalances(placement, tokens_WE, nodes, m)
+    level_balances = _LevelBalances(placement, tokens_WE, node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
     below_s = unchanged_s - _MIN_SAVING * now_s
     return _search_replicas(placement, level_balances, m, costs, hidden_s, below_s) or unchanged
@@ -231,25 +223,28 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
     `before` first, then those of the new replicas.
 
-    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 8,
-    parameters count 5 s and gradients 0 s. With `hidden_s` = 6, gradients count 2 s.
+    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 6,
+    parameters count 5 s and gradients 2 s.
     """
-    after, nodes = balanced.placement, balanced.nodes
+    after, node_layout = balanced.placement, balanced.node_layout
     if after.is_within(before):
         return 0.0
-    there_s = transfers_s(gather_transfers(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    there_s = transfers_s(
+        gather_transfers(before.both(after), after, node_layout), node_layout, costs, costs.expert_bytes
+    )
     if hidden_s:
-        hidden_s -= transfers_s(gather_transfers(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
+        hidden_s -= transfers_s(
+            gather_transfers(before.sharding, before, node_layout), node_layout, costs, costs.expert_bytes
+        )
     return there_s + there_s - min(there_s, max(0.0, hidden_s))
 
 
 def _cheapest(
     before: Placement, costs: PlacementCosts, balances: Sequence[Balance], hidden_s: float
 ) -> tuple[float, Balance]:
-    """Return the minimum seconds of a layer over `balances`, and the first balance that attains it."""
     best_s, best = math.inf, balances[0]
     for found in balances:
-        # Cheap lower bounds first: all ranks wait for this result.
+        # Cheap lower bounds first.
         if found.max_rank_rows * costs.token_s < best_s:
             found_s = layer_s(found.load, costs)
             if found_s < best_s:
@@ -264,14 +259,13 @@ class _LevelBalances:
 
     Attributes:
         balances: the first assigns each row to its nearest replica; one more for each level that moves rows.
-        unreached_levels: row assignments of the levels that only new replicas can reach. The key is the level's
-            maximum number of rows per rank.
+        unreached_levels: row assignments of levels that need new replicas, by maximum rows per rank.
     """
 
-    def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
-        self.start, self.tokens_WE, self.nodes = start, tokens_WE, nodes
-        sharing = RowSharing(tokens_WE, start, nodes, m)
-        self.balances, self.unreached_levels = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
+    def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, m: int) -> None:
+        self.start, self.tokens_WE, self.node_layout = start, tokens_WE, node_layout
+        sharing = RowSharing(tokens_WE, start, node_layout, m)
+        self.balances, self.unreached_levels = [_balance_of(sharing, tokens_WE, node_layout)], dict[int, RowSharing]()
         for level in reversed(LEVELS):
             row_limit = _row_limit(level, tokens_WE)
             if sharing.work_V.max() > row_limit:
@@ -279,20 +273,20 @@ class _LevelBalances:
                     if sharing.free_slots_V.any():
                         self.unreached_levels[row_limit] = sharing.copy()
                     sharing.reach_lowest_limit(row_limit)
-                self.balances.append(_balance_of(sharing, tokens_WE, nodes))
+                self.balances.append(_balance_of(sharing, tokens_WE, node_layout))
 
     @cached_property
     def _crossing_NE(self) -> NDArray[np.int64]:
-        """[N, E], rows that each node sends to other nodes, one entry per expert, ascending."""
-        by_node = (self.start.experts, self.nodes.count, self.nodes.per_node)
+        """[N, E], rows that each node sends to other nodes for each expert, ascending."""
+        by_node = (self.start.experts, self.node_layout.num_nodes, self.node_layout.per_node)
         from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
         return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
 
     def min_inter_node_rows(self, room: int) -> float:
         """Return a lower bound on the busiest rank's inter-node rows with `room` replicas per rank."""
-        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.nodes.count, -1).sum(axis=1)
+        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.node_layout.num_nodes, -1).sum(axis=1)
         left_N = (rows_E[: max(0, len(rows_E) - n)].sum() for rows_E, n in zip(self._crossing_NE, room_N, strict=True))
-        return float(max(left_N)) / self.nodes.per_node
+        return float(max(left_N)) / self.node_layout.per_node
 
 
 def _search_replicas(
@@ -300,16 +294,10 @@ def _search_replicas(
 ) -> Balance | None:
     """Return the fastest balance with new or replaced replicas, if its layer takes less than `below_s`; else None.
 
-    The search starts from the replicas of `before`. It may also start without the underused replicas, and from that
-    start with node-local replicas added. For each start, the search adds replicas at each of `LEVELS` that a lower
-    bound of the time does not exclude.
-
-    Args:
-        level_balances: the balances over the replicas of `before`, already computed.
-        m: maximum number of replicas per rank.
-        hidden_s: seconds of gradient transfers that overlap with computation.
+    The search starts from the replicas of `before`, also without the underused ones, and with node-local ones added.
+    For each start, it adds replicas at each of `LEVELS` that a lower bound of the time does not exclude.
     """
-    tokens_WE, nodes, best = level_balances.tokens_WE, level_balances.nodes, None
+    tokens_WE, node_layout, best = level_balances.tokens_WE, level_balances.node_layout, None
     transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
 
     def consider(start: Placement, offered: Balance) -> float:
@@ -322,25 +310,25 @@ def _search_replicas(
         return offered_s
 
     def can_be_faster(each: _LevelBalances, row_limit: int, room: int) -> bool:
-        # Lower bound: one rank computes `row_limit` rows, and one new replica is sent.
+        # Lower bound with one new replica.
         work_s = row_limit * costs.token_s
         rows_s = EXCHANGES * each.min_inter_node_rows(room) * costs.token_bytes / costs.inter_bytes_s
         return work_s + rows_s + transfer_s + max(0.0, transfer_s - hidden_s) < below_s
 
     def replicate(each: _LevelBalances, row_limit: int, room: int, *, inside: bool = False) -> tuple[float, int]:
-        """Consider up to `room` new replicas per rank. Returns the seconds and the maximum replicas of a rank."""
+        """Consider up to `room` new replicas per rank. Return the seconds and the maximum replicas of a rank."""
         sharing = each.unreached_levels[row_limit].copy(room)
         sharing.replicate(row_limit, inside=inside)
-        return consider(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.max_new_rank_replicas
+        return consider(each.start, _balance_of(sharing, tokens_WE, node_layout)), sharing.max_new_rank_replicas
 
     tries = max(_MIN_RETRIES, _RETRY_BUDGET // tokens_WE.size)
     used = _drop_underused(level_balances.balances[-1])
-    near = add_node_local(used, tokens_WE, nodes, m, costs)
+    near = add_node_local(used, tokens_WE, node_layout, m, costs)
     starts = [near] if near != used else []
     is_uneven = level_balances.balances[-1].max_rank_rows > _row_limit(1.0, tokens_WE)
     if used != before and (tries > _MIN_RETRIES or is_uneven):
         starts.append(used)
-    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, nodes, m) for start in starts)]
+    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, node_layout, m) for start in starts)]
     for each in all_balances[1:]:
         for balanced in each.balances:
             consider(each.start, balanced)
@@ -355,7 +343,7 @@ def _search_replicas(
         # Node-local replicas change neither a node's total rows nor its inter-node rows.
         if can_be_faster(each, max(row_limit, each.unreached_levels[row_limit].busiest_node_mean_rows), 0):
             replicate(each, row_limit, m, inside=True)
-        # Less room than the fullest rank used leads to a different choice of replicas.
+        # Less room than the fullest rank used leads to other replicas.
         while (room := room - 1) > 0:
             if can_be_faster(each, row_limit, room):
                 _, room = replicate(each, row_limit, room)
@@ -363,11 +351,11 @@ def _search_replicas(
 
 
 def _drop_underused(balanced: Balance) -> Placement:
-    # Replicas that forwarded their expert to another rank must stay.
+    # Replicas that forwarded their expert must stay.
     placement = balanced.placement
-    transfers = gather_transfers(placement.sharding, placement, balanced.nodes)
+    transfers = gather_transfers(placement.sharding, placement, balanced.node_layout)
     passed_on = {(one.expert, one.source) for one in transfers}
-    few_EV = balanced.computed_EV * balanced.nodes.ranks < _UNDERUSED_FRACTION * balanced.tokens_WE.sum()
+    few_EV = balanced.computed_EV * balanced.node_layout.num_ranks < _UNDERUSED_FRACTION * balanced.tokens_WE.sum()
     holds_EW = placement.holds_EW.copy()
     for one in transfers:
         if few_EV[one.expert, one.target] and (one.expert, one.target) not in passed_on:
@@ -376,7 +364,6 @@ def _drop_underused(balanced: Balance) -> Placement:
 
 
 def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Placement:
-    # Keep the replicas in `before` that fit.
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m, before.extra_W()) - placement.extra_W()
     for expert, rank in np.argwhere(before.holds_EW & ~holds_EW).tolist():
         if room_W[rank] > 0:
@@ -385,8 +372,8 @@ def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Place
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _validate_counts(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> NDArray[np.int64]:
-    tokens_WE = require_token_counts("balance", tokens_WE, placement, nodes)
+def _validate_counts(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> NDArray[np.int64]:
+    tokens_WE = require_token_counts("balance", tokens_WE, placement, node_layout)
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0:
@@ -399,12 +386,12 @@ def _row_limit(level: float, tokens_WE: NDArray[np.int64]) -> int:
     return max(-(-rows // ranks), int(level * rows / ranks))
 
 
-def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], nodes: Nodes) -> Balance:
-    return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes)
+def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], node_layout: NodeLayout) -> Balance:
+    return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), node_layout)
 
 
 def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Split `part_X` rows over each node's ranks in proportion to `counts_XR`, in integers."""
+    """Split `part_X` rows over ranks in proportion to `counts_XR`, in integers."""
     before_XR = counts_XR.cumsum(axis=1)
     before_XR = before_XR * part_X[:, None] // before_XR[:, -1:]
     before_XR[:, 1:] -= before_XR[:, :-1].copy()
@@ -412,7 +399,7 @@ def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]
 
 
 def _rows_sent_by(rank: int, sent_EW: NDArray[np.int64], received_EV: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [E, V], the rows that `rank` sends to each rank. Senders and receivers are matched in rank order."""
+    """Return [E, V], the rows that `rank` sends to each rank. Senders and receivers match in rank order."""
     start_E = sent_EW[:, :rank].sum(axis=1)
     ends_EV = np.minimum(np.maximum(received_EV.cumsum(axis=1) - start_E[:, None], 0), sent_EW[:, rank, None])
     ends_EV[:, 1:] -= ends_EV[:, :-1].copy()

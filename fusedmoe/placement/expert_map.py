@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.balance import Balance, balance, quick_balance
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -29,14 +29,14 @@ def balance_experts(
 ) -> ExpertMap:
     """Choose replicas, and share each expert's rows over its copies, for one batch's counts.
 
-    For training with another library's layers and dispatcher: all ranks call this with equal counts (an all-gather of
-    each rank's rows per expert), send the parameters of new replicas, and replace the expert numbers of their tokens by
-    numbers of physical experts (`ExpertMap.assign`). The dispatcher then sees `ranks * slots` experts. After the
-    backward pass, gradients of replicas are added to those of their owners.
+    For another library's layers and dispatcher: all ranks call this with equal counts, send the parameters of new
+    replicas, and replace the expert numbers of their tokens by numbers of physical experts (`ExpertMap.assign`). The
+    dispatcher then sees `ranks * slots` experts. After the backward pass, add the gradients of replicas to those of
+    their owners.
 
     With at most q owned experts on a rank and no replicas in `placement`, no rank computes more than 1 + q / `replicas`
-    times the mean number of rows (rounded up). Real loads come much closer: within 8% of the mean for 256 experts with
-    popularity 1/rank on 64 ranks and one replica per rank, and within 1% with four.
+    times the mean number of rows (rounded up). For 256 experts with popularity 1/rank on 64 ranks, it is within 8% of
+    the mean with one replica per rank, and within 1% with four.
 
     Args:
         counts_WE: [ranks, experts] integers: rows of each rank for each expert (tokens · top-k). A tensor on a GPU is
@@ -49,8 +49,8 @@ def balance_experts(
             slower, up to tens of milliseconds for 64 ranks and 256 experts.
         device: of the returned tensors.
     Raises:
-        ConfigError: the counts are no [ranks, experts] integers of 0 or more, or do not match `placement`;
-            `replicas` < 0; `ranks_per_node` does not divide the number of ranks.
+        ConfigError: the counts are no [ranks, experts] integers of 0 or more, or do not match `placement`; `replicas`
+            is negative; `ranks_per_node` does not divide the number of ranks.
     """
     import torch  # plans and simulations import this package without torch
 
@@ -63,8 +63,8 @@ def balance_experts(
         raise ConfigError(f"balance_experts: counts of shape {list(counts_WE.shape)}; give [ranks, experts]")
     ranks, experts = counts_WE.shape
     placement = Placement.even(ranks, experts) if placement is None else placement
-    nodes = Nodes(ranks, ranks if ranks_per_node is None else ranks_per_node)
-    found = (balance if exact else quick_balance)(placement, counts_WE, nodes, replicas)
+    node_layout = NodeLayout(ranks, ranks if ranks_per_node is None else ranks_per_node)
+    found = (balance if exact else quick_balance)(placement, counts_WE, node_layout, replicas)
     slots = int(np.bincount(placement.owners, minlength=ranks).max()) + replicas
     return ExpertMap(found, max(slots, int(found.placement.holds_EW.sum(axis=0).max())), torch.device(device))
 
@@ -74,9 +74,9 @@ class ExpertMap:
     """Where each expert's rows are computed. Made by `balance_experts`.
 
     A *logical* expert is an expert of the model; a *physical* expert is one copy of it, on a slot of a rank: number
-    `rank * slots + slot`. On each rank the slots hold its own experts in ascending order, then its replicas.
-    Axes: W ranks (V where they compute rows), E logical experts, P = W · slots physical experts, C copies of an expert,
-    S tokens, K choices.
+    `rank * slots + slot`. On each rank the slots hold its own experts in ascending order, then its replicas. Axes: W
+    ranks (V where they compute rows), E logical experts, P = W · slots physical experts, C copies of an expert, S
+    tokens, K choices.
 
     Attributes:
         balance: the placement (`balance.placement`) and rows per expert and rank (`balance.computed_EV`).
@@ -91,7 +91,7 @@ class ExpertMap:
     @cached_property
     def physical_to_logical_P(self) -> Tensor:
         """[P] int64, the expert in each slot; -1: empty."""
-        found_P = np.full(self.balance.nodes.ranks * self.slots, -1)
+        found_P = np.full(self.balance.node_layout.num_ranks * self.slots, -1)
         found_P[self._physical_of_copy] = self._copies[0]
         return self._tensor(found_P)
 
@@ -102,13 +102,13 @@ class ExpertMap:
 
     @cached_property
     def copies_E(self) -> Tensor:
-        """[E] int64, number of copies of each expert, its owner's included."""
+        """[E] int64, number of copies of each expert, including its owner's."""
         return self._tensor(self._num_copies_E)
 
     @cached_property
     def load_P(self) -> Tensor:
         """[P] int64, rows that each physical expert computes in this batch."""
-        found_P = np.zeros(self.balance.nodes.ranks * self.slots, np.int64)
+        found_P = np.zeros(self.balance.node_layout.num_ranks * self.slots, np.int64)
         found_P[self._physical_of_copy] = self.balance.computed_EV[self._copies]
         return self._tensor(found_P)
 
@@ -121,8 +121,8 @@ class ExpertMap:
         """Return [S, K], the physical expert for each choice of this rank's tokens; -1 stays -1. int32 or int64.
 
         An expert's first rows (in the order of tokens) go to its first copy, and so on, as `row_splits_EC` counts them.
-        Computed on the device of `expert_SK`, without waiting for it. The choices must be those that were counted:
-        surplus rows go to the last copy.
+        Does not synchronize with the device. The choices must be those that were counted: surplus rows go to the last
+        copy.
 
         Args:
             expert_SK: [S, K] integers, the logical experts of each token.
@@ -151,12 +151,12 @@ class ExpertMap:
         Rows are sent in ascending order of their physical expert, one row per choice.
         """
         self._require_rank(rank)
-        sent_WV = [self.balance.sent_from(source).sum(axis=0) for source in range(self.balance.nodes.ranks)]
+        sent_WV = [self.balance.sent_from(source).sum(axis=0) for source in range(self.balance.node_layout.num_ranks)]
         return sent_WV[rank].tolist(), [int(sent_V[rank]) for sent_V in sent_WV]
 
     def _require_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.balance.nodes.ranks:
-            raise ConfigError(f"ExpertMap: rank {rank} is not one of 0 to {self.balance.nodes.ranks - 1}")
+        if not 0 <= rank < self.balance.node_layout.num_ranks:
+            raise ConfigError(f"ExpertMap: rank {rank} is not one of 0 to {self.balance.node_layout.num_ranks - 1}")
 
     @cached_property
     def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -173,13 +173,12 @@ class ExpertMap:
         experts, ranks = self._copies
         is_replica = np.asarray(self.balance.placement.owners)[experts] != ranks
         order = np.lexsort((experts, is_replica, ranks))  # per rank: owned experts, then replicas
-        held_W = np.bincount(ranks, minlength=self.balance.nodes.ranks)
+        held_W = np.bincount(ranks, minlength=self.balance.node_layout.num_ranks)
         slot = np.empty_like(experts)
         slot[order] = np.arange(len(order)) - np.repeat(held_W.cumsum() - held_W, held_W)
         return ranks * self.slots + slot
 
     def _by_copy(self, value_of_copy: NDArray[np.int64], fill: int) -> NDArray[np.int64]:
-        """Arrange a value of each copy as [E, C]."""
         copies_E = self._num_copies_E
         made_EC = np.full((len(copies_E), int(copies_E.max())), fill, np.int64)
         made_EC[np.arange(made_EC.shape[1]) < copies_E[:, None]] = value_of_copy

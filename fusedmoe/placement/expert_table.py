@@ -3,7 +3,7 @@
 Dispatch sends rows to *slots*: the table rows of rank 0, then rank 1, ..., each padded to the longest table. Worked
 example: rank 0 owns experts 0 and 1, rank 1 owns expert 2 and has a replica of 0. The tables are [0, 1] and [2, 0], so
 slots 0, 1, 2, 3 hold experts 0, 1, 2, 0. Rows of rank 0 for expert 0 are split over slots 0 and 3. In backward, rank 1
-sends the replica's gradient to rank 0, which adds it to the gradient of expert 0.
+sends the replica's gradient to rank 0.
 """
 
 from __future__ import annotations
@@ -24,40 +24,37 @@ from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers
 
 
 class ExpertTable:
     """The experts of one layer: the ranks that hold them, and this rank's rows of each parameter.
 
-    A parameter of the module `experts` is [owned, ...], a view of the first rows of a table [rows, ...]. The remaining
-    rows are replicas. Kernels read and write the table without a copy.
+    A parameter of the module `experts` is [owned, ...], a view of the first rows of a table [rows, ...]. The other rows
+    are replicas. Kernels read and write the table without a copy.
 
     Attributes:
         placement: owner and replicas of each expert in this step, equal on all ranks. Initially even, without replicas.
         current: `placement` with the on-demand replicas chosen after the gate.
-        nodes: nodes of `group`, the expert-parallel group.
         shards: group of ranks with shards of the same experts.
         experts_W: experts in each rank's table, by row.
     """
 
     def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
         require_movable_experts(experts, num_experts)
-        self.experts, self.group, self.shards, self.nodes = experts, topology.ep, topology.esp, nodes_of(topology)
+        self.experts, self.group, self.shards, self.node_layout = experts, topology.ep, topology.esp, nodes_of(topology)
         self.set_placement(Placement.even(topology.ep.size, num_experts))
 
     def copy_for(self, experts: Experts) -> ExpertTable:
-        """Return a table for another module of experts, with the same owners and no replicas."""
         table = copy(self)
         table.experts = experts
         table.set_placement(self.sharding)
         return table
 
     def set_placement(self, placement: Placement) -> None:
-        """Set owners and replicas of the next forward passes."""
         self.placement, self.current = placement, placement.sharding
-        self.experts_W = [placement.owned(rank) for rank in range(placement.ranks)]
+        self.experts_W = [placement.owned(rank) for rank in range(placement.num_ranks)]
         self._transfers: tuple[Transfer, ...] | None = None
         self._set_current(placement)
         self.experts.own_numbers, self.experts.is_placed = placement.owned(self.group.index), True
@@ -70,9 +67,9 @@ class ExpertTable:
     def set_replicas(self, target: Placement) -> tuple[Transfer, ...]:
         """Allocate rows for missing replicas in `target`, and return their transfers.
 
-        Removes other replicas: their rows are reused, and they send no gradients.
+        Rows of other replicas are reused; these replicas send no gradients.
         """
-        more = gather_transfers(self.current.both(target), target, self.nodes)
+        more = gather_transfers(self.current.both(target), target, self.node_layout)
         kept = tuple(one for one in self.transfers if target.holds_EW[one.expert, one.target])
         self._set_current(target)
         self._transfers = chain_gathers(kept, more)
@@ -83,19 +80,16 @@ class ExpertTable:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers of all replicas from their owners."""
         if self._transfers is None:
-            self._transfers = gather_transfers(self.sharding, self.current, self.nodes)
+            self._transfers = gather_transfers(self.sharding, self.current, self.node_layout)
         return self._transfers
 
     @property
     def sharding(self) -> Placement:
-        """The placement with owners only."""
         return self.placement.sharding
 
     @property
     def parameter_items(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters of the owned experts, [owned, ...] each."""
         return list(self.experts.named_parameters())
 
     @property
@@ -120,12 +114,10 @@ class ExpertTable:
 
     @property
     def row_of_expert(self) -> dict[int, int]:
-        """The row of each expert in this rank's table."""
         return {expert: row for row, expert in enumerate(self.local_experts)}
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of this rank's table, at least 1."""
         return max(1, len(self.local_experts))
 
     @property
@@ -152,23 +144,21 @@ class ExpertTable:
 
 
 def initial_place(experts: int, topology: Topology) -> Place:
-    """Return the consecutive experts that this rank owns at first. Numbers of experts differ by at most 1 over EP."""
     ep, esp = topology.ep, topology.esp
     owned = Placement.even(ep.size, experts).owned(ep.index)
     return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
 
 
-def nodes_of(topology: Topology) -> Nodes:
+def nodes_of(topology: Topology) -> NodeLayout:
     """Return the nodes of the EP group. Ranks that do not fill nodes in order count as one node each."""
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
     even = len(node_W) == per_node * len(set(node_W))
     even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    return Nodes(len(node_W), per_node if even else 1)
+    return NodeLayout(len(node_W), per_node if even else 1)
 
 
 def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sum the token counts of ranks with shards of the same experts. Collective over `shards`."""
     # Ranks with shards of an expert must choose the same replicas.
     if shards.size == 1:
         return tokens_WE
@@ -179,14 +169,14 @@ def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.i
 def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], experts_W: Sequence[Sequence[int]]) -> Layout:
     """Re-sort expert-sorted rows by destination slot.
 
-    Worked example: tables [0, 1] and [2, 0], sent_EV = [[2, 1], [0, 0], [0, 4]]. Of expert 0's three rows, two are sent
-    to slot 0 on rank 0, one to slot 3 on rank 1. The four rows of expert 2 are sent to slot 2. So the rows 0 1 2 | 3 4
-    5 6 become 0 1 | – | 3 4 5 6 | 2.
+    With the tables of the module's example and sent_EV = [[2, 1], [0, 0], [0, 4]], two of expert 0's three rows are
+    sent to slot 0, one to slot 3, and the four rows of expert 2 to slot 2:
+
+        0 1 2 | 3 4 5 6    ->    0 1 | – | 3 4 5 6 | 2
 
     Args:
         layout: of this rank's rows, without padding.
         sent_EV: number of rows of each expert to send to each rank.
-        experts_W: the experts in each rank's table.
     """
     width = max(1, *map(len, experts_W))
     row_EV = np.zeros_like(sent_EV)
@@ -209,8 +199,8 @@ def sort_by_slot(layout: Layout, sent_EV: NDArray[np.int64], experts_W: Sequence
 def experts_after(experts_W: Sequence[tuple[int, ...]], before: Placement, after: Placement) -> list[tuple[int, ...]]:
     """Return the experts in each rank's table after its replicas change from `before` to `after`.
 
-    New replicas reuse the rows of removed replicas, then are appended. Worked example: a rank owns 0 and 1 and has a
-    replica of 2: [0, 1, 2]. With replicas of 3 and 4 instead it becomes [0, 1, 3, 4].
+    New replicas reuse the rows of removed replicas, then are appended: with replicas of 3 and 4 instead of 2, the table
+    [0, 1, 2] becomes [0, 1, 3, 4].
     """
     held_WP = [list(held) for held in experts_W]
     for rank, held in enumerate(held_WP):
@@ -252,7 +242,6 @@ def _replace_data(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 def _unstacked_names(experts: Experts) -> list[str]:
-    # Not declared to be [experts, ...].
     return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
 
 
@@ -271,7 +260,7 @@ def require_movable_experts(experts: Experts, count: int) -> None:
 
 
 def require_stacked(experts: Experts, owned: int) -> None:
-    """Raise `ConfigError` for a parameter that is not [owned, ...]: experts may be parametrised after construction."""
+    """Raise `ConfigError` for a parameter that is not [owned, ...], for example after parametrisation."""
     wrong = _unstacked_names(experts)
     wrong += [name for name, one in experts.named_parameters() if one.dim() == 0 or len(one) != owned]
     if wrong:

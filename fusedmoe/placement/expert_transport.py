@@ -1,7 +1,4 @@
-"""Sparse collectives: transfers of whole experts between ranks, overlapped with computation (Hecate, section 3.1).
-
-`placement.traffic` computes the list of transfers.
-"""
+"""Sparse collectives: transfers of whole experts between ranks, overlapped with computation (Hecate, section 3.1)."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ Transfers = Sequence[tuple[int, int, int, int]]
 
 
 class ReplicaGrads(NamedTuple):
-    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor per parameter."""
+    """Gradients of an expert that this rank owns, from a replica: one tensor per parameter."""
 
     expert: int
     parts: tuple[Tensor, ...]
 
 
 class _TransferCall(NamedTuple):
-    """Arguments of a `gather` or `reduce`. `num_owned`: None for a gather: received rows overwrite table rows."""
+    """Arguments of a `gather` (`num_owned` is None: received rows overwrite table rows) or `reduce`."""
 
     operation: str
     transfers: Transfers
@@ -55,7 +52,7 @@ class SparseWork:
         self.sent_bytes, self._wait, self._event = sent_bytes, wait, event
 
     def wait(self) -> list[ReplicaGrads]:
-        """Wait for the transfers (on CUDA the current stream waits). Returns gradients that this rank has to add."""
+        """Wait for the transfers (on CUDA the current stream waits). Return gradients that this rank has to add."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return self._wait()
@@ -68,8 +65,7 @@ class SparseCollectives:
 
     Args:
         group: with a process group that nothing else uses (`Topology.duplicate_group`).
-        one_sided: over the same ranks; sends experts by one-sided puts instead of collectives. On a CPU a call then
-            blocks until the transfers are done.
+        one_sided: sends experts by one-sided puts instead. On a CPU a call then blocks until the transfers are done.
     """
 
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
@@ -89,8 +85,8 @@ class SparseCollectives:
 
         Args:
             row_of_expert: the table row of each expert that this rank holds or receives.
-            tables: [rows, ...] per parameter, contiguous, with equal trailing shapes and dtypes on every rank (see
-                `ExpertTable`). Received experts are written to them until the work is done.
+            tables: [rows, ...] per parameter, contiguous, with equal trailing shapes and dtypes on every rank. Received
+                experts are written to them until the work is done.
             recording: a context around the transfers, which measures them.
         """
         return self._start(_TransferCall("sparse all-gather", transfers, row_of_expert, tables, None, recording))
@@ -107,10 +103,8 @@ class SparseCollectives:
 
         Sums are in transfer order: bitwise deterministic. Gradients for an expert that this rank owns (row below
         `num_owned`) are not added in place, because the rank's own gradient may be replaced meanwhile:
-        `SparseWork.wait` returns them, in summation order.
-
-        Args:
-            row_of_expert, tables, recording: as for `gather`; rows of replicas are overwritten.
+        `SparseWork.wait` returns them, in summation order. Rows of replicas are overwritten. Other arguments: as for
+        `gather`.
         """
         call = _TransferCall("sparse reduce-scatter", transfers, row_of_expert, tables, num_owned, recording)
         return self._start(call)
@@ -123,7 +117,6 @@ class SparseCollectives:
             self._thread.wait_for(self._last_future)
 
     def close(self) -> None:
-        """Wait for all calls, and end the thread."""
         if self._thread is not None and self._last_future is not None:
             self._thread.wait_for(self._last_future)
             self._thread.end()
@@ -136,7 +129,7 @@ class SparseCollectives:
     def _start(self, call: _TransferCall) -> SparseWork:
         if self._group.size == 1 or not call.transfers:
             return SparseWork()
-        # Raises for a closed topology, before a thread starts.
+        # Raises for a closed topology.
         _ = self._group.handle
         call = call._replace(row_of_expert=dict(call.row_of_expert), tables=[table.detach() for table in call.tables])
         sources = [source for _, source, _, _ in call.transfers]
@@ -178,13 +171,13 @@ class SparseCollectives:
         except RankError:
             raise
         except BaseException as error:
-            # Other ranks wait for this rank's experts, and must not mistake the thread's next message for them.
+            # Other ranks must not mistake the thread's next message for the missing experts.
             self._group.board.post(self._group.job.rank, call.operation, f"{type(error).__name__}: {error}")
             raise
         return arrived
 
     def _exchange(self, call: _TransferCall) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """Send this rank's experts of one step. Returns the received experts, each with a tensor per parameter."""
+        """Exchange the experts of one step. Return the received experts."""
         me, size, tables = self._group.index, self._group.size, call.tables
         sizes = [_row_bytes(table) for table in tables]
         sent = sorted((target, expert) for expert, source, target, _ in call.transfers if source == me)

@@ -21,9 +21,9 @@ from fusedmoe.runtime.recorder import active_recorder, part_span
 class PlacedDispatcher(Collectives):
     """Dispatches tokens by collectives to owners and replicas, while replica weights are in flight.
 
-    Tokens are dispatched by slot (example in `expert_table`). A pair's slot also determines the rank that adds it to
-    its partial sum, so results depend on the placement only by rounding. Predicted replicas of the next layer are sent
-    while this layer's experts compute, on-demand replicas alongside this layer's rows.
+    A pair's slot (example in `expert_table`) also determines the rank that adds it to its partial sum, so results
+    depend on the placement only by rounding. Predicted replicas of the next layer are sent while this layer's experts
+    compute, on-demand replicas together with this layer's rows.
     """
 
     compiles = False
@@ -38,7 +38,7 @@ class PlacedDispatcher(Collectives):
         placed = self._placed
         placed.begin_once(active_recorder())
         with part_span("permute"):
-            # Remove padding: rows are split over replicas by their counts. Predictions use training steps only.
+            # Without padding: rows are split by their counts. Predictions use training steps only.
             training = placed.table.experts.training and not is_recomputing()
             layout = placed.split_rows(routed.layout.exact(), training)
         refusal = placed.replicas.why_unusable() or routed.refusal

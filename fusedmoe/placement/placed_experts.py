@@ -1,8 +1,7 @@
 """The experts of one layer under a dynamic placement: each has one owner and temporary replicas (Hecate).
 
-Each rank has a table of the experts that it holds (`expert_table.py`), and dispatch sends rows to slots in these
-tables. A rank's rows for one expert are split over the owner and its replicas, transparently to dispatch, experts and
-combine.
+Dispatch sends rows to slots in the ranks' tables of experts (`expert_table.py`). A rank's rows for one expert are split
+over the owner and its replicas, transparently to dispatch, experts and combine.
 
     begin → split_rows → call( run(experts, replicas) )          one forward pass of a layer
 """
@@ -63,7 +62,7 @@ class PlacementSettings:
 
     Attributes:
         transport: sends experts between ranks; shared by all layers, which orders the transfers.
-        previous_layer, next_layer: the adjacent layers, whose replicas may be fetched one layer ahead.
+        previous_layer, next_layer: whose replicas may be fetched one layer ahead.
         releases_replicas: replicas are released after each forward and fetched again for its backward.
         calibrate: adds on-demand replicas for the current batch's routing (`hecate.calibrate`).
         share_rows: assigns rows to replicas (`placement.balance`); None: rows are split evenly.
@@ -78,7 +77,7 @@ class PlacementSettings:
 
 
 class IdleClock:
-    """While `is_on`, records the times in a forward pass at which the model and a layer's experts start and end."""
+    """Records when the model and a layer's experts start and end in a forward pass."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -101,8 +100,7 @@ class PlacedExperts:
     methods are collective over the expert-parallel group: its ranks call them in the same order, layer by layer.
 
     Attributes:
-        table: the ranks that hold each expert, and this rank's parameters.
-        replicas: state of this rank's replicas.   timing: when replicas are sent.
+        timing: when replicas are sent.
         is_trained: a backward pass has computed gradients of these experts.
         deep_copies: existing results of `copy.deepcopy`, numbered in order of creation.
     """
@@ -119,25 +117,22 @@ class PlacedExperts:
         self._recorder: Recorder | None = None
         self._gradient_route: GradientRoute | None = None
         self._parameter_aliases: tuple[Tensor, ...] = ()
-        # Whether `begin` has prepared a forward; whether no on-demand replica may be added until the next step.
+        # Whether `begin` has prepared a forward; whether on-demand replicas are fixed until the next step.
         self._has_begun = self._replicas_are_final = self.is_trained = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedExperts:
-        # Topology, groups and streams are shared. The copy has no replicas.
+        # Shares topology, groups and streams, and has no replicas.
         made = copy(self)
         memo[id(self)] = made
         self.deep_copies[next(self._deep_copy_numbers)] = made
         made._reset(self.table.copy_for(deepcopy(self.table.experts, memo)), self.timing)
         return made
 
-    # Placement.
-
     def attach(self, settings: PlacementSettings) -> None:
         self.settings = settings
         self.replicas.transport = settings.transport
 
     def detach(self) -> None:
-        """Remove replicas and settings. Experts stay with their owners."""
         self.replicas.abandon()
         self.attach(PlacementSettings())
         self.take_load()
@@ -173,7 +168,6 @@ class PlacedExperts:
 
     @contextmanager
     def with_timing(self, timing: ReplicaTiming) -> Iterator[None]:
-        """Context manager that sends replicas with another timing."""
         outer, self.timing = self.timing, timing
         try:
             yield
@@ -181,7 +175,7 @@ class PlacedExperts:
             self.timing = outer
 
     def why_not_in_blocks(self) -> str | None:
-        """Return why pipelined blocks do not support the settings, or None if they do.
+        """Return why pipelined blocks do not support the settings, else None.
 
         In blocks, all layers compute concurrently, and replicas are chosen before the first gate.
         """
@@ -193,25 +187,19 @@ class PlacedExperts:
             return "replicas are added once a gate has chosen for a whole batch: use policy='hecate' without calibrates"
         return None
 
-    # A forward pass.
-
     def begin_once(self, recorder: Recorder | None) -> None:
-        """Call `begin` unless it was already called for this forward pass. Collective."""
+        """Call `begin` unless it was called for this forward pass. Collective."""
         if not self.is_attached or not (self._has_begun or is_recomputing()):
             self.begin(recorder)
 
     def begin(self, recorder: Recorder | None = None) -> None:
         """Prepare a forward pass: drop the previous pass's replicas, and start fetching new ones. Collective.
 
-        Nothing is fetched yet if a plan's tasks or an earlier layer start the transfer (`ReplicaTiming`). If gradients
-        are enabled, also sets up autograd for the gradients of replicas.
-
-        Args:
-            recorder: records the transfers of this pass.
+        Nothing is fetched yet if a plan's tasks or an earlier layer start the transfer (`ReplicaTiming`). `recorder`
+        records the transfers of this pass.
         """
         self.clock.note(self.clock.model_start, self.table.device)
-        # Replicas of an earlier forward serve its backward only: changes of parameters through `.data` are
-        # undetectable.
+        # Changes of parameters through `.data` are undetectable, so replicas serve one forward and its backward.
         self.replicas.invalidate()
         self._has_begun, self._recorder = True, recorder
         is_first = self.settings.previous_layer is None
@@ -223,12 +211,12 @@ class PlacedExperts:
 
     @property
     def _needs_fetch_ahead(self) -> bool:
-        """True if each layer fetches the next layer's replicas. On-demand replicas then wait for few transfers."""
+        """Whether each layer fetches the next layer's replicas. On-demand replicas then wait for few transfers."""
         shares = self.settings.share_rows is not None and self.timing is ReplicaTiming.EAGER
         return self.settings.releases_replicas or shares
 
     def _create_gradient_route(self) -> None:
-        # Before the whole model: its backward runs last, and other layers' backward hides the gradient transfers.
+        # Created before the whole model runs: its backward then runs last, hidden by other layers' backward.
         row_of_expert = {expert: row for row, expert in enumerate(self.table.local_experts[: self.table.num_owned])}
         parameters = self.table.parameters
         self._gradient_route = GradientRoute(row_of_expert, [parameter.requires_grad for parameter in parameters])
@@ -251,7 +239,7 @@ class PlacedExperts:
         self.replicas.wait_for_transfers()
 
     def wait_for_link(self) -> None:
-        """Wait for all layers' expert weights and gradients in flight. Does not raise their errors."""
+        """Wait for all layers' transfers. Does not raise their errors."""
         if self.settings.transport is not None:
             self.settings.transport.wait_for_all()
 
@@ -265,23 +253,24 @@ class PlacedExperts:
 
         Args:
             layout: sorted by expert, without padding.
-            training: count the tokens for the next prediction.   may_add: on-demand replicas may be added.
+            training: count the tokens for the next prediction, which excludes evaluation.
+            may_add: on-demand replicas may be added.
         """
         table, settings = self.table, self.settings
         if training:
             self.clock.note(self.clock.experts_start, table.device)
         counts_E = layout.counts_E
-        # All counts on each rank: the assignment of rows to replicas needs no further communication.
+        # With all counts, assigning rows to replicas needs no further communication.
         ones, me = [1] * table.group.size, table.group.index
         tokens_WE = all_gather_rows(table.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
-        if training:  # loads predict training batches; evaluation may have different tokens
+        if training:
             self._load_E += tokens_WE[me]
         if settings.calibrate is not None and training:
             self._add_replicas(settings.calibrate(table.current, sum_over_shards(table.shards, tokens_WE)))
         if settings.share_rows is None:
-            sent_EV = split_tokens(tokens_WE, table.current, table.nodes)[me]
+            sent_EV = split_tokens(tokens_WE, table.current, table.node_layout)[me]
         else:
-            # Once per step: a recomputation, or the backward of an earlier forward, needs the same tables.
+            # Once per step: recomputations and backward passes need the tables of the forward.
             may_add = training and may_add and not self._replicas_are_final
             sent_EV = self._share_rows(settings.share_rows, tokens_WE, may_add).sent_from(me)
         return sort_by_slot(layout, sent_EV, table.experts_W)
@@ -304,15 +293,13 @@ class PlacedExperts:
     def call(
         self, run: Callable[[Experts, ReplicaCall], T], *, wait_first: bool = False, fetch_first: bool = True
     ) -> T:
-        """Return `run(experts, replicas)`, during which the experts' parameters are the tables. Collective.
+        """Return `run(experts, replicas)`, with tables (`ExpertTable`) as the experts' parameters. Collective.
 
-        A table has the rows of owned experts, then of replicas (`ExpertTable`).
-
-        `wait_first`: wait for replicas before `run`. `fetch_first`: start fetching them before `run`; False: a plan's
-        task fetches them during `run`.
+        Args:
+            wait_first: wait for replicas before `run`.
+            fetch_first: start fetching replicas before `run`; False: a plan's task fetches them during `run`.
         """
         settings, next_layer = self.settings, self.settings.next_layer
-        # A recomputation is followed by its backward.
         is_in_turns, is_recomputed = self.timing is ReplicaTiming.IN_TURNS, is_recomputing()
         if not is_recomputed:
             self._has_begun = False
@@ -323,7 +310,7 @@ class PlacedExperts:
             self.fetch()
         if is_in_turns:
             self.wait_for_link()
-        # The transfer of parameters to replicas would lose forward-mode derivatives.
+        # Transfers of parameters to replicas would lose forward-mode derivatives.
         require_no_tangent("experts with replicas (placement='fssdp')", self.table.parameters)
         tables, needs_grad, send = self.table.tensors(), torch.is_grad_enabled(), None
         self._replicas_are_final |= needs_grad
@@ -335,10 +322,10 @@ class PlacedExperts:
         if needs_grad and (settings.releases_replicas or is_in_turns):
             assert isinstance(y, Tensor)
             y = before_backward(y, self._prepare_backward)
-        # The last layer's backward runs next: keep its replicas.
+        # The last layer's backward runs next: keep its replicas. A recomputation is followed by its backward.
         if settings.releases_replicas and not (needs_grad and (next_layer is None or is_recomputed)):
             self.replicas.release()
-        # In a step with a plan, the link is free for the next layer's replicas after this layer's rows.
+        # With a plan, the link is free for the next layer's replicas after this layer's rows.
         if is_in_turns and next_layer is not None and not is_recomputed:
             next_layer.fetch()
         if not is_recomputed:
@@ -346,9 +333,9 @@ class PlacedExperts:
         return y
 
     def _attach_tables(self, tables: Sequence[Tensor]) -> tuple[list[Tensor], SendGradients | None]:
-        """Connect the tables to the parameters in autograd (`attach_tables`).
+        """Connect the tables to the parameters in autograd.
 
-        Also returns the function that sends gradients to the owners; None if all parameters are frozen.
+        Also returns the function that sends replica gradients; None if all parameters are frozen.
         """
         if self._gradient_route is None:  # `begin` was not called with gradients enabled
             self._create_gradient_route()
@@ -360,10 +347,8 @@ class PlacedExperts:
         needs_grad = any(self._gradient_route.needs_grad)
         return made, partial(self._send_by_plan, self._gradient_route, send) if needs_grad else None
 
-    # The backward pass.
-
     def _prepare_backward(self) -> None:
-        """Fetch released replicas before the layer's backward. With a plan, wait for all transfers. Collective."""
+        """Fetch released replicas before the layer's backward. Collective."""
         is_in_turns, previous = self.timing is ReplicaTiming.IN_TURNS, self.settings.previous_layer
         if self.settings.releases_replicas:
             self.wait_for_replicas()
@@ -381,7 +366,6 @@ class PlacedExperts:
         grads: Sequence[Tensor],
     ) -> SparseWork:
         self.is_trained = True
-        # Gradients of old parameters must not be added to new parameters.
         if versions != [tensor_version(parameter) for parameter in self.table.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
@@ -413,13 +397,13 @@ class ReplicaCall:
     """The replicas of one call of a layer's experts; implements `engine.run.ReplicaTransport`.
 
     Args:
-        tables: the experts' parameters in this call, replicas included.
+        tables: the experts' parameters in this call.
         send: sends the gradients of `tables`' replicas to their owners; None: no gradients are needed.
     """
 
     def __init__(self, placed: PlacedExperts, tables: Sequence[Tensor], send: SendGradients | None) -> None:
         self._placed = placed
-        # If no plan schedules the link, autograd sends gradients as soon as they are computed.
+        # Without a plan, autograd sends gradients as soon as they are computed.
         self._send = None if placed.timing is ReplicaTiming.EAGER else send
         self._tables = () if self._send is None else tables
 
@@ -431,12 +415,8 @@ class ReplicaCall:
         self, inputs: Sequence[Tensor | None], totals: Sequence[Tensor | None] | None, *, wait: bool = False
     ) -> Callable[[], None]:
         if self._send is None:
-            return _nothing
+            return lambda: None
         work = send_accumulated(self._send, self._tables, inputs, totals)
         if wait:
             work.wait()
         return self._placed.wait_for_link
-
-
-def _nothing() -> None:
-    pass

@@ -1,8 +1,5 @@
 """Autograd of replicas: forward maps owned parameters to the rank's tables, backward sends gradients to the owners.
 
-A table has the weights of all experts that a rank holds, for one parameter: the rows of its own experts, then the rows
-of replicas (`ExpertTable`).
-
 The backward of `attach_tables` sends replica gradients once the layer's backward is done. The backward of
 `receive_gradients` waits for the gradients from other ranks and adds them to the owners' gradients. Its forward runs
 before the whole model, so its backward runs last, and the backward of other layers hides the transfers (Hecate, section
@@ -20,20 +17,16 @@ from torch import Tensor
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.placement.expert_transport import SparseWork
 
-# Starts sending the replica rows of table gradients: [rows, ...] for each parameter that requires gradients.
+# Sends the replica rows of table gradients: [rows, ...] for each parameter that requires gradients.
 SendGradients = Callable[[Sequence[Tensor]], SparseWork]
 
 
 class GradientRoute:
-    """Transfers of replica gradients to the owners that belong to one forward pass.
+    """Transfers of the replica gradients of one forward pass.
 
-    `attach_tables` starts the transfers in backward, `receive_gradients` waits for them.
-
-    Attributes:
-        row_of_expert: row of each owned expert in the parameters.
-        needs_grad: per parameter, whether it requires gradients.
-        works: transfers that were started and not yet awaited.
-        is_sent: a task of a plan has sent the gradients; autograd must not send them again.
+    `attach_tables` starts the transfers in backward, `receive_gradients` waits for them. `row_of_expert`: row of each
+    owned expert in the parameters. `is_sent`: a task of a plan has sent the gradients; autograd must not send them
+    again.
     """
 
     def __init__(self, row_of_expert: dict[int, int], needs_grad: Sequence[bool]) -> None:
@@ -55,9 +48,6 @@ def attach_tables(
     parameters: Sequence[Tensor], tables: Sequence[Tensor], route: GradientRoute, send: SendGradients
 ) -> tuple[Tensor, ...]:
     """Return the tables with the parameters as their inputs in the autograd graph.
-
-    Backward passes the gradients of owned rows to the parameters, and sends the gradients of replica rows to the ranks
-    that own these experts.
 
     Args:
         parameters: [owned, ...], outputs of `receive_gradients`.
@@ -86,13 +76,13 @@ def send_accumulated(
     if given:
         outputs, totals = zip(*given, strict=True)
         grads = torch.autograd.grad(outputs, tables, totals, retain_graph=True, allow_unused=True)
-    # Send zeros for missing gradients: the owner waits for a gradient from each replica.
+    # The owner waits for a gradient from each replica.
     filled = zip(tables, grads, strict=True)
     return send([torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in filled])
 
 
 def before_backward(y: Tensor, call: Callable[[], None]) -> Tensor:
-    """Return `y`. Backward calls `call` before the backward of `y`, for example to fetch released replicas."""
+    """Return `y`. Its backward first calls `call`."""
     return _BeforeBackward.apply(y, call)
 
 
@@ -111,7 +101,7 @@ class _AttachTables(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         route = ctx.route
         whole = [grad.contiguous() if needed else None for grad, needed in zip(grads, route.needs_grad, strict=True)]
-        # If a task of the plan has sent the gradients, the link now belongs to another layer.
+        # After a plan's task, the link belongs to another layer.
         if not route.is_sent:
             route.send(ctx.send, [grad for grad in whole if grad is not None])
         owned = zip(whole, ctx.num_owned, strict=True)
@@ -132,14 +122,14 @@ class _ReceiveGradients(Function):
         works, route.works = route.works, []
         arrived = [one for work in works for one in work.wait()]
         needed = [grad for grad, needs_grad in zip(grads, route.needs_grad, strict=True) if needs_grad]
-        # Clone: a view would keep the replica gradients in memory.
+        # A view would keep the replica gradients in memory.
         own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in needed]
         by_row: dict[int, list[tuple[Tensor, ...]]] = {}
         for expert, parts in arrived:
             by_row.setdefault(route.row_of_expert[expert], []).append(parts)
         for row, several in by_row.items():
             for grad, *others in zip(own, *several, strict=True):
-                # Sum in transfer order (deterministic) in fp32 or wider, and round once.
+                # In transfer order (deterministic), rounded once.
                 dtype = torch.promote_types(grad.dtype, torch.float32)
                 total = grad[row].to(dtype)
                 for other in others:
@@ -150,7 +140,7 @@ class _ReceiveGradients(Function):
 
 
 def _aliases(ctx: Any, route: GradientRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # New tensors on the same memory: autograd does not treat an input that is returned unchanged as an output.
+    # Autograd does not treat an input that is returned unchanged as an output.
     aliases = tuple(tensor.detach() for tensor in tensors)
     frozen = (one for one, needs_grad in zip(aliases, route.needs_grad, strict=True) if not needs_grad)
     ctx.mark_non_differentiable(*frozen)

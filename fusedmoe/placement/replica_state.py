@@ -1,6 +1,6 @@
 """State machine of a layer's replicas, and the times at which replicas are sent.
 
-`replicas.py` changes state only through `after`. docs/life-of-a-replica.md draws the table.
+docs/life-of-a-replica.md draws the transitions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ReplicaState(Enum):
     """State of all replicas of one layer on one rank."""
 
     ABSENT = "absent"  # no replica of the current parameters
-    IN_FLIGHT = "in flight"  # transfers have started
+    IN_FLIGHT = "in flight"
     PRESENT = "present"  # every replica in the table is complete
     RELEASED = "released"  # memory is freed until the backward pass fetches the replicas again
 
@@ -23,10 +23,10 @@ class ReplicaEvent(Enum):
     """Event that changes the state of a layer's replicas."""
 
     FETCH = "fetch"  # start the transfers of all replicas
-    ARRIVE = "arrive"  # the started transfers are done
-    FAIL = "fail"  # a transfer raised an error
+    ARRIVE = "arrive"
+    FAIL = "fail"
     ADD = "add"  # start transfers of replicas chosen after the gate
-    RELEASE = "release"  # free the memory of replicas
+    RELEASE = "release"
     DROP = "drop"  # a new forward pass or placement begins: parameters may have changed
 
 
@@ -41,10 +41,10 @@ TRANSITIONS: Mapping[tuple[ReplicaState, ReplicaEvent], ReplicaState] = MappingP
         (_S.IN_FLIGHT, _E.FAIL): _S.ABSENT,
         (_S.PRESENT, _E.ADD): _S.IN_FLIGHT,
         (_S.PRESENT, _E.RELEASE): _S.RELEASED,
-        # A later forward pass of the same step has dropped the replicas before the backward of this forward.
+        # A later forward pass of the step has dropped the replicas before this forward's backward.
         (_S.ABSENT, _E.RELEASE): _S.RELEASED,
         (_S.RELEASED, _E.RELEASE): _S.RELEASED,
-        # Transfers in flight must be awaited first: nothing may still write to the memory.
+        # Transfers in flight still write to the memory: await them first.
         **{(state, _E.DROP): _S.ABSENT for state in _S if state is not _S.IN_FLIGHT},
     }
 )
@@ -62,7 +62,7 @@ def after(state: ReplicaState, event: ReplicaEvent) -> ReplicaState:
 
 
 class ReplicaTiming(Enum):
-    """Point in a step at which a layer's replicas are sent, and their gradients returned."""
+    """When a layer's replicas are sent, and their gradients returned."""
 
     EAGER = "from the start of the model's forward pass, and from the end of the layer's backward pass"
     IN_TURNS = "between the rows of one layer and the rows of the next layer, in a step with a plan"

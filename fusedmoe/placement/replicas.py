@@ -18,15 +18,10 @@ RecordContext = AbstractContextManager[None] | None
 
 
 class Replicas:
-    """The replicas in a layer's table.
+    """The replicas in a layer's table. "Collective" methods are collective over the expert-parallel group.
 
-    Methods that start transfers are collective over the expert-parallel group: its ranks call them in the same order,
-    layer by layer.
-
-    Attributes:
-        state: of all replicas of the layer.
-        transport: sends experts between ranks, shared by all layers; None without `ShardedExperts`.
-        sent_bytes: bytes of parameters and gradients that this rank has sent.
+    `transport`: sends experts between ranks, shared by all layers; None without `ShardedExperts`. `sent_bytes`: bytes
+    of parameters and gradients that this rank has sent.
     """
 
     def __init__(self, table: ExpertTable) -> None:
@@ -38,7 +33,6 @@ class Replicas:
 
     @property
     def has_started(self) -> bool:
-        """True if replicas are present or in flight: no fetch is needed."""
         return self.state not in (ReplicaState.ABSENT, ReplicaState.RELEASED)
 
     def fetch(self, recording: RecordContext = None) -> None:
@@ -54,7 +48,6 @@ class Replicas:
             self._start(ReplicaEvent.ADD, transfers, self.table.tensors(), recording)
 
     def wait_for_transfers(self) -> None:
-        """Wait for the started transfers (on CUDA the current stream waits)."""
         works, self._works = self._works, []
         try:
             for work in works:
@@ -77,14 +70,14 @@ class Replicas:
         self.table.free_replicas()
 
     def abandon(self) -> None:
-        """Mark the replicas as outdated. The caller ensures that transfers have ended."""
+        """Mark the replicas as outdated. Transfers must have ended."""
         self._works = []
         if self.state is ReplicaState.IN_FLIGHT:
             self._transition(ReplicaEvent.FAIL)
         self._transition(ReplicaEvent.DROP)
 
     def why_unusable(self) -> str | None:
-        """Return why replicas must not be used (this rank's experts have changed since the fetch), or None."""
+        """Return why replicas must not be used, or None."""
         has_data = bool(self._works) or self.state is ReplicaState.PRESENT
         if has_data and self._versions != self.table.versions():
             return (
@@ -101,7 +94,7 @@ class Replicas:
         num_owned: int,
         recording: RecordContext,
     ) -> SparseWork:
-        """Start sending gradients of replicas to the owners, along `transfers` reversed. Collective."""
+        """Start sending gradients of replicas, along `transfers` reversed. Collective."""
         if not transfers:
             return SparseWork()
         assert self.transport is not None

@@ -17,7 +17,7 @@ from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer,
 from fusedmoe.placement.placed_experts import PlacedExperts
 from fusedmoe.placement.placement import Placement
 
-# Per layer, its deepcopies: (is trained, path of copy indices, for copies of copies).
+# Per layer, its deepcopies: (is trained, path of copy indices).
 Paths = list[list[tuple[bool, tuple[int, ...]]]]
 
 
@@ -30,8 +30,8 @@ def move_experts(
 ) -> int:
     """Move each layer's experts to the owners in `shardings`. Collective over the expert-parallel group.
 
-    Each tensor of an expert is sent once. Drops gradients. Returns the number of bytes sent. `copies_by_layer`: copies
-    of a layer's experts without an optimizer, which are moved too.
+    Drops gradients. Returns the number of bytes sent. `copies_by_layer`: copies of a layer's experts without an
+    optimizer, which are moved too.
 
     Raises:
         ConfigError: the optimizer's state is not shaped like the parameter and cannot be split by expert.
@@ -43,10 +43,10 @@ def move_experts(
         return 0
     group = changing[0][0].table.group
     states_by_layer = [
-        [_state(optimizers.optimizer_of(p), name, p) for name, p in placed.table.parameter_items]
+        [_optimizer_state(optimizers.optimizer_of(p), name, p) for name, p in placed.table.parameter_items]
         for placed, *_ in changing
     ]
-    # Check before sending: a rank whose optimizer has not stepped has no state to send, and its peers would wait.
+    # Before sending: peers would wait for the state of an optimizer that has not stepped.
     _require_same_keys(group, [[sorted(tensors) for tensors in states] for states in states_by_layer])
     sent = 0
 
@@ -65,7 +65,7 @@ def move_experts(
             parameters[name] = move_rows(parameter.data, *change)
             for key, tensor in state.items():
                 optimizers.optimizer_of(parameter).state[parameter][key] = move_rows(tensor, *change)
-        # Last: until here the layer and its optimizer state belong to the old placement.
+        # Last: until here the layer belongs to the old placement.
         placed.reshard(sharding, parameters)
     return sent
 
@@ -99,7 +99,7 @@ def find_copies_to_move(
 
     copies, ranks = gather_copies()
     if any(own != ranks[0] or are_trained(own) for own in ranks):
-        gc.collect()  # a copy may be garbage here and already collected on other ranks
+        gc.collect()  # copies may be garbage here and collected on other ranks
         copies, ranks = gather_copies()
     for rank, own in zip(group.ranks, ranks, strict=True):
         if are_trained(own):
@@ -136,7 +136,7 @@ def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizer
     known = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.table.parameter_items:
-            _state(optimizers.optimizer_of(parameter), name, parameter)
+            _optimizer_state(optimizers.optimizer_of(parameter), name, parameter)
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"ShardedExperts: the {optimizers.kind} does not have the experts' {name}: what updates "
@@ -145,19 +145,19 @@ def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizer
                 )
     parameters = [parameter for placed in layers for parameter in placed.table.parameters]
     for optimizer in dict.fromkeys(map(optimizers.optimizer_of, parameters)) if steps else ():
-        # The first step creates the state, which is too late for this check. So a new optimizer of this kind steps on a
-        # small 3-D parameter. Its sizes are distinct, so no other shape equals it, and large enough for 8-bit state.
+        # The state exists only after the first step, so a new optimizer of this kind steps on a small 3-D parameter.
+        # Its sizes are distinct, so no other shape equals it, and large enough for 8-bit state.
         small = nn.Parameter(torch.zeros(2, 48, 64, device=layers[0].table.device))
         small.grad = torch.ones_like(small)
         stepped = optimizer
         with suppress(Exception), torch.enable_grad():
             stepped = similar_optimizer(optimizer, small)
             stepped.step(lambda: 0.0)
-        _state(stepped, "parameter", small)
+        _optimizer_state(stepped, "parameter", small)
 
 
-def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return an optimizer's state tensors, [owned, …] each, for a parameter of experts, by key."""
+def _optimizer_state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return an optimizer's state tensors for a parameter of experts, [owned, …] each."""
     tensors = {}
     for key, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -186,10 +186,10 @@ def _require_same_keys(group: Group, keys: list[list[list[str]]]) -> None:
 
 
 def _exchange_rows(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
-    """Exchange expert rows. Returns this rank's rows, [owned, ...] by expert number, and the bytes sent."""
+    """Return this rank's rows after the change, [owned, ...] by expert number, and the bytes sent. Collective."""
     me = group.index
     owned_before, owned_after = before.owned(me), after.owned(me)
-    # Sorted by rank, then expert, on both sides: received rows need no permutation.
+    # Sorted by rank, then expert: received rows need no permutation.
     outgoing = sorted((after.owners[expert], expert) for expert in owned_before if after.owners[expert] != me)
     incoming = sorted((before.owners[expert], expert) for expert in owned_after if before.owners[expert] != me)
     send, recv = (

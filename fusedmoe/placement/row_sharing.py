@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 
-def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
+def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout) -> NDArray[np.int64]:
     """Return [E, V], the rows of each expert on each rank if every row is computed by the nearest rank that holds it.
 
     Nearest is the row's own rank, if it holds the expert. Otherwise rows are split evenly over the holders on the row's
@@ -27,8 +27,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
     if not any(placement.replicas):
         return holds_EW * tokens_WE.sum(axis=0)[:, None]
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
-    left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
-    holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
+    left_EN = (tokens_WE.T - computed_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node).sum(axis=2)
+    holds_ENR = holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node)
     copies_EN = holds_ENR.sum(axis=2)
     each_EN, rest_EN = np.divmod(left_EN, np.maximum(copies_EN, 1))
     more_ENR = holds_ENR.cumsum(axis=2) <= rest_EN[:, :, None]
@@ -40,10 +40,7 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
 class RowSharing:
     """State of the search: how the rows of each expert are shared among the ranks that hold it.
 
-    Axes: V, the ranks that compute rows; W, the ranks whose tokens they are; E, all experts.
-
     Args:
-        tokens_WE: rows of each expert, by the rank whose tokens they are.
         before: the placement at the start.
         m: maximum number of replicas per rank.
     Attributes:
@@ -51,22 +48,21 @@ class RowSharing:
         computed_VE: rows of an expert that a rank computes.
         work_V: rows that a rank computes, summed over experts.
         free_slots_V: number of replicas that can be added to a rank.
-        can_move_VV: bool [V, V], whether rows can move from the first rank to the second: the first computes rows of an
-            expert that the second holds.
+        can_move_VV: bool [V, V], whether the first rank computes rows of an expert that the second holds.
     """
 
-    def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, nodes: Nodes, m: int) -> None:
+    def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, node_layout: NodeLayout, m: int) -> None:
         self.before, self.holds_VE = before, before.holds_EW.T.copy()
-        self.computed_VE = nearest_rows(before, tokens_WE, nodes).T.copy()
+        self.computed_VE = nearest_rows(before, tokens_WE, node_layout).T.copy()
         self.work_V = self.computed_VE.sum(axis=1)
         self.free_slots_V = np.maximum(m - before.extra_W(), 0)
-        self._node_V = np.arange(nodes.ranks) // nodes.per_node
+        self._node_V = np.arange(node_layout.num_ranks) // node_layout.per_node
         self._inside_VV = self._node_V[:, None] == self._node_V
         held_EV = self.holds_VE.T.astype(np.float32)
         self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
     def copy(self, max_replicas: int | None = None) -> RowSharing:
-        """Return an independent copy. `max_replicas`: another maximum number of replicas per rank; None: the same."""
+        """Return an independent copy. `max_replicas`: another maximum number of replicas per rank."""
         made = copy(self)
         for name in ("computed_VE", "holds_VE", "work_V", "free_slots_V", "can_move_VV"):
             setattr(made, name, getattr(self, name).copy())
@@ -76,13 +72,12 @@ class RowSharing:
 
     @property
     def max_new_rank_replicas(self) -> int:
-        """The largest number of replicas on a rank that has received a new replica; 0 without new replicas."""
+        """The largest number of replicas on a rank with a new replica; 0 without new replicas."""
         new_V = self.holds_VE.sum(axis=1) - self.before.holds_EW.sum(axis=0)
         return int((self.before.extra_W() + new_V)[new_V > 0].max(initial=0))
 
     @property
     def busiest_node_mean_rows(self) -> int:
-        """Mean number of rows per rank on the busiest node."""
         return int(np.bincount(self._node_V, self.work_V).max()) // int(np.count_nonzero(self._node_V == 0))
 
     def placement(self) -> Placement:
@@ -91,17 +86,17 @@ class RowSharing:
         return Placement.holding(self.before.owners, self.holds_VE.T)
 
     def reach_limit(self, row_limit: int) -> bool:
-        """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`. Returns True on success."""
+        """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`; True on success."""
         self.augment(row_limit, self._inside_VV)
         return self.augment(row_limit) <= row_limit
 
     def reach_lowest_limit(self, row_limit: int) -> None:
-        """Move rows between holders until no rank exceeds `row_limit`, or else the lowest maximum that is possible."""
+        """Move rows between holders until no rank exceeds `row_limit`, or the lowest maximum that is possible."""
         while (least := self.augment(row_limit)) > row_limit:
             row_limit = least
 
     def replicate(self, row_limit: int, *, inside: bool = False) -> None:
-        """Add replicas until no rank exceeds `row_limit` rows, or else the lowest maximum that is possible.
+        """Add replicas until no rank exceeds `row_limit` rows, or the lowest maximum that is possible.
 
         `inside`: add replicas only on nodes that hold the expert, which avoids inter-node transfers.
         """
@@ -113,13 +108,10 @@ class RowSharing:
     def augment(self, row_limit: int, among_VV: NDArray[np.bool_] | None = None) -> int:
         """Move rows between holders by augmenting paths until no rank computes more than `row_limit`.
 
-        A path moves rows from an overloaded rank through other ranks to a rank below the limit.
+        A path moves rows from an overloaded rank through other ranks to a rank below the limit. `among_VV`: bool, pairs
+        of ranks between which rows may move; None: all pairs.
 
-        Args:
-            among_VV: bool, pairs of ranks between which rows may move; None: all pairs.
-        Returns:
-            `row_limit` on success. Otherwise a number above it: however these rows move, some rank computes at least as
-            many.
+        Returns `row_limit` on success; otherwise a lower bound, above it, of the busiest rank's rows.
         """
         work_V = self.work_V
         if work_V.max() <= row_limit:
@@ -133,7 +125,7 @@ class RowSharing:
                 layers.append(layers[-1] @ can_move_VV & ~seen_V)
                 seen_V |= layers[-1]
             if not np.count_nonzero(layers[-1]):
-                # No other rank holds an expert of these rows, so one of the visited ranks computes at least their mean.
+                # No other rank holds these experts, so a visited rank computes at least the mean.
                 return -(-int(work_V[seen_V].sum()) // int(seen_V.sum()))
             chain = [int(np.where(layers[-1], row_limit - work_V, -1).argmax())]
             for before_V in layers[-2::-1]:
@@ -190,7 +182,7 @@ class RowSharing:
             # Best fit, see step 2 of `balance`.
             space, target = room.pop(min(bisect_left(room, (-negative, -1)), len(room) - 1))
             moved = min(-negative, space)
-            # The smallest expert with enough rows: a larger expert may fill another rank alone.
+            # The smallest expert with enough rows: larger ones may fill another rank alone.
             rows, expert = rows_of[source].pop(bisect_left(rows_of[source], (moved, -1)))
             insort(rows_of[source], (rows - moved, expert))
             self.computed_VE[source, expert] -= moved
@@ -212,7 +204,7 @@ class RowSharing:
         can_pass_on_V = self.work_V < row_limit
         while (more_V := self.can_move_VV[:, can_pass_on_V].any(axis=1) & ~can_pass_on_V).any():
             can_pass_on_V |= more_V
-        # Rows that a rank can accept: room, plus rows of experts that it shares with another such rank.
+        # Rows that a rank can accept: its room, plus rows of experts that another such rank holds.
         shared_E = self.holds_VE[can_pass_on_V].sum(axis=0) > 1
         acceptable_V = self.computed_VE @ shared_E + np.maximum(row_limit - self.work_V, 0)
         acceptable_V *= can_pass_on_V & (self.free_slots_V > 0)

@@ -24,7 +24,7 @@ from fusedmoe.placement.expert_table import require_stacked
 from fusedmoe.placement.expert_transport import SparseCollectives
 from fusedmoe.placement.hecate import WINDOW, LayerPolicy, calibrate, overlap_degree
 from fusedmoe.placement.placed_experts import PlacedExperts, PlacementSettings
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.planner import (
     HECATE_POLICIES,
     UNKNOWN_COSTS,
@@ -69,44 +69,42 @@ class ShardedExperts:
         experts = ShardedExperts(model, optimizer, topology, overlap=8, memory=2)
 
     The training loop does not change. After each `optimizer.step()` the loads of the last five steps determine the
-    replicas of the next step (Algorithm 1). Each forward fetches its replicas, overlapped with the model's computation
-    before its first experts. Gradients of replicas are sent while the rest of the backward computes; `.grad` of an
-    owned expert is complete when `backward()` returns. After five steps, and every 100 steps, experts change owners if
-    this balances the load (Algorithm 2). Losses, gradients and updates equal expert parallelism, up to rounding.
+    replicas of the next step (Algorithm 1), which its forward fetches while the model computes. Gradients of replicas
+    are sent while the rest of the backward computes; `.grad` of an owned expert is complete when `backward()` returns.
+    After five steps, and every 100 steps, experts change owners if this balances the load (Algorithm 2). Losses,
+    gradients and updates equal expert parallelism, up to rounding.
 
     An expert parameter is [owned, ...] on each rank. Its shape and memory change with the owners: do not keep its
-    `.data`. Checkpoints (`save_checkpoint`) identify experts by number and load under any placement, on any number of
-    ranks. Save `state_dict()` with them: it determines the next placements. The model's `state_dict()` loads only on
-    ranks that own the same experts; otherwise loading raises before anything is changed.
+    `.data`. Checkpoints (`save_checkpoint`) load under any placement, on any number of ranks. Save `state_dict()` with
+    them: it determines the next placements. The model's own `state_dict()` loads only on ranks that own the same
+    experts.
 
-    A `deepcopy` of the model has no replicas. Its experts change owners with the model's experts, which permits weight
-    averaging (`torch.optim.swa_utils.AveragedModel`). All ranks must have the copy. To train it, construct another
-    ShardedExperts for it.
+    A `deepcopy` of the model, on all ranks, has no replicas. Its experts change owners with the model's, which permits
+    weight averaging (`torch.optim.swa_utils.AveragedModel`). To train it, construct another ShardedExperts for it.
 
     Args:
         model: has at least one `MoELayer(placement="fssdp")`; all have the same number of experts. Call the whole
             model: its forward is hooked.
-        optimizer: elementwise (AdamW, SGD), with state per expert shaped like the parameters, or `PerMatrix`; or a list
-            in step order, which together has all expert parameters. The last optimizer's `step()` is hooked.
+        optimizer: elementwise (AdamW, SGD) or `PerMatrix`; or a list in step order, which together has all expert
+            parameters. The last optimizer's `step()` is hooked.
         policy: "hecate"; "algorithm1", without the search after Algorithm 1; "ep", static expert parallelism; or a
-            function that places a layer's experts for the next step from their loads (`LayerLoads` -> `Placement`),
-            called after each step on one rank per layer.
+            function from a layer's loads (`LayerLoads`) to its `Placement` for the next step, called after each step on
+            one rank per layer.
         memory: m, the maximum number of replicas on a rank in each layer.
         overlap: t, the maximum number of experts sent for a layer. None: the number that can be sent between two MoE
-            layers, from the interval measured in the first five steps and the machine's measured bandwidth
-            (`fusedmoe.runtime.cache`). With known costs a search improves on Algorithm 1 (`fusedmoe.placement.hecate`).
+            layers, measured in the first five steps with the machine's bandwidth (`fusedmoe.runtime.cache`).
         reshard: allow owners to change, by Algorithm 2 or the function.
         calibrates: True adds replicas after the gate if this saves time. A function replaces this step: (placement,
-            tokens_WE, nodes, memory, costs) -> a placement with at least the replicas of `placement`.
-        balance: "predicted": only the policy chooses replicas, and rows are split evenly over them. "exact": after the
-            gate, also in evaluation, rows are assigned to replicas to minimize the layer's time, and the first training
-            forward of a step adds on-demand replicas (`balance.cheapest_balance`); each forward plans on the host.
-            "auto": as "exact" if planning can pay off, else rows are sent to the nearest replicas
-            (`balance.auto_balance`); owners stay while the busiest ranks are within 5% of the mean.
+            tokens_WE, node_layout, memory, costs) -> a placement with at least the replicas of `placement`.
+        balance: "predicted": only the policy chooses replicas, and rows are split evenly over them. "exact": each
+            forward plans on the host after the gate: it assigns rows to replicas to minimize the layer's time, and the
+            first training forward of a step adds on-demand replicas (`balance.cheapest_balance`). "auto": as "exact" if
+            planning can pay off, else rows are sent to the nearest replicas (`balance.auto_balance`); owners stay while
+            the busiest ranks are within 5% of the mean.
         rematerialises: release replicas after each forward and fetch them again for its backward: memory for the
             replicas of two layers instead of all layers, and twice the traffic.
-        costs: of a token and an expert. None: measured if a policy needs them. `tune_step` may measure them again. New
-            costs apply from the next step, and `overlap` is measured again.
+        costs: of a token and an expert. None: measured if a policy needs them; `tune_step` may measure them again, and
+            then `overlap` is also measured again.
         heap: symmetric memory of the expert-parallel group (`comm.one_sided.heaps.open_heap`), which must outlive this
             object. Experts are then sent by one-sided puts instead of collectives.
         averaged: further models without an optimizer whose experts change owners with this model's, such as models
@@ -118,9 +116,9 @@ class ShardedExperts:
     Raises:
         ConfigError: no layer with placement="fssdp"; layers with different numbers of experts, or already in a
             ShardedExperts; arguments out of range; a `balance` other than "predicted" with `calibrates`; an optimizer
-            that needs several experts at once, or whose state cannot move with single experts (in the first step, if it
-            cannot be tried before). In a step that changes owners: a copy of the model that is trained, or that does
-            not exist on all ranks; a policy that changes ranks, or owners with `reshard=False`.
+            that needs several experts at once, or whose state cannot move with single experts. In a step that changes
+            owners: a copy of the model that is trained, or that does not exist on all ranks; a policy that changes
+            ranks, or owners with `reshard=False`.
         RankError: the ranks pass different arguments.
     """
 
@@ -166,16 +164,18 @@ class ShardedExperts:
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology, self.averaged = JoinedOptimizers(optimizer), topology, list(averaged)
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
-        # Idle seconds of the first steps, which determine t; None: t is given or already measured.
+        # Idle seconds of the first steps, which determine t; None: t is known.
         self._idle_s: list[float] | None = None
         self._measures_overlap = overlap is None and policy in HECATE_POLICIES and bool(layers)
         # Costs given by the caller are not measured again.
         by_costs = self._measures_overlap or calibrates or callable(policy) or balance != "predicted"
         self._remeasures_costs = costs is None and bool(by_costs)
         self._hooks: list[Any] = []
-        nodes = self._placed[0].table.nodes if layers else Nodes(1, 1)
+        node_layout = self._placed[0].table.node_layout if layers else NodeLayout(1, 1)
         correction = calibrate if calibrates is True else calibrates or None
-        self._planner = PlacementPlanner(policy, memory, overlap or 0, reshard and policy != "ep", correction, nodes)
+        self._planner = PlacementPlanner(
+            policy, memory, overlap or 0, reshard and policy != "ep", correction, node_layout
+        )
         if not layers:
             return
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
@@ -184,7 +184,7 @@ class ShardedExperts:
         self._require_agreement(model, costs, facts)
         self._transport = _make_transport(topology, heap)
         self._attach(rematerialises, balance != "predicted")
-        # Fetch before the forward, not after the step: parameters may be changed in between.
+        # Fetched before the forward, as parameters may change after the step.
         self._hooks += [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             self._optimizer.optimizers[-1].register_step_post_hook(lambda *_: self._after_step()),
@@ -192,13 +192,13 @@ class ShardedExperts:
         ]
 
     def _require_agreement(self, model: nn.Module, costs: PlacementCosts | None, facts: dict[str, Any]) -> None:
-        """Check that arguments are equal on all ranks and optimizer state can move; measure costs. Collective."""
+        """Require equal arguments and movable optimizer state; measure costs. Collective."""
         topology, planner = self._topology, self._planner
         planner.costs = self._measured_costs() if self._remeasures_costs else costs or UNKNOWN_COSTS
-        # Ranks with different settings would choose different placements, and wait for experts that no rank sends.
+        # Ranks with different settings would wait for experts that no rank sends.
         topology.require_equal_facts(facts | {"costs": planner.costs}, "ShardedExperts")
         checks = [partial(require_elementwise, self._optimizer, model, topology)]
-        # Fail at construction, not in the first step that changes owners.
+        # At construction, not in the first step that changes owners.
         if planner.may_reshard:
             checks.append(partial(require_movable, self._placed, self._optimizer, steps=True))
         for check in checks:
@@ -238,7 +238,7 @@ class ShardedExperts:
         return sum(placed.replicas.sent_bytes for placed in self._placed)
 
     def memory(self) -> ExpertMemory:
-        """Return the memory of experts on this rank in bytes; all 0 on a single rank."""
+        """Return the memory of this rank's experts in bytes; all 0 on a single rank, where no experts are sharded."""
         owned = held = gradients = state = 0
         for parameter in (parameter for placed in self._placed for parameter in placed.table.parameters):
             owned += parameter.nbytes
@@ -251,8 +251,7 @@ class ShardedExperts:
     def hide_in(self, seconds: float) -> None:
         """Set t to the number of experts that the inter-node link can send in `seconds` of idle time.
 
-        Replaces the measurement of the first steps: no effect if `overlap` was given or has been measured. `seconds`:
-        see `sparse_collectives.hidden_s`.
+        No effect if `overlap` was given or has been measured. `seconds`: see `sparse_collectives.hidden_s`.
         """
         if self._idle_s is not None:
             expert_bytes = max(1, self._placed[0].table.expert_bytes)
@@ -268,10 +267,13 @@ class ShardedExperts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state_dict()` after `load_checkpoint`. On a different number of ranks, owners start evenly.
+        """Load the result of `state_dict()`. Call after `load_checkpoint`.
+
+        On the saved number of ranks, each layer gets its saved placement. On another number, experts first stay with
+        their current owners (in a new model, spread evenly), and the policy chooses placements from the saved loads.
 
         Raises:
-            ConfigError: the state has a different number of layers or experts; nothing was loaded.
+            ConfigError: the saved loads are of another number of layers or experts; nothing was loaded.
         """
         iteration, overlap = int(state["iteration"]), state["overlap"]
         history = [np.array(load_LE, dtype=np.int64) for load_LE in state["history"]]
@@ -290,11 +292,11 @@ class ShardedExperts:
         self._history.extend(history)
         if overlap is not None and self._idle_s is not None:
             self._set_overlap(int(overlap))
-        here, there = ([(one.ranks, one.experts) for one in placements] for placements in (self.placements, saved))
+        here, there = ([(one.num_ranks, one.experts) for one in placements] for placements in (self.placements, saved))
         if there == here:
             self._apply_placements(saved)
         elif self._history:
-            self._choose_placements()  # saved placements are for other ranks, but the loads are of the same experts
+            self._choose_placements()  # the saved placements are for other ranks
 
     def close(self) -> None:
         """Remove the hooks and stop the threads. Experts stay with their owners, without replicas."""
@@ -318,7 +320,7 @@ class ShardedExperts:
 
     def _after_step(self) -> None:
         if not self._history and self._planner.may_reshard:
-            # Outside the guard, whose errors are final: the job may catch this error and change the policy.
+            # Outside the guard, whose errors are final: the job may catch this one.
             movable = partial(require_movable, self._placed, self._optimizer)
             on_all_ranks(self._topology.world, "looking at the optimizer", movable)
         with self._topology.guard("ShardedExperts"):
@@ -341,7 +343,7 @@ class ShardedExperts:
         shardings = [placement.sharding for placement in placements]
         if shardings != [placement.sharding for placement in self.placements]:
             given = [[layer.placed for layer in placed_layers(model)] for model in self.averaged]
-            # Before anything moves: an error leaves all experts with their owners.
+            # Before anything moves.
             duplicates = find_copies_to_move(self._placed, given, self._topology.world)
             self.moved_bytes += move_experts(self._placed, shardings, self._optimizer, duplicates)
         for placed, placement in zip(self._placed, placements, strict=True):
@@ -351,7 +353,7 @@ class ShardedExperts:
         """Append this step's mean seconds between MoE layers to `all_s`. After `WINDOW` steps, set t by the median."""
         clocks = [placed.clock for placed in self._placed]
         own_s = [clock.idle_s(before) for before, clock in zip([None, *clocks[:-1]], clocks, strict=True)]
-        # Minimum: all ranks would wait for the transfers of the rank with the least time.
+        # Minimum: all ranks wait for the rank with the least time.
         idle_s = torch.tensor(own_s, dtype=torch.float64, device="cpu").mean().to(device_of(self._topology.world))
         all_s.append(float(all_reduce(self._topology.world, idle_s, "min", "time to hide in")))
         if len(all_s) == WINDOW:
@@ -384,7 +386,6 @@ def placed_layers(model: nn.Module) -> list[PlacedLayer]:
 
 
 def _require_placed(layer: PlacedLayer) -> None:
-    """Raise `ConfigError` for experts that cannot have replicas, or already have a ShardedExperts."""
     placed = layer.placed
     if placed.is_attached:
         raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
@@ -399,7 +400,7 @@ def _require_placed(layer: PlacedLayer) -> None:
 
 def _make_transport(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
-        # A separate process group: expert transfers and the layers' collectives do not wait for each other.
+        # A separate process group: transfers and the layers' collectives do not wait for each other.
         return SparseCollectives(topology.duplicate_group(topology.ep, "experts that move"))
     from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll  # needs Triton
 

@@ -115,7 +115,7 @@ def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float
         alone_s: seconds of each task alone.
         together_s: seconds of each task if both start at the same time.
     """
-    first = int(together_s[1] < together_s[0])  # ends first
+    first = int(together_s[1] < together_s[0])
     both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
     # The task that ends first does all its work while both run; the other finishes alone.
     done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
@@ -136,7 +136,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Durations:
-    """Costs given task by task."""
+    """Costs from a table of task durations, the same for every plan."""
 
     given: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
@@ -162,7 +162,7 @@ class Line:
         return 1 / max(self.beta_s, MIN_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up (F14)."""
+        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up `alpha_s`."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -246,9 +246,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Measured seconds per sample.
+    """Measured seconds of parts of a layer or step. Raises `ConfigError` for an invalid time or number of chunks.
 
-    `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
+    Attributes:
+        seconds: by part: kind of task, phase and number of chunks (`Sample`).
+        rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
     seconds: Mapping[Sample, float] = field(default_factory=dict)

@@ -34,10 +34,12 @@ class Gated(nn.Module):
 
 
 class Plain(nn.Module):
-    def __init__(self, names: tuple[str, str], act: Callable[[Tensor], Tensor], bias: bool = True) -> None:
+    def __init__(
+        self, names: tuple[str, str], act: Callable[[Tensor], Tensor], bias: bool = True, p: float = 0.0
+    ) -> None:
         super().__init__()
         self.names, self.act = names, act
-        self.dropout = nn.Dropout(0.5)
+        self.dropout = nn.Dropout(p)
         for name, out, into in zip(names, (H, M), (M, H), strict=True):
             self.add_module(name, nn.Linear(into, out, bias=bias))
 
@@ -269,6 +271,7 @@ class Raising(Plain):
         (lambda: [Scaled(("fc1", "fc2"), F.gelu)], {}, "first expert is no silu or gelu or .* network"),
         (lambda: [Scaled(("fc1", "fc2"), F.gelu)], {"activation": "gelu"}, "first expert is no gelu network"),
         (lambda: [sequential()], {"activation": "relu"}, "first expert is no relu network"),
+        (lambda: [Plain(("fc1", "fc2"), F.gelu, p=0.1)], {}, "in training, the first expert is no network .* dropout"),
         (lambda: [sequential()], {"activation": "swiglu"}, "source has no gate; .*choose silu, gelu"),
         (lambda: [sequential()], {"activation": "tanh"}, "unknown activation 'tanh'"),
         (lambda: [Raising(("fc1", "fc2"), F.gelu)], {}, "pass activation=, one of .* needs a mask"),
@@ -309,6 +312,14 @@ def test_layer_rejects_other_sizes() -> None:
     experts[2] = Gated(("gate_proj", "up_proj", "down_proj"), F.silu, bias=True)
     with pytest.raises(ConfigError, match="expert 2 has shapes .* expert 0 has"):
         fusedmoe.MoELayer(M, fusedmoe.gates.TopK(experts=4), from_modules(experts))
+
+
+def test_modes_and_random_state_are_kept() -> None:
+    module = Plain(("fc1", "fc2"), F.gelu).eval()
+    module.dropout.train()
+    state = torch.get_rng_state()
+    fusedmoe.experts.from_modules([module])
+    assert not module.training and module.dropout.training and torch.equal(torch.get_rng_state(), state)
 
 
 def test_experts_that_share_weights_raise() -> None:

@@ -1,8 +1,7 @@
 """Errors for failed waits, which identify the rank at fault if possible.
 
 A peer that was killed or stopped, or that calls another operation, has posted no verdict on the `Board`. The first rank
-to time out then checks which processes have ended, stopped renewing their notes, do not wait, or wait for other
-operations. It posts a verdict for all ranks.
+to time out then checks the processes and wait notes of its peers, and posts a verdict.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED, Board, Note, sort_by_suspicion, stopped_ranks
 from fusedmoe.errors import TIMEOUT_CURE, RankError
 
-# The process that hosts the store closes it last, up to this many seconds before the process ends.
+# The host of the store closes it last, up to this long before its process ends.
 _HOST_EXIT_S = 1.0
 
 
@@ -30,9 +29,8 @@ def connection_lost_error(
 
     Args:
         where: description of the group of `ranks`.
-        reason: the backend's error text.
         exit_s: seconds that a peer's process may take to end; None: the board's default.
-        absent: ranks that had not joined when the connection attempt failed.
+        absent: ranks that had not joined.
     """
     peers = tuple(rank for rank in ranks if rank != board.rank)
     earlier, cut_off, dead = None, False, board.ended_ranks(peers)
@@ -50,7 +48,7 @@ def connection_lost_error(
         return _verdict_error(board, operation, where, verdict)
     if dead:
         return _verdict_error(board, operation, where, board.post(dead[0], operation, PROCESS_ENDED))
-    # Processes on other hosts cannot be queried; their unchanged notes indicate that they were stopped.
+    # Processes on other hosts cannot be queried, but an unchanged note indicates a stopped one.
     is_absent = False
     if stopped := stopped_ranks(earlier or {}, board.wait_notes(peers)):
         culprit = stopped[0]
@@ -76,7 +74,7 @@ def timeout_error(
     elsewhere = [rank for rank, note in note_by_rank.items() if note.operation != call]
     descriptions = [f"rank {rank} is not waiting" for rank in absent]
     descriptions += [f"rank {rank} was stopped while it waited for {now[rank].operation}" for rank in stopped]
-    # No rank can determine the intended operation, so the message names all.
+    # The intended operation is unknown.
     if absent or stopped or elsewhere:
         descriptions += [f"rank {rank} waits for {note.operation}" for rank, note in note_by_rank.items()]
     text = (
@@ -90,7 +88,6 @@ def timeout_error(
 
 
 def different_calls_error(board: Board, operation: str, where: str, calls: Mapping[int, Note]) -> RankError:
-    """Return the error for ranks of one group that call different operations, by the note of each rank."""
     each = "; ".join(f"rank {rank} calls {' '.join(note.operation.split())}" for rank, note in calls.items())
     text = f"ranks of {where} call different operations: {each}. {ORDER}"
     culprit = sort_by_suspicion(calls)[0]
@@ -99,7 +96,7 @@ def different_calls_error(board: Board, operation: str, where: str, calls: Mappi
 
 
 def foreign_data_error(board: Board, operation: str, where: str, rank: int) -> RankError:
-    """Return the error for data from `rank` that does not belong to this operation."""
+    """Return the error for data from `rank` that belongs to another operation."""
     text = (
         f"the data it sent to rank {board.rank} belongs to another operation; one of the two ranks called it out of "
         f"order. {ORDER}"

@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
     rank: int
     operation: str
     message: str
-    # The rank at fault did not join the operation, for which other ranks waited.
+    # The rank did not join the operation.
     is_absent: bool = False
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Note of a waiting rank: its operation, a heartbeat that changes while it waits, and its number of calls."""
+    """A waiting rank's operation, a heartbeat that changes while it waits, and its number of calls."""
 
     operation: str
     heartbeat: int
@@ -70,10 +70,9 @@ def stopped_ranks(earlier: Mapping[int, Note], now: Mapping[int, Note]) -> list[
 
 
 def sort_by_suspicion(note_by_rank: Mapping[int, Note]) -> list[int]:
-    """Return ranks that wait for different operations, in order of how likely each of them is at fault."""
     operations = {rank: note.operation.split(" over the ")[0] for rank, note in note_by_rank.items()}
     count = Counter(operations.values())
-    # First the operation with the fewest ranks; on a tie, a rank outside a backward pass, since its peers run one; then
+    # The operation with the fewest ranks first; on a tie, a rank outside a backward pass, since its peers run one; then
     # the rank that has called its operation least often (saving, closing).
     return sorted(
         note_by_rank,
@@ -81,14 +80,14 @@ def sort_by_suspicion(note_by_rank: Mapping[int, Note]) -> list[int]:
     )
 
 
-# Rank that hosts the store if no launcher does.
+# Rank that hosts the store without a launcher.
 _STORE_HOST = 0
 _PROCESS_EXIT_S = 10.0
-# The store's host is blamed after this many seconds without an answer.
+# The store's host is blamed after this time without an answer.
 _STORE_SILENCE_S = 3.0
-# A waiting rank must renew its note within this many seconds, a few polls.
+# Longest time between two renewals of a waiting rank's note, a few polls.
 NOTE_RENEWAL_S = 1.0
-# Host and process id of each rank, by store, gathered early because the store may be gone when needed.
+# Host and process id of each rank, by store. Gathered early: the store may be gone when needed.
 _PROCESSES: WeakKeyDictionary[dist.Store, dict[int, tuple[str, int]]] = WeakKeyDictionary()
 
 
@@ -101,9 +100,9 @@ class Board:
         self._prefix = ""
         self.rank = rank
         self.standing_verdict: Verdict | None = None
-        # True while this rank has refused and some ranks of the job have not raised the refusal.
+        # Whether some ranks of the job may not have raised this rank's refusal.
         self._has_unread_refusal = False
-        #: A rank may take this many seconds to end or post a verdict after its connections broke: it closes them first.
+        #: Seconds that a rank may take to end or post a verdict after its connections broke.
         self.exit_s = _PROCESS_EXIT_S
         self._processes = _PROCESSES.setdefault(store, {})
         self._renewer: WorkerThread | None = None
@@ -126,7 +125,6 @@ class Board:
         own = json.dumps([socket.gethostname(), os.getpid(), facts])
 
         def register_arrival(store: dist.Store) -> dict[int, str]:
-            # Every set of ranks has its own counter.
             number = store.add(f"meetings/{ranks_hash}/{self.rank}", 1)
             keys = {rank: f"meeting/{ranks_hash}/{number}/{rank}" for rank in ranks}
             store.set(keys[self.rank], own)
@@ -136,9 +134,9 @@ class Board:
 
         self.calls[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
-        keys = self._request(register_arrival, timeout_s) or {}
+        keys = self._call_store(register_arrival, timeout_s) or {}
         read_entries, has_recorded_wait = partial(_values, keys=list(keys.values())), False
-        while (entries := self._request(read_entries) if keys else None) is None:
+        while (entries := self._call_store(read_entries) if keys else None) is None:
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
             verdict: Verdict | str | None = self.read()
@@ -175,20 +173,19 @@ class Board:
 
     def forget_addresses(self) -> None:
         """Delete this rank's default-group address from torchrun's store, after all ranks have connected."""
-        # PyTorch leaves it, and ranks of the next attempt would connect to an ended process.
+        # Ranks of the next attempt would connect to an ended process.
         if _has_agent_store():
-            self._request(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
+            self._call_store(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
     def post(self, rank: int, operation: str, message: str, is_absent: bool = False) -> Verdict:
-        """Write a verdict if the job has none yet; return the job's verdict."""
         own = Verdict(rank, operation, message, is_absent)
         words = json.dumps(own._asdict())
         return self._read_verdict(lambda store: store.compare_set("verdict", "", words)) or own
 
     def blame(self, rank: int, operation: str, message: str, is_absent: bool = False) -> str:
-        """Post that another rank is missing. Return the verdict, or a text that blames an unresponsive store's host."""
+        """Post that a rank is missing. Return the verdict, or a text that blames an unresponsive store's host."""
         verdict = self.post(rank, operation, message, is_absent)
-        # An overloaded host's store answers late, a stopped host's never.
+        # An overloaded host's store answers late.
         deadline = time.monotonic() + _STORE_SILENCE_S
         while self.standing_verdict is None and not self._client.connection_error and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -201,7 +198,7 @@ class Board:
         """Record why this rank refuses an operation of `num_readers` ranks, which all raise this reason."""
         own = json.dumps(Verdict(self.rank, operation, message)._asdict())
         key = f"refusal/{self.rank}"
-        # Other ranks read the refusal when they time out (`final_verdict`), unless this rank continues first.
+        # Ranks outside the operation read it when they time out (`final_verdict`).
         self._has_unread_refusal = num_readers < dist.get_world_size()
 
         def note(store: dist.Store) -> None:
@@ -211,13 +208,12 @@ class Board:
             # An answer shows that the unacknowledged `set` has arrived.
             store.get(key)
 
-        self._request(note)
+        self._call_store(note)
 
     def clear_refusal(self) -> None:
-        """Withdraw this rank's refusal."""
         if self._has_unread_refusal:
             self._has_unread_refusal = False
-            self._request(lambda store: store.set("unheard", ""))
+            self._call_store(lambda store: store.set("unheard", ""))
 
     def refusal(self, rank: int) -> Verdict:
         stored = self._get(f"refusal/{rank}")
@@ -240,15 +236,14 @@ class Board:
                 store.set(f"heard/{self.rank}", "")
             return words
 
-        if words := self._request(read_and_acknowledge):
+        if words := self._call_store(read_and_acknowledge):
             self.standing_verdict = Verdict(**json.loads(words))
         return self.standing_verdict
 
     def wait_until_verdict_is_read(self, deadline: float) -> None:
         """Keep the store available until all ranks have read the verdict or ended, at most until `deadline`.
 
-        Only the rank that hosts the store waits: ranks that lose the store before they have read the verdict would name
-        this rank as the failed one.
+        Ranks that lose the store earlier would name its host, the only rank that waits, as the failed one.
         """
         if self.rank != _STORE_HOST or _has_agent_store():
             return
@@ -263,14 +258,13 @@ class Board:
     def final_verdict(self) -> Verdict | None:
         """Return the verdict that a rank raises when it must stop; None if nothing was reported.
 
-        If no verdict stands but some rank's refusal was not read by all ranks, posts the refusal as the verdict.
+        Without a verdict, posts a refusal that some ranks have not read.
         """
         stored = None if self.read() else self._get("unheard")
         return self.post(**json.loads(stored)) if stored else self.standing_verdict
 
     @property
     def is_disconnected(self) -> bool:
-        """True after the connection to the store broke; verdicts can no longer be read."""
         return bool(self._client.connection_error)
 
     def ended_ranks(self, ranks: tuple[int, ...]) -> list[int]:
@@ -280,7 +274,6 @@ class Board:
         return [rank for rank, host, pid in known if host == own_host and not _is_running(pid)]
 
     def culprit_pid(self) -> int | None:
-        """Return the process id of the rank that the verdict names, if it runs on this host."""
         if self.standing_verdict is None:
             return None
         host, pid = self._processes.get(self.standing_verdict.rank, ("", 0))
@@ -289,13 +282,13 @@ class Board:
     def record_wait(self, call: str, ranks: Sequence[int] = ()) -> None:
         """Record the operation and ranks that this rank waits for; "" clears the note."""
         num_calls = self.calls[call.split(" over the ")[0]]
-        # The time stamp makes every note different, which shows that the rank is alive.
+        # The time stamp is the heartbeat.
         note = json.dumps([call, list(ranks), time.monotonic_ns(), num_calls])
-        self._request(lambda store: store.set(f"waits/{self.rank}", note))
+        self._call_store(lambda store: store.set(f"waits/{self.rank}", note))
 
     @contextmanager
     def recorded_wait(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Context in which a thread renews the note of this rank's wait, while a PyTorch call blocks the caller."""
+        """Renew the note of this rank's wait in a thread, while a PyTorch call blocks the caller."""
         wait_ended = threading.Event()
         self._renewer = self._renewer or WorkerThread("fusedmoe-board")
         renewal = self._renewer.submit(partial(self._renew_note, call, ranks, wait_ended))
@@ -304,7 +297,7 @@ class Board:
         finally:
             wait_ended.set()
             has_recorded_wait = self._renewer.result(renewal)
-        # After an error the note stays: this rank posts the error next and must not appear late.
+        # After an error the note stays: this rank must not appear late before it has posted the error.
         if has_recorded_wait:
             self.record_wait("")
 
@@ -317,8 +310,7 @@ class Board:
         return has_recorded_wait
 
     def wait_notes(self, ranks: Iterable[int]) -> dict[int, Note]:
-        """Return the notes of `ranks`, and transitively of the ranks that they wait for. Excludes this rank."""
-        # The culprit is usually at the end of the chain of waiting ranks.
+        """Return the notes of `ranks`, and transitively of the ranks that they wait for, without this rank."""
         notes: dict[int, Note] = {}
         queue = list(ranks)
         while queue:
@@ -331,38 +323,35 @@ class Board:
         return notes
 
     def absent_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that record no wait, among `ranks` and (transitively) the ranks that these wait for."""
         return [rank for rank, note in self.wait_notes(ranks).items() if not note.operation]
 
     def _get(self, key: str) -> bytes | None:
-        values = self._request(partial(_values, keys=[key]))
+        values = self._call_store(partial(_values, keys=[key]))
         return None if values is None else values[0]
 
-    def _request(self, request: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
-        """Return the result of `request(store)`; None on timeout or if the connection broke."""
+    def _call_store(self, call: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
+        """Return `call(store)`; None on timeout or if the connection broke."""
 
         def with_prefix(client: dist.Store) -> T:
-            # Other jobs may use the store; all ranks use the prefix that the first rank set.
+            # Other jobs may use the store. All ranks use the first rank's prefix.
             if not self._prefix:
                 name = self._store.compare_set(f"fusedmoe/{restart_count()}", "", uuid4().hex)
                 self._prefix = name.decode()
-            return request(dist.PrefixStore(self._prefix, client))
+            return call(dist.PrefixStore(self._prefix, client))
 
         return self._client.request(with_prefix, timeout_s)
 
 
 def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
-    """Return the values of all keys without waiting; None if a key is missing."""
-    # The store's own wait warns on every timeout.
+    # Without waiting: the store's own wait warns on every timeout.
     if not store.check(keys):
         return None
     return store.multi_get(keys)
 
 
 def restart_count() -> str:
-    """Return torchrun's restart count if torchrun hosts the store, which keeps keys of earlier attempts, else "0"."""
-    # Not for a store of rank 0: it is new in each attempt, and a rejoining node's torchrun has another count than its
-    # peers'.
+    """Return torchrun's restart count if it hosts the store, which keeps keys of earlier attempts, else "0"."""
+    # A store of rank 0 is new in each attempt, and a rejoining node's torchrun has another count than its peers'.
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _has_agent_store() else "0"
 
 
@@ -383,13 +372,13 @@ def _is_running(pid: int) -> bool:
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# Maximum characters of an exception text; seconds for destructors of a failed process.
+# Maximum length of an exception text; seconds for destructors of a failed process.
 _MAX_TEXT_LENGTH, _DESTRUCTORS_S = 500, 5.0
 _READ_TIMEOUT_S = 2.0
 
 
 class _UncaughtHook:
-    """A `sys.excepthook` that calls the previous hook, then posts a verdict to the boards of open topologies."""
+    """A `sys.excepthook` that calls the previous hook, then posts a verdict to all live boards."""
 
     def __init__(self, before: _Hook) -> None:
         self._before = before
@@ -410,11 +399,11 @@ class _UncaughtHook:
                 board.wait_until_verdict_is_read(deadline)
 
     def limit_exit_time(self) -> None:
-        """After an uncaught exception, start a timer that ends the process `_DESTRUCTORS_S` seconds later.
+        """After an uncaught exception, end the process in `_DESTRUCTORS_S` seconds.
 
-        The timer runs in native code: destructors that block Python do not stop it.
+        The timer is native: destructors that block Python do not stop it.
         """
-        # Gloo's destructors wait up to half an hour for a missing rank, while the launcher waits for this process.
+        # Gloo's destructors wait up to half an hour for a missing rank.
         if not self._failed:
             return
         try:
@@ -425,8 +414,8 @@ class _UncaughtHook:
 
 
 def post_uncaught_exceptions(board: Board) -> None:
-    """Post every uncaught exception of the main thread to `board` while the board is alive."""
-    # Peers would otherwise detect the failure only when the process has ended or, on other hosts, by timeout.
+    """Post uncaught exceptions of the main thread to `board` while it is alive."""
+    # Peers would otherwise notice only the ended process or, on other hosts, a timeout.
     if not isinstance(sys.excepthook, _UncaughtHook):
         sys.excepthook = _UncaughtHook(sys.excepthook)
         # Registered early, so it runs after most other handlers.
@@ -435,6 +424,5 @@ def post_uncaught_exceptions(board: Board) -> None:
 
 
 def post_fatal_exception(error: BaseException) -> None:
-    """Post a caught exception that will end the process."""
     if isinstance(sys.excepthook, _UncaughtHook):
         sys.excepthook.post(error)

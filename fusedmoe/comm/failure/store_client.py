@@ -1,8 +1,8 @@
 """Requests to the job's store with bounded waits.
 
 A torch TCPStore client has no timeout for answers: if the host of the store is stopped, a request blocks forever in
-native code. Requests therefore run in a thread, over a separate connection, and are abandoned on timeout. The
-connection of `torch.distributed` may be blocked until some rank joins.
+native code. Requests therefore run in a thread, over a separate connection, because that of `torch.distributed` may be
+blocked until some rank joins.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class StoreClient:
         self._lock = Lock()
         self._last: Future[object] | None = None
         self._last_start = 0.0
-        #: Error text after the connection broke, when no more requests are sent: the client logs each failure.
+        #: Error text after the connection broke. No more requests are sent: the client logs each failure.
         self.connection_error = ""
 
     @property
     def failure_reason(self) -> str:
-        """The reason why the store does not answer, else ""."""
         silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._last_start
         silent = f"no answer for {silent_s:.0f} s" if silent_s >= REQUEST_TIMEOUT_S else ""
         return self.connection_error or silent
@@ -51,8 +50,7 @@ class StoreClient:
         if self.connection_error or not self._lock.acquire(timeout=timeout_s):
             return None
         try:
-            # Counted from the start of the wait: `failure_reason` would otherwise miss an unanswered request for as
-            # long as it took to send it.
+            # `failure_reason` must also count the time before an unanswered request was sent.
             last_start = start
             if self._last is not None and not self._last.done():
                 start = self._last_start
@@ -72,7 +70,7 @@ class StoreClient:
 
 
 class _ConnectionLost(NamedTuple):
-    """An error text in place of an answer. An exception's frames would keep the caller and the connection alive."""
+    """An error text. An exception's frames would keep the caller and the connection alive."""
 
     text: str
 
@@ -82,7 +80,7 @@ class _Connection:
 
     def __init__(self, store: dist.Store) -> None:
         # The client lives as long as the Python object `store`, so `store` must not be held. A prefix store holds only
-        # the underlying store, and only until the first request.
+        # the underlying store.
         self._original_store: dist.PrefixStore | None = dist.PrefixStore("", store)
         self._connected_store: dist.Store
         self._connection_error = ""
@@ -108,7 +106,7 @@ class _Connection:
 
 def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:
     if isinstance(store, dist.TCPStore):
-        # The client retries until its timeout if the host is gone. A clone would use the job's timeout of half an hour.
+        # If the host is gone, the client retries until its timeout, in a clone the job's half an hour.
         bound, libuv = timedelta(seconds=timeout_s), getattr(store, "libuvBackend", True)
         return dist.TCPStore(store.host, store.port, timeout=bound, wait_for_workers=False, use_libuv=libuv)
     return store.clone()  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@
         rows.own            # this rank's copy
         rows.table          # addresses of all copies, for kernels (fusedmoe/kernels/triton/one_sided/remote.py)
 
-`heaps.py` contains the backends and `open_heap`. After an error on any rank, open a new heap.
+After an error on any rank, open a new heap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fusedmoe.threads import POLL_S, WorkerThread
 
 
 def no_gpu_reason() -> str:
-    """Return why the driver offers no GPU, else "". Loads only the driver."""
+    """Return why there is no GPU, else "". Loads only the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -46,7 +46,6 @@ def no_gpu_reason() -> str:
 
 
 def no_torch_cuda_reason() -> str:
-    """Return why PyTorch cannot use the driver's GPUs, else ""."""
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA; install a CUDA build"
     if not torch.cuda.is_available():
@@ -59,9 +58,12 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class Symmetric:
-    """This rank's copy of a symmetric allocation, initially zero, and the addresses of all copies in this process.
+    """This rank's copy of a symmetric allocation, and the addresses of the copies of all ranks.
 
-    `table`: [W] int64 on the device; 0 for remote ranks, which only the heap's network can reach.
+    Attributes:
+        own: this rank's copy, initially zero.
+        table: [W] int64 on the device, address of each rank's copy as mapped in this process; 0 for remote ranks,
+            whose copies only the heap's network can reach.
     """
 
     own: Tensor
@@ -71,11 +73,10 @@ class Symmetric:
 class Heap:
     """Symmetric memory of a group. Every call is collective, in the same order on all ranks.
 
-    A backend implements `_map`. At the end of the `with` block the ranks synchronize before memory is freed, so that no
-    peer still writes to it. After an error they do not.
+    At the end of the `with` block the ranks synchronize before memory is freed, so that no peer still writes to it.
+    After an error they do not.
 
     Attributes:
-        backend: name for `open_heap`.
         is_single_host: True if all ranks must be on one host.
         is_abandoned: True after an error or `close`; `allocate` then raises.
         network: access to remote ranks; None on all ranks if no rank is remote.
@@ -87,7 +88,6 @@ class Heap:
     network: Network | None = None
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        # Each thread has a current GPU, so the index is needed.
         indexed = device if device != torch.device("cuda") else torch.device("cuda", torch.cuda.current_device())
         self.group, self.device = group, indexed
         self.is_abandoned = False
@@ -139,7 +139,7 @@ class Heap:
 
     def abandon(self) -> None:
         """Mark the heap unusable after an error, without waiting for other ranks."""
-        # Peers may still write here, so the memory is never allocated again.
+        # Peers may still write here: the memory is never allocated again.
         self.is_abandoned = True
         self._memory.clear()
 
@@ -172,33 +172,30 @@ DescribeSignal = Callable[[int], tuple[int, str]]
 class Watch:
     """Bounds kernels' waits for signals of one heap, and raises failed waits.
 
-    A waiting kernel cannot read the failure board, and Triton's interpreter has no clock. Interpreted kernels therefore
-    poll a stop flag, which a host thread sets after a failure or timeout. Kernels on a GPU have a clock and run
-    asynchronously: a later check raises their failed waits.
+    Interpreted kernels have no clock: they poll a stop flag, which a host thread sets after a failure or timeout.
+    Kernels on a GPU run asynchronously, with a clock: a later check raises their failed waits.
 
-    Attributes:
-        bounds: for kernels (`fusedmoe.kernels.triton.one_sided.remote`), in memory shared by host and device.
+    `bounds`: for kernels (`fusedmoe.kernels.triton.one_sided.remote`), in memory shared by host and device.
     """
 
     def __init__(self, heap: Heap) -> None:
         self._group, self._device = heap.group, heap.device
         memory = _allocate_record(1 + RECORD_SIZE, heap.device)
         self.stop, self.record = memory[:1], memory[1:]
-        # The same memory as NumPy: it is read after every launch, without a PyTorch operation.
+        # As NumPy: it is read after every launch, without a PyTorch operation.
         self._record = self.record.numpy()
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
-        # Keyed by signal address, which kernels record: the host may have issued more launches since.
+        # Keyed by signal address, which kernels record: more launches may have been issued since.
         self._names: dict[int, tuple[str, DescribeSignal]] = {}
         self._faults: dict[str, int] = {}
         self._poller: WorkerThread | None = None
         heap.checks.append(partial(self.check, wait=True))
 
     def name_signals(self, signals: Tensor, operation: str, describe: DescribeSignal) -> None:
-        """Register signals and the operation that waits for them, for errors."""
         self._names[signals.data_ptr()] = operation, describe
 
     def fault_number(self, fault: str) -> int:
-        """Return the number by which kernels report a fault (`Faults`). `fault`: error text after the count.
+        """Return the number by which kernels report a fault. `fault`: error text after the count.
 
         All ranks must request faults in the same order.
         """
@@ -206,10 +203,12 @@ class Watch:
 
     @contextmanager
     def guard_launches(self) -> Iterator[None]:
-        """Wrap launches of kernels that wait for named signals.
+        """Context for launches of kernels that wait for signals registered with `name_signals`.
 
         Raises:
-            RankError: a wait failed, on a GPU possibly an earlier one; names rank, peer, rows and signals.
+            RankError: a kernel's wait failed; names rank, peer, rows and signals. On a GPU, kernels may still be
+                running at the exit: it reports failures known by then, also of earlier launches, and a later check the
+                others.
         """
         if self._group.size == 1 or self._device.type == "cuda":
             yield
@@ -234,7 +233,7 @@ class Watch:
             _synchronize(self._device)
         if not self._record[0]:
             return
-        # The kernel writes the reason before the other fields. All waits end after a reason, so the stream can be
+        # The reason is written before the other fields. All waits end after a reason, so the stream can be
         # synchronized.
         if is_async and not _synchronize(self._device):
             return
@@ -256,7 +255,6 @@ class Watch:
                 self.stop.fill_(reason)
 
     def _reason_to_stop(self, has_ended: threading.Event) -> int:
-        """Return 0 once `has_ended` is set, or the reason's number once the kernels must stop."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         peers = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02
@@ -272,7 +270,7 @@ class Watch:
         return 0
 
     def _fault_error(self, rank: int, number: int, count: int) -> RankError:
-        # Posted so that ranks which do not receive the fault do not wait.
+        # Posted for ranks that do not receive the fault.
         group, me, text = self._group, self._group.job.rank, f"{count} {[*self._faults][number - 1]}"
         operation = f"kernels over the {group}"
         if group.job.board is not None:

@@ -29,7 +29,7 @@ def open_heap(group: Group, device: torch.device, backend: str | None = None) ->
     """Open a heap with the named backend, by default the first that works on all ranks. Collective.
 
     Raises:
-        ConfigError: on all ranks; it names the ranks without a working backend, the reasons and fixes.
+        ConfigError: on all ranks; names the ranks without a working backend, the reasons and fixes.
     """
     name, reason = find_backend(group, device, backend)
     if reason:
@@ -38,11 +38,7 @@ def open_heap(group: Group, device: torch.device, backend: str | None = None) ->
 
 
 def find_backend(group: Group, device: torch.device, backend: str | None = None) -> tuple[str, str]:
-    """Return (name, "") of the first backend that works on all ranks, or ("", reasons). Collective.
-
-    Raises:
-        ConfigError: there is no backend of that name.
-    """
+    """Return (name, "") of the first backend that works on all ranks, or ("", reasons). Collective."""
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     candidates = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
@@ -110,7 +106,6 @@ class HostHeap(Heap):
                     group.refuse(operation, f"no memory to map {size} bytes of each rank ({error}). Raise its limits")
                 # A failed peer has closed its file, whose number may be reused.
                 raise connection_lost_error(group.board, group.ranks, operation, f"the {group}", str(error)) from error
-            # Files are closed after all ranks have opened them.
             self._all_gather("mapped")
         finally:
             os.close(file)
@@ -161,16 +156,15 @@ class SymmHeap(Heap):
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
         assert self.group.handle is not None
         # Not `symmetric_memory.empty`: its pool reuses freed memory, for which `rendezvous` returns its earlier result
-        # without communication. After an error a heap would address memory that peers have reused. This allocation is
-        # unmapped here after the device's last use, and in peers when they free theirs.
+        # without communication. After an error a heap would address memory that peers have reused.
         own = SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device).zero_()
         self._memory.append(own)
         torch.cuda.synchronize(self.device)
         handle = SymmetricMemory.rendezvous(own, self.group.handle.group_name)
         addresses = [int(address) for address in handle.buffer_ptrs]
-        # Other backends than "CUDA" may lack addresses of peers that only their own functions can reach.
+        # Backends other than "CUDA" may lack addresses of peers.
         has_addresses = all(addresses) and addresses[handle.rank] == own.data_ptr()
-        # The gather is also the barrier after which all copies are zero.
+        # Also the barrier after which all copies are zero.
         ranks_without_addresses = [
             rank for rank, knows in zip(self.group.ranks, self._all_gather(has_addresses), strict=True) if not knows
         ]

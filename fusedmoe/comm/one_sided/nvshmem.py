@@ -1,8 +1,8 @@
 """NVSHMEM: the symmetric heap over GPUs of one or several nodes.
 
-`make nvshmem` builds csrc/nvshmem into a library in this folder, loaded on first use with NVSHMEM from its pip package.
-A process takes part in one NVSHMEM job, started for the group of its first heap or by other code such as PyTorch. The
-job must span exactly the group. Heaps of the same ranks share it.
+`make nvshmem` builds csrc/nvshmem into a library in this folder, loaded on first use. A process takes part in one
+NVSHMEM job, started for the group of its first heap or by other code such as PyTorch. The job must span exactly the
+group. Heaps of the same ranks share it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _BUILD = "in the sources of fusedmoe: make nvshmem"
 
 
 class _LibraryError(Exception):
-    """A library function returned a nonzero status; the text is its last error."""
+    """The last error of a library function that returned a nonzero status."""
 
 
 class Library:
@@ -107,7 +107,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _State:
-    """NVSHMEM in this process: who initialised it, this PE, the number of PEs, and the job's id."""
+    """This process's NVSHMEM: who initialised it, its PE, the number of PEs, and the job's id."""
 
     owner: int
     pe: int
@@ -116,7 +116,6 @@ class _State:
 
 
 def unavailable_reason() -> str:
-    """Return why NVSHMEM cannot be used in this process, and a fix, else "". No communication."""
     for reason in (no_gpu_reason, _no_package, _no_library):
         if why := reason():
             return why
@@ -166,7 +165,6 @@ def load() -> Library:
 
 
 def register_module(module: int) -> None:
-    """Register a CUDA module loaded by Triton with NVSHMEM, if it uses device functions of NVSHMEM."""
     try:
         load().call("register_module", module)
     except _LibraryError as error:
@@ -177,7 +175,7 @@ class NvshmemHeap(Heap):
     """Heap over GPUs of several nodes. Host waits for other ranks are bounded and end with a `RankError`.
 
     Raises:
-        ConfigError: NVSHMEM cannot be used on some ranks; raised on all ranks, with these ranks named.
+        ConfigError: on all ranks, if NVSHMEM cannot be used on some; names them.
     """
 
     backend = "nvshmem"
@@ -223,8 +221,8 @@ class NvshmemHeap(Heap):
             try:
                 self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
             except RankError as error:
-                # The library may have rejected a kernel module: finalize the job, after posting the error, because
-                # finalize waits for all ranks.
+                # The library may have rejected a kernel module. Finalize waits for all ranks, so the error is posted
+                # first.
                 if isinstance(error.__cause__, _LibraryError):
                     with suppress(RankError):
                         self._bounded(lambda: self._library.call("finalize"), operation)
@@ -246,7 +244,7 @@ class NvshmemHeap(Heap):
         address = self._bounded(lambda: self._library.allocate(size), operation)
         self._mapped.append(address)
         own = tensor_at(address, size, self.device)
-        # Zeroed before the gather below returns on any rank: a peer may put as soon as it has the address.
+        # Zeroed before the gather below: a peer may put as soon as it has the address.
         own.zero_()
         self._synchronize(operation)
         addresses = self._on_all_ranks(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
@@ -255,7 +253,7 @@ class NvshmemHeap(Heap):
     def _free(self) -> None:
         """Free the memory and leave the job. The last heap finalizes a job that was initialised here."""
         operation = "closing NVSHMEM"
-        # After this rank's stream and then all ranks are synchronized, no kernel uses the memory.
+        # No kernel uses the memory after this rank's stream and then all ranks are synchronized.
         self._synchronize(operation)
         all_gather_object(self.group, None, operation)
         for address in reversed(self._mapped):
@@ -284,7 +282,7 @@ class NvshmemHeap(Heap):
         return [value for _, value in answers]
 
     def _bounded(self, call: Callable[[], T], operation: str) -> T:
-        """Return the result of a call that waits for other ranks. A failure is posted to all ranks."""
+        """Return the result of a call that waits for other ranks. Posts a failure to all ranks."""
 
         def work() -> T:
             make_current(self.device)
@@ -313,7 +311,7 @@ class NvshmemHeap(Heap):
             raise self._error(operation, f"it did not complete within {timeout}; {cure}", is_timeout=True)
 
     def _error(self, operation: str, message: str, rank: int | None = None, is_timeout: bool = False) -> RankError:
-        """Post an error of this rank (or of `rank`) and return it. `is_timeout`: the error is a timeout."""
+        """Post an error of this rank (or of `rank`) and return it."""
         group = self.group
         if group.handle is None:
             return RankError(f"rank {group.job.rank}: {operation}: {message}")

@@ -1,12 +1,11 @@
 """Receive buffers, into which the kernels of peers put tokens, routing metadata, results and migrating experts.
 
-Exchanges alternate between two slots, so one can start while the previous one is still being read. A rank waits for
-peers that are further behind (protocol: `fusedmoe/kernels/triton/one_sided/remote.py`). The host only selects slots;
-each slot's count of exchanges is on the device. CUDA graphs can therefore contain any exchanges, and later launches
-continue after the last replay.
+Exchanges alternate between two slots, so one can start while the previous one is still being read (protocol:
+`fusedmoe/kernels/triton/one_sided/remote.py`). The host only selects slots; each slot's count of exchanges is on the
+device, so CUDA graphs can contain any exchanges.
 
-Rows for remote peers are staged in local buffers. Results have one staging buffer, because one rank's results for all
-ranks' tokens can be large, and hence one slot: a new exchange waits until peers have read the previous one.
+Rows for remote peers are staged in local buffers. Results then have one slot, because one rank's results for all ranks'
+tokens can be large: a new exchange waits until peers have read the previous one.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class BufferSizes:
 
     Attributes:
         tokens: maximum tokens per rank.
-        k: experts per token.
         experts: number of experts over all ranks.
-        width: elements per row.
         degree: maximum number of chunks.
     """
 
@@ -60,9 +57,8 @@ class ReceiveBuffers:
         tokens, metadata: rows that peers put here for this rank's experts, and their expert assignments.
         results: rows that peers return, [slots, 1, tokens·K, width], with one signal per peer and chunk.
         returned, returned_values: symmetric memory of results, [slots, tokens·K, width], and of a float32 per result.
-        network: access to remote peers; None if no peer is remote.
         faults: faults that ranks detect in a pass and send to each other.
-        token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot, for kernels.
+        token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot.
         num_finished: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
         credit_W: per slot of results, int32 indices of the peers' credits.
     """
@@ -118,7 +114,7 @@ class ReceiveBuffers:
     def _make_views(self) -> None:
         """Create the views and the index tensors of every slot.
 
-        Tensors created later, during CUDA graph capture, would not exist before the first replay.
+        Tensors created during CUDA graph capture would not exist before the first replay.
         """
         device, degree, buffer = self.heap.device, self.sizes.degree, self.results
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
@@ -142,7 +138,6 @@ class ReceiveBuffers:
                 self._awaited_signals[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
 
     def next_slot(self, buffer: ReceiveBuffer) -> int:
-        """Return the slot of a new exchange in one of the buffers."""
         return next(self._slot_cycles[id(buffer)])
 
     @property
@@ -150,7 +145,7 @@ class ReceiveBuffers:
         return self.watch.bounds
 
     def record_fault(self, count: Tensor, fault: str) -> None:
-        """Record a fault if `count` is nonzero. All ranks raise it at a later check. No host synchronisation.
+        """Record a fault if `count` is nonzero. All ranks raise it at a later check. Does not synchronize.
 
         Args:
             count: integer scalar on the heap's device.
@@ -160,7 +155,6 @@ class ReceiveBuffers:
         own.copy_(torch.where(count > 0, (number << 32) + count.clamp(max=MAX_FAULT_COUNT), own))
 
     def check_batch(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
-        """Raise `ConfigError` if a batch exceeds the buffers' capacity, before anything is sent."""
         sizes = self.sizes
         for name, has in (("tokens", tokens), ("k", k), ("degree", degree)):
             if has > (capacity := getattr(sizes, name)):
@@ -170,17 +164,16 @@ class ReceiveBuffers:
             raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
     def result_signal(self, chunk: int, slot: int) -> PeerSignal:
-        """Return the signal, at each peer, by which this rank reports that it has put a chunk's results."""
+        """Return the signal, at each peer, that reports a chunk's results from this rank."""
         buffer = self.results
         index = (slot * self.heap.group.size + buffer.me) * self.sizes.degree + chunk
         return PeerSignal(buffer.signals, index, buffer.signal_table)
 
     def result_signal_addresses(self, signal: PeerSignal) -> Tensor:
-        """Return the signal's address in each peer's memory, [W]; for remote peers, of an unused local signal."""
+        """Return the signal's address at each peer, [W]; for remote peers, of an unused local signal."""
         return self._result_signals[signal.signal_index]
 
     def result_signal_indices(self, degree: int, slot: int) -> Tensor:
-        """Return the int32 indices of the signals of all results of an exchange."""
         return self._awaited_signals[slot, degree]
 
 
@@ -199,7 +192,6 @@ def make_receive_buffer(
 
 
 def _describe_signal(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
-    """Return the peer of a signal (`count` per slot, `parts` per peer) and the description of its rows."""
     peer, part = divmod(index % count, parts)
     return peer, words.format(part)
 
@@ -212,8 +204,7 @@ _ROW_BYTES = 4 * _ROW_WORDS
 class OneSidedAllToAll:
     """All-to-all of bytes by one-sided puts, for sparse collectives. The constructor is collective.
 
-    Args:
-        rows: rows of 4 KiB that each peer may have in the buffer at once.
+    `rows`: rows of 4 KiB that each peer may have in the buffer at once.
     """
 
     def __init__(self, heap: Heap, rows: int = _ROWS_PER_ROUND) -> None:
@@ -241,7 +232,7 @@ class OneSidedAllToAll:
             x.view(-1)[start * _ROW_BYTES : start * _ROW_BYTES + len(part)] = part
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
-        # All ranks run the rounds of the longest message, because signals and credits count exchanges.
+        # All ranks run the rounds of the longest message: signals and credits count exchanges.
         for first in range(0, _num_rows(limit), self._rows_per_round):
             slot = next(self._slot_cycle)
             self._exchange_part(words, starts, [rows - first for rows in rows_W], first, slot)
