@@ -203,7 +203,8 @@ class StepSource(PlanSource):
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
-            write_or_warn(self._path, choice_text(chooser), "what was measured")
+            if not chooser.trials.is_too_noisy:
+                write_or_warn(self._path, choice_text(chooser), "what was measured")
             self._tell(chooser.line())
 
     def guard(self) -> AbstractContextManager[None]:
