@@ -267,10 +267,11 @@ class ScheduledPlans(LayerPlans):
 
     def __str__(self) -> str:
         """Return the schedule, with the numbers of chunks of the last plan that a policy has chosen."""
-        plans = [*self.plans_by_workload.values()]
-        if not plans or self.schedule.degrees is not None:
+        if not self.plans_by_workload or self.schedule.degrees is not None:
             return str(self.schedule)
-        return f"{self.schedule} in {plans[-1].degrees} chunks"
+        *_, last = self.plans_by_workload.values()
+        idle = "" if last.forward.overlaps or last.backward.overlaps else ", no overlap: equivalent to off"
+        return f"{self.schedule} in {last.degrees} chunks{idle}"
 
     @property
     def is_unplanned(self) -> bool:
