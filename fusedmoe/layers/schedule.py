@@ -302,7 +302,7 @@ class ScheduledPlans(LayerPlans):
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """Return the fused operation for rows like these; None: collectives. Collective once per dtype and device."""
-        if self.assigned_plans() is not None or not self.puts:
+        if self.cost_trial is not None or self.assigned_plans() is not None or not self.puts:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:
