@@ -26,7 +26,7 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3179,
+    ".": 3198,
     "autograd": 2324,
     "blocks": 2837,
     "cli": 4824,
