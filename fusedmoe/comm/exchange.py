@@ -87,21 +87,25 @@ class RowExchange:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send [num_sent, ...] rows, by destination, to the experts' ranks; return [num_received, ...], by source."""
-        self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
+        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
-        self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
+        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
+            self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """All-gather [num_received, ...] rows over the experts' shards; return [num_rows, ...] by (shard, source)."""
-        self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
+        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards; adjoint of `all_gather`."""
-        self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
+        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
+            self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
@@ -113,9 +117,8 @@ class RowExchange:
         if rows.shape[:1] != (count,):
             text = f"the exchange has {count} rows, but the rows have shape {list(rows.shape)}"
             self.algorithm.group.refuse(operation, f"{text}. Padding is not sent: Layout.exact() removes it")
-        if group.axis not in self._compared:
-            self._compared.add(group.axis)
-            compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
+        self._compared.add(group.axis)
+        compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
 class ExchangeSizes(NamedTuple):
@@ -297,7 +300,15 @@ class Exchange(RowExchange):
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
-        """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
+        """Raise `RankError` if received expert assignments contradict the counts that their senders announced.
+
+        Assignments index this rank's memory, so they must be valid. On CUDA a device assertion ends the process
+        instead.
+
+        Args:
+            code_P: the packed expert assignment of each received pair (`kernels/deduplicate.py`).
+            k: maximum number of pairs of a token on this rank.
+        """
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
         wrong_R = find_invalid_codes(code_P, counts_RE, self.token_counts_R, k)
@@ -447,7 +458,13 @@ def _exchange(
 
 
 def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
-    """Return the rank whose metadata is inconsistent or names another sender, else None."""
+    """Return the first rank that sent inconsistent metadata or another rank's number; None if all metadata is valid.
+
+    Args:
+        recv_QPC: [sharding peer, source rank, columns]: counts of pairs and of tokens, a checksum, `Metadata`.
+        received: the `Metadata` columns, each [sharding peer, source rank].
+        experts: number of the columns with counts of pairs.
+    """
     counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
     expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
     expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks
