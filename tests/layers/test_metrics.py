@@ -221,16 +221,16 @@ def test_metrics_on_two_ranks_equal_hand_computed_values(cluster: Cluster) -> No
 
 
 def exposed_of_layers(rank: int, world: int) -> tuple[float, float]:
-    """Exposed seconds and share of a model of three layers, of which a clock measures each operation as 1 s."""
+    """Exposed seconds and share of three layers: a link is in use for 5 s, computation starts after 2 s plus rank."""
     layers = [make(Topology.from_sizes(world)) for _ in range(3)]
     metrics = Metrics(nn.ModuleList(layers))
     sampler: Any = metrics._exposed_sampler
+    recorder = sampler._recorder
     for number, layer in enumerate(layers):
-        for resource, start_s in (("inter", 10.0 * number), ("compute", 10.0 * number + 2 + rank)):
-            span = Span(
-                "task", "dispatch" if resource == "inter" else "expert", resource, start_s, start_s + 5, 0, number
-            )
-            sampler._recorder.add(span)
+        for kind, resource, start_s in (("dispatch", "inter", 0.0), ("expert", "compute", 2.0 + rank)):
+            began_s = recorder._zero_s + 10.0 * number + start_s
+            span = Span(kind, kind, resource, 0.0, 0.0, 0, number)
+            recorder._records.append((span, began_s, began_s + 5.0))
         sampler._recorded_modules.add(layer)
         layer.load.counters.sums[2 * E] = 1.0  # a token
     found = metrics.collect()
@@ -239,7 +239,6 @@ def exposed_of_layers(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_exposed_time_is_summed_over_layers_and_averaged_over_ranks(cluster: Cluster) -> None:
-    """A link is in use for 5 s per layer, and computation starts after 2 s on rank 0, after 3 s on rank 1."""
     for exposed_s, share in cluster.run(2, exposed_of_layers):
         assert exposed_s == pytest.approx((3 * 2 + 3 * 3) / 2)
         assert share == pytest.approx((3 * 2 + 3 * 3) / (27 + 28))
