@@ -33,10 +33,22 @@ Floats = NDArray[np.float64]
 
 
 class LayerCounters(NamedTuple):
-    """A layer's counters, and over how many ranks its experts are evenly split (1 if uneven or dynamic)."""
+    """A layer's counters, and over how many ranks its experts are evenly split (0 if uneven or dynamic)."""
 
     counters: RoutingCounters
-    ranks: int = 1
+    ranks: int
+
+
+class ExposedTime(NamedTuple):
+    """Exposed communication of the recorded passes on this rank.
+
+    Attributes:
+        exposed_s: seconds in which communication ran and no layer computed, summed over layers.
+        passes_s: seconds from the start of the first layer's forward to the end of its backward.
+    """
+
+    exposed_s: float
+    passes_s: float
 
 
 class Collector:
@@ -46,7 +58,7 @@ class Collector:
         layers: by name, which becomes part of the keys.
         topology: the ranks to reduce over.
         flops_per_token, peak_flops: as for `Metrics`.
-        exposed_s: returns the exposed seconds since the last collection, None if unknown.
+        exposed: returns the exposed communication since the last collection, None if unknown.
     Raises:
         ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
         RankError: layers differ between ranks.
@@ -59,7 +71,7 @@ class Collector:
         *,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        exposed_s: Callable[[], float | None] = lambda: None,
+        exposed: Callable[[], ExposedTime | None] = lambda: None,
     ) -> None:
         if not layers:
             raise ConfigError("Metrics: the model has no MoE layers")
@@ -71,7 +83,7 @@ class Collector:
         sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
         # The sums of all layers are reduced as one tensor: layers must be equal on all ranks.
         topology.require_equal_facts({"layers": sizes}, "Metrics")
-        self._layers, self._topology, self._exposed_s = dict(layers), topology, exposed_s
+        self._layers, self._topology, self._exposed = dict(layers), topology, exposed
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
         self._since_s = time.perf_counter()
 
@@ -88,10 +100,10 @@ class Collector:
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
-        exposed_s = self._exposed_s()
+        exposed = self._exposed()
         now_s = time.perf_counter()
         # Sums over ranks, with the number of ranks that have recorded exposed time.
-        own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
+        own = [now_s - self._since_s, *(exposed or (0.0, 0.0)), float(exposed is not None)]
         sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype, device="cpu").to(device)])
         every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
         self._since_s = now_s
@@ -120,13 +132,14 @@ class Collector:
             # A mean hides a single collapsed layer.
             if key == "max_vio":
                 result["moe/max_vio_worst"] = max(values)
-        seconds, exposed_s, recorded = sums[start:].tolist()
+        seconds, exposed_s, passes_s, recorded = sums[start:].tolist()
         speed = tokens / max(seconds / self._topology.size, 1e-9)
         result["moe/tokens_per_s"] = speed
         if self._flops is not None:
             result["moe/mfu"] = speed * self._flops / self._topology.size
-        if recorded:
+        if recorded and tokens:
             result["moe/exposed_s"] = exposed_s / recorded
+            result["moe/exposed_share"] = exposed_s / passes_s if passes_s else 0.0
         if per_layer:
             result |= {f"moe/{name}/{key}": value for name, metrics in each.items() for key, value in metrics.items()}
         return result | loads
@@ -141,26 +154,28 @@ class Metrics(Collector):
             if step % 20 == 19:
                 print(metrics.collect())             # {"moe/max_vio": 0.21, …}, on all ranks
 
-    Values cover all tokens of all ranks since the last collection and are means over layers. c_e is the number of
-    choices of expert e of E, including dropped choices:
+    Values cover all tokens of all ranks since the last collection and, except for times, are means over layers. c_e is
+    the number of choices of expert e of E, including dropped choices:
 
     - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": maximum over layers
     - "moe/load_cv" = std c / mean c; "moe/dead_experts": fraction of experts with c = 0
     - "moe/diversity" = exp(H(c / Σc)) / E, 1 if balanced
     - "moe/dropped": fraction of choices dropped by the capacity
-    - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; only if
-      experts are split over ranks and static
+    - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; 1 without EP.
+      Not for dynamic placements
     - "moe/pairs_per_token": (token, k) pairs per token sent (once to each rank with any of its experts), the reduction
-      in bytes compared with one row per pair. Not for compiled layers
+      in bytes compared with one row per pair. Not for compiled layers, nor without EP and ESP, where no token is sent
     - for gates with router logits l, independent of the gate's own losses: "moe/router_entropy", mean entropy of
       softmax(l) in nats; "moe/z_loss", mean of logsumexp(l)²; "moe/balance_loss", mean of E·Σ_e
       mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
     - "moe/aux_loss": the gate's own losses with their coefficients, mean over forward passes and ranks
     - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
     - "moe/tokens_per_s" over all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
-    - "moe/exposed_s": seconds of communication not overlapped with computation of this rank's layers, in the first
-      forward and backward pass of each layer since the last collection, mean over ranks. Not for a single rank or
-      compiled models
+    - "moe/exposed_s": seconds of exposed communication (a link is in use and no layer of the rank computes) in the
+      first forward and backward pass of each layer since the last collection: sum over layers, mean over ranks.
+      Includes waits for ranks that start the passes later. 0 without EP and ESP; not for compiled models
+    - "moe/exposed_share": the same as a fraction of these passes, from the first layer's forward to the end of its
+      backward
 
     Counters are float64 on the layer's device; only `collect` synchronizes. `close` stops counting.
 
@@ -189,7 +204,7 @@ class Metrics(Collector):
         number_layers(layers)
         watched = {name: _make_layer_counters(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        super().__init__(watched, topology, exposed_s=lambda: self._exposed_sampler.exposed_s(), **numbers)
+        super().__init__(watched, topology, exposed=lambda: self._exposed_sampler.exposed(), **numbers)
         # Last: it hooks the model, and no error may follow.
         self._exposed_sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
@@ -208,7 +223,10 @@ class ExposedSampler:
         self._recorded_modules: set[nn.Module] = set()
         self._hook_handles: list[Any] = []
         self._recorder: Recorder | None = None
-        if topology.ep.size * topology.esp.size == 1:
+        #: No layer communicates.
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        self._is_local = all(layer.topology.ep.size * layer.topology.esp.size == 1 for layer in layers)
+        if self._is_local:
             return
         # One recorder for all modules: time is exposed only if no layer computes.
         self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
@@ -219,23 +237,25 @@ class ExposedSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of the model are not measured.
-        return {"_recorded_modules": set(), "_hook_handles": [], "_recorder": None}
+        return {"_recorded_modules": set(), "_hook_handles": [], "_recorder": None, "_is_local": self._is_local}
 
     def close(self) -> None:
         for handle in self._hook_handles:
             handle.remove()
 
-    def exposed_s(self) -> float | None:
-        """Return the seconds since the last call in which communication ran and computation waited; None if unrecorded.
+    def exposed(self) -> ExposedTime | None:
+        """Return the exposed communication of the passes recorded since the last call; None if unrecorded.
 
         Synchronizes with the device.
         """
+        if self._is_local:
+            return ExposedTime(0.0, 0.0)
         if self._recorder is None or not self._recorded_modules:
             return None
         found = self._recorder.timeline()
         self._recorder.clear()
         self._recorded_modules.clear()
-        return found.exposed_s()
+        return ExposedTime(found.exposed_s(), found.duration_s)
 
     def _begin(self, module: Any, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -255,7 +275,7 @@ class ExposedSampler:
 def _make_layer_counters(layer: MoELayer) -> LayerCounters:
     device = next(layer.parameters()).device
     # With a dynamic placement, rows per rank would mix several placements.
-    ranks = layer.topology.ep.size if layer.placed is None else 1
+    ranks = layer.topology.ep.size if layer.placed is None else 0
     return LayerCounters(RoutingCounters(layer.gate.experts, device), ranks)
 
 
@@ -275,7 +295,7 @@ def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> d
             "diversity": np.exp(entropy) / experts,
             "dropped": 1 - kept_E.sum() / chosen_E.sum(),
         }
-    if ranks > 1 and kept_E.any():
+    if ranks and kept_E.any():
         # Experts are split evenly over ranks, in order. A rank waits for its busiest peer.
         rows_W = kept_E.reshape(ranks, -1).sum(1)
         metrics["rank_rows"] = rows_W.max() / rows_W.mean()

@@ -26,10 +26,10 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3095,
+    ".": 3115,
     "autograd": 2338,
     "blocks": 2792,
-    "cli": 4783,
+    "cli": 4786,
     "comm": 4308,
     "compat": 853,
     "engine": 3293,
@@ -38,12 +38,12 @@ BUDGETS = {
     "graph": 3347,
     "hf": 1756,
     "kernels": 9213,
-    "layers": 2504,
+    "layers": 2508,
     "models": 1601,
     "placement": 3951,
     "runtime": 1603,
-    "schedule": 6475,
-    "training": 5855,
+    "schedule": 6501,
+    "training": 5868,
     "tutel": 3218,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.

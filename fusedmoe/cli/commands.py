@@ -40,8 +40,9 @@ All files are written to a run folder, by default runs/<date-time>:
   checkpoint/      the last checkpoint
   timeline.png     timeline of one step on all ranks; trace.json for ui.perfetto.dev
   loads.json       expert loads by step; drawn in loads.png
-  costs.json, plan.txt, schedule.json    schedule that a resumed job reuses
-  parts.txt        the recorded step compared with its prediction
+  costs.json, plan.txt    with a --schedule other than off: costs and plan, for a resumed job
+  schedule.json    with --schedule auto or flowmoe: the plan chosen in the first steps, for a resumed job
+  parts.txt        with a --schedule other than off: the recorded step compared with its prediction
   launch.json      under torchrun: the launch, whose later attempts (--max-restarts) continue here
 
 --placement fssdp stores each expert once in the world and replicates popular experts in each step

@@ -425,6 +425,8 @@ class TrainingJob:
             draw(timelines[:MAX_TIMELINES], self.folder.timeline_figure_path, title=title)
             if planned is not None:
                 write_text(self.folder.parts, f"step {step}, {plan}\n" + format_rows(compare(*planned, timelines)))
+        # Otherwise the other ranks would wait in the next step, and `Metrics` would count it as exposed communication.
+        all_gather_object(self.topology.world, None, "drawing the timeline")
         return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
 
     def _new_folder(self, run_dir: Path | None) -> RunDir:

@@ -153,9 +153,9 @@ def _routers(model: Any) -> dict[type, int]:
 
 def _expert_parallel(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
-        return 1
+        return 0
     mesh = parameter.device_mesh
-    return mesh["ep"].size() if "ep" in (mesh.mesh_dim_names or ()) else 1
+    return mesh["ep"].size() if "ep" in (mesh.mesh_dim_names or ()) else 0
 
 
 class PlanTuningCallback(TrainerCallback):

@@ -67,9 +67,10 @@ class LayerPlans:
     Args:
         is_placed: experts are dynamically placed.
     Attributes:
-        assigned: plans that override the schedule; not copied with the layer.
+        assigned: plans that override the schedule.
         shared: the shared expert of the last batch that plans may compute; None: there is none.
         cost_measurement: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
+            Copies of the layer have neither assigned plans nor a cost measurement.
     """
 
     #: One-sided kernels are allowed; maximum number of chunks.
@@ -87,8 +88,8 @@ class LayerPlans:
         self._forward_plans = ForwardDecision[AssignedPlans]()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Assigned plans belong to one layer of a step's plan, with its gradient reducer.
-        return self.__dict__ | {"assigned": None}
+        # Both belong to one layer of a step's plan, with its gradient reducer.
+        return self.__dict__ | {"assigned": None, "cost_measurement": None}
 
     def __str__(self) -> str:
         return "off"

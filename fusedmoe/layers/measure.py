@@ -148,11 +148,13 @@ class CostMeasurement:
         topology, experts = self._plans.topology, self._plans.parts.experts
         self.can_rechunk = in_chunks().can_rechunk
         with measurement_context():
-            self.costs = measure_layer(self._plans, x_SM, budget_s=self.budget_s)
-        itemsize, pairs = x_SM.dtype.itemsize, round_rows(exchange.max_pairs)
-        self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
-            exchange.tokens_per_pair
-        )
+            self.costs = measure_layer(self._plans, x_SM, exchange.algorithm, budget_s=self.budget_s)
+        # Replicas of the experts may have other batches, and all ranks need the same workload.
+        own = exchange.max_pairs, exchange.tokens_per_pair
+        pairs, share = map(max, zip(*all_gather_object(topology.world, own, _OPERATION), strict=True))
+        itemsize = x_SM.dtype.itemsize
+        workload = experts.workload(round_rows(int(pairs)), itemsize, topology.ep.size, topology.esp.size)
+        self.workload = workload.sending(share)
         self.state = MeasurementState.DONE
 
 

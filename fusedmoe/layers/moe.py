@@ -100,8 +100,8 @@ class MoELayer(PlannedLayer, nn.Module):
             gradients of x and of replicated parameters are complete on each (`sync_gradients(…,
             mp_loss="replicated")`); with "split" they are summands.
         schedule: overlap of communication and computation: "off"; "auto", the fastest by prediction (in a training
-            loop, `fusedmoe.training.tune_step` measures instead); the name of a policy; or a `Schedule`. With "auto" or
-            a name, the first forward in each dtype is collective over all ranks, replicas included: it measures the
+            loop, `fusedmoe.training.tune_model` measures instead); the name of a policy; or a `Schedule`. With "auto"
+            or a name, the first forward in each dtype is collective over all ranks, replicas included: it measures the
             machine and stores the result on disk (`fusedmoe.runtime.cache`).
         placement: "ep": each rank permanently holds the same number of experts, in order. "fssdp": a rank may own any
             number of experts, and `fusedmoe.training.ShardedExperts` replicates experts according to their load.

@@ -253,10 +253,11 @@ class ScheduledPlans(LayerPlans):
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __str__(self) -> str:
-        plans = [*self.plans_by_workload.values()]
-        if not plans or self.schedule.degrees is not None:
+        if not self.plans_by_workload or self.schedule.degrees is not None:
             return str(self.schedule)
-        return f"{self.schedule} in {plans[-1].degrees} chunks"
+        *_, last = self.plans_by_workload.values()
+        idle = "" if last.forward.overlaps or last.backward.overlaps else ", no overlap: equivalent to off"
+        return f"{self.schedule} in {last.degrees} chunks{idle}"
 
     @property
     def can_plan(self) -> bool:
@@ -287,7 +288,7 @@ class ScheduledPlans(LayerPlans):
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """Return the fused operation for rows like `x_SM`; None: collectives. Collective once per dtype and device."""
-        if self.assigned_plans() is not None or not self.puts:
+        if self.cost_measurement is not None or self.assigned_plans() is not None or not self.puts:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:

@@ -91,7 +91,7 @@ class PlanSource:
         return seconds
 
     def report(self, chooser: PlanChooser) -> None:
-        """Called when a plan is chosen by measurement."""
+        """Called when trials end with a choice; a choice with `trials.is_too_noisy` was not made by measurement."""
 
     def guard(self) -> AbstractContextManager[None]:
         """Return a context for calls after a step, in which a failure must stop all ranks (`Topology.guard`)."""
@@ -114,8 +114,9 @@ class PlanChooser:
            └──────> KEEP         by prediction alone (steps=None)
 
     A candidate that is much slower than the best, by prediction or in its first step, is dropped. Of plans that are
-    equally fast within the noise, the plan with the fewest tasks is chosen. Trials cost at most 2% of 500 steps, or of
-    all steps if there are more.
+    equally fast within the noise, the plan with the fewest tasks is chosen. If step times are too noisy to rank plans,
+    the plan with the best prediction is chosen, or the earlier job's choice is kept. Trials cost at most 2% of 500
+    steps, or of all steps if there are more.
 
     Args:
         steps: steps of each candidate per round; None: keep the first candidate without trials.
@@ -236,16 +237,28 @@ class PlanChooser:
         unsure = f" (noise {trials.noise:.0%} per step)" if trials.noise > _UNSURE else ""
         first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s per step"
         last = f"{trials.num_tried} steps tried, {trials.spent_s:.2g} s spent{unsure}"
-        return "; ".join(filter(None, (first, than, self._reason(), last)))
+        plan = best.candidate.plan
+        idle = 'it overlaps nothing: schedule "off" is equivalent' if len(plan) and not plan.overlaps else ""
+        return "; ".join(filter(None, (first, than, self._reason(), idle, last)))
 
     def _reason(self) -> str:
-        """State why the best plan runs although `OFF` is as fast within the spread; "" otherwise."""
-        best, family = self.best, self.best.candidate.family
-        off = next((entry for entry in self.trials.entries if entry.candidate.family == OFF and entry.seconds), best)
-        if off is best or not self._is_within_spread(off):
-            return ""
-        reason = "lower median" if best.median_s <= off.median_s else "better prediction"
-        return f"no gain over off measurable; {family} runs by its {reason}"
+        """State why the best plan runs although another plan has a lower median, or `OFF` is as fast; else ""."""
+        best, tried = self.best, [entry for entry in self.trials.entries if entry.seconds]
+        name, predicted_s = best.candidate.family, best.candidate.predicted_s
+        if self.trials.is_too_noisy:
+            is_predicted = predicted_s <= min(entry.candidate.predicted_s for entry in tried)
+            reason = "prediction" if is_predicted else "an earlier choice"
+            return f"measurements are too noisy to choose; running {name} by {reason}"
+        least = min(tried, key=lambda entry: entry.median_s, default=best)
+        is_off_as_fast = any(entry.candidate.family == OFF and self._is_within_spread(entry) for entry in tried)
+        gain = "no gain over off measurable; " if is_off_as_fast and name != OFF else ""
+        if best.median_s <= least.median_s:
+            return f"{gain}{name} runs by its lower median" if gain else ""
+        if len(best.candidate.plan) < len(least.candidate.plan) and self.trials.is_as_fast(best, least):
+            return f"{gain}{name} runs because it has fewer tasks"
+        # `likely_fastest` weighs predictions; otherwise the last comparison of two plans decided.
+        reason = "better prediction" if predicted_s < least.candidate.predicted_s else "last comparison"
+        return f"{gain}{name} runs by its {reason}"
 
     def _is_within_spread(self, entry: Entry) -> bool:
         return abs(entry.median_s / self.best.median_s - 1) <= 2 * self.trials.noise_between(entry, self.best)
@@ -299,6 +312,8 @@ class PlanChooser:
     def _confirm(self) -> Generator[Entry, float, Phase]:
         first = self.trials.entries[0]
         yield from self._rounds(self.trials.entries)
+        if self.trials.is_too_noisy:
+            self.best = first
         return Phase.MEASURE if self._has_drifted(first.median_s, self._earlier_s) else Phase.WATCH
 
     def _try(self) -> Generator[Entry, float, Phase]:
@@ -317,7 +332,10 @@ class PlanChooser:
             more = [Entry(new) for new in self.source.more(self)] if self.trials.remaining_s > 0 else []
             self.trials.entries += more
             pool = [self.best, *more] if more else []
-        if self.trials.remaining_s <= 0:
+        if self.trials.is_too_noisy:
+            tried = [entry for entry in self.trials.entries if entry.seconds]
+            self.best = min(tried, key=lambda entry: entry.candidate.predicted_s)
+        elif self.trials.remaining_s <= 0:
             self.best = self.trials.likely_fastest()
         return Phase.WATCH
 

@@ -20,6 +20,8 @@ _TOO_SLOW = 1.5
 _PREDICTION_ERROR = 0.1
 # Steps of each of two plans before their medians are compared, and before the comparison is final.
 _MIN_STEPS, _MAX_STEPS = 4, 8
+# Spread of two medians, relative to a step time, above which they cannot rank plans.
+_MAX_SPREAD = 1.0
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
 _MEDIAN_DEVIATION = 1.25
 
@@ -126,6 +128,12 @@ class Trials:
     def noise_between(self, first: Entry, second: Entry) -> float:
         """Standard deviation of the difference of two entries' medians, relative to a step time."""
         return self.noise * _MEDIAN_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """True if the spread (two standard deviations) of the medians of the two most measured plans exceeds 100%."""
+        pair = sorted((entry for entry in self.entries if entry.seconds), key=lambda entry: -len(entry.seconds))[:2]
+        return len(pair) == 2 and 2 * self.noise_between(*pair) > _MAX_SPREAD
 
     def is_affordable(self, entry: Entry) -> bool:
         """Return whether the budget covers the expected excess of the entry's next step over the best median."""

@@ -1,6 +1,6 @@
 """Select the fastest plan of a training step by timing candidates during training. Results do not depend on the plan.
 
-    step = PlannedStep(model, topology, None, workload)
+    step = PlannedStep(model, topology)
     tuning = tune_step(step, "auto")
     for batch in batches:
         with tuning:
@@ -10,7 +10,7 @@
             sync_gradients(model, topology, buckets=step.buckets)
             ...
 
-For Hugging Face, torchtitan and Megatron models, `tune_model(model)` suffices. FlowMoE's tuning (§4.3) selects the
+`tune_model(model)` suffices without `fusedmoe.pipeline` and gradient buckets. FlowMoE's tuning (§4.3) selects the
 number of micro-batches R, then the bucket size S_p (`BucketSearch`).
 """
 
@@ -37,6 +37,7 @@ from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, ne
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
+from fusedmoe.training.gradient_buckets import moe_layers
 from fusedmoe.training.step_plan import AUTO, PlannedStep
 
 #: Policies that are tuned: all families, or FlowMoE with R and S_p.
@@ -100,30 +101,33 @@ def tune_model(
     drift: float | None = 0.1,
     tell: Callable[[str], None] = print,
 ) -> PlanChooser:
-    """Create a `PlanChooser` for a Hugging Face, torchtitan or Megatron model; enter it around each training step.
+    """Create a `PlanChooser` for a model; enter it around each training step.
 
-    The first step runs without a plan and measures costs, once per machine. Ranks that share experts choose together,
-    by their own times. Without ranks that exchange tokens, no plan is chosen.
+    The first step runs without a plan and measures costs, once per machine. Plans have no gradient buckets, unlike
+    those of `tune_step(PlannedStep(model, topology))`. With layers of other libraries, only ranks that share experts
+    choose together. Without ranks that exchange tokens, no plan is chosen.
 
     Args:
-        model: contains `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` layers; the same on every rank, as is the
-            number of steps. Chosen plans override the layers' schedules.
+        model: contains `MoELayer`s, or `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` layers; the same on every
+            rank, as is the number of steps. Chosen plans override the layers' schedules.
         limit: largest number of chunks.
         drift, tell: as for `tune_step`.
     Raises:
-        ConfigError: a model without such layers.
+        ConfigError: a model without such layers, or with a `fusedmoe.pipeline`.
         RankError: from a step: ranks derived different plans.
     """
-    exchanges = exchanges_in(model)
-    if not exchanges:
+    layers = moe_layers(model) or exchanges_in(model)
+    if not layers:
         raise ConfigError(
-            "tune_model: the model has no experts whose tokens fusedmoe.hf, fusedmoe.titan.routed_experts or "
-            "fusedmoe.megatron sends. For MoELayers use fusedmoe.training.tune_step"
+            "tune_model: the model has no experts that fusedmoe runs: no MoELayer, and no layer of fusedmoe.hf, "
+            "fusedmoe.titan.routed_experts or fusedmoe.megatron"
         )
-    topology = next((exchange.topology for exchange in exchanges if exchange.topology.size > 1), None)
+    topologies = (layer.topology for layer in layers)
+    topology = next((one for one in topologies if one.ep.size * one.esp.size > 1), None)
     if topology is None:
         return PlanChooser(PlanSource(), steps=None)
-    return tune_step(PlannedStep(model, topology, None, None, limit=limit), drift=drift, tell=tell)
+    step = PlannedStep(model, topology, limit=limit, dense=[() for _ in layers])
+    return tune_step(step, drift=drift, tell=tell)
 
 
 class StepSource(PlanSource):
@@ -181,8 +185,8 @@ class StepSource(PlanSource):
                 return 0.0
             if not had_costs and chooser.trials.num_steps == 1 and self.step.topology.is_first:
                 self._tell(
-                    "schedule: a step had nothing to measure: compiled blocks and selective activation checkpoints run "
-                    "without a schedule, so plans have no effect there"
+                    "schedule: a step had nothing to measure: experts on one rank, compiled blocks and selective "
+                    "activation checkpoints run without a schedule, so plans have no effect there"
                 )
             return None
         self.step.set_costs(costs)
@@ -202,7 +206,8 @@ class StepSource(PlanSource):
 
     def report(self, chooser: PlanChooser) -> None:
         if self.step.topology.is_first:
-            write_or_warn(self._path, choice_text(chooser), "what was measured")
+            if not chooser.trials.is_too_noisy:
+                write_or_warn(self._path, choice_text(chooser), "what was measured")
             self._tell(chooser.line())
 
     def guard(self) -> AbstractContextManager[None]:

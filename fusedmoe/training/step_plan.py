@@ -80,14 +80,18 @@ def plan_step(
     """
     step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks)
     if not step.has_costs:
-        raise ConfigError("plan_step: layers of other libraries are measured by fusedmoe.training.tune_model")
+        raise ConfigError(
+            "plan_step: layers of other libraries, and layers without a workload, are measured during training: use "
+            "fusedmoe.training.tune_model"
+        )
     return step.follow(step.candidate(policy)), step.buckets
 
 
 class PlannedStep:
     """Training step that can switch between plans. Construction is collective over all ranks.
 
-    The first forward measures the costs of other libraries' layers, and sets `workload` if it is None.
+    Without costs and workload, and for layers of other libraries, the first forward measures the costs of its batch.
+    It also sets `workload` if that is None.
 
     Args:
         model, topology, costs, workload, limit, mp_loss, blocks: as for `plan_step`.
@@ -105,8 +109,8 @@ class PlannedStep:
         self,
         model: nn.Module,
         topology: Topology,
-        costs: CostModel | StepCosts | None,
-        workload: Workload | None,
+        costs: CostModel | StepCosts | None = None,
+        workload: Workload | None = None,
         *,
         limit: int = MAX_DEGREE,
         mp_loss: MpLoss = "summands",
@@ -139,7 +143,9 @@ class PlannedStep:
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         self.has_measured = costs is None
-        if costs is None and own_layers:
+        # Blocks in micro-batches do not call their layers' forwards.
+        self._measures_in_forward = not own_layers or (costs is None and workload is None and blocks is None)
+        if costs is None and not self._measures_in_forward:
             costs = self.measured_costs()
         if costs is not None:
             self.set_costs(costs)
@@ -147,29 +153,32 @@ class PlannedStep:
     @property
     def workload(self) -> Workload:
         if self._workload is None:
-            raise ConfigError("PlannedStep: explicit costs need the workload of a layer: pass workload=…")
+            raise ConfigError(
+                "PlannedStep: fusedmoe.pipeline and explicit costs need the workload of a layer: pass workload=…, for "
+                "a pipeline workload=blocks.workload(x)"
+            )
         return self._workload
 
     @property
     def has_costs(self) -> bool:
-        """Whether step costs are known. The costs of another library's layers are measured in the first forward."""
+        """Whether step costs are known; False until a forward has measured them."""
         return self._has_costs
 
     def measured_costs(self, again_s: float | None = None) -> CostModel | None:
         """Return the costs of this machine and the model's first layer, measured or cached. Collective.
 
-        Return None if the next forward will measure another library's layer. `again_s`: measure again, for about this
-        many seconds.
+        Return None if the next forward will measure them: it knows the batch, and gathers sharded parameters.
+        `again_s`: measure again, for about this many seconds.
         """
         first = self._layers[0]
-        if isinstance(first, MoELayer):
+        if isinstance(first, MoELayer) and not self._measures_in_forward:
             costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
             return costs_of_tokens(costs, self.workload)
         measurement = first.plans.cost_measurement
         if not isinstance(measurement, CostMeasurement):
-            for exchange in exchanges_in(self._model):
-                exchange.set_plan(None)
-                exchange.plans.cost_measurement = CostMeasurement(exchange.plans)
+            for layer in self._layers:
+                layer.set_plan(None)
+                layer.plans.cost_measurement = CostMeasurement(layer.plans)
         elif measurement.state is MeasurementState.DONE or (
             measurement.state is MeasurementState.TAKEN and not self.has_costs
         ):
@@ -182,8 +191,7 @@ class PlannedStep:
         return None
 
     def cancel_measurement(self) -> None:
-        first = self._layers[0]
-        measurement = first.plans.cost_measurement if isinstance(first, ScheduledExchange) else None
+        measurement = self._layers[0].plans.cost_measurement
         if isinstance(measurement, CostMeasurement) and measurement.state is MeasurementState.DUE:
             measurement.state = MeasurementState.TAKEN
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusedmoe.cli.commands import _TRAIN
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_model, make_topology
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.main import main
@@ -82,6 +84,9 @@ def test_single_process_training_writes_run_folder(
     assert {path.name for path in run.iterdir()} == {
         *("config.json", "metrics.jsonl", "loads.json", "loads.png", "checkpoint", "timeline.png", "trace.json")
     }
+    # The help lists these files without a condition.
+    listed = re.findall(r"^  (\w+\.\w+|\w+/) {2,}(?! |with |under )", _TRAIN, re.MULTILINE)
+    assert len(listed) >= 5 and all((run / name).exists() for name in listed), listed
     assert is_picture(run / "loads.png")
     records = metrics(run)
     assert "moe/max_vio" not in records[2] and "exposed_s" in records[1]
@@ -187,6 +192,24 @@ def test_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_p
     assert held_out[0] == pytest.approx(held_out[2], rel=1e-5)
     assert held_out[1] == pytest.approx(held_out[2], rel=0.02)
     assert len(set(held_out)) == 3
+
+
+def train_with_slow_picture(rank: int, world: int, folder: str, *arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.cli.train.METRICS_EVERY", 2)
+        patch.setattr("fusedmoe.cli.train.draw", lambda *_, **__: time.sleep(4))
+        return command(rank, world, folder, *arguments)[0]
+
+
+def test_exposed_time_excludes_drawing_of_timeline(
+    cluster: Cluster, tmp_path: Path, text: Path, no_pictures: None
+) -> None:
+    """Rank 0 draws after step 3; the exposed communication of step 4 is recorded."""
+    layout = ["--ep", "2", "--esp", "1", "--mp", "1", "--timeline-step", "2", "--steps", "4"]
+    arguments = ["train", *TINY, *layout, "--data", str(text), "--run-dir", str(tmp_path / "run")]
+    assert cluster.run(2, train_with_slow_picture, str(tmp_path), *arguments) == [0, 0]
+    records = metrics(tmp_path / "run")
+    assert "exposed_s" in records[2] and 0 < records[3]["moe/exposed_s"] < 1.5
 
 
 def test_resume_reports_changed_layout_and_batch_that_keeps_it(

@@ -20,6 +20,7 @@ import fusedmoe
 from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
 from fusedmoe.layers.load import RoutingCounters, expert_load
 from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
+from fusedmoe.schedule.timeline import Span
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, fake_gpu
 
@@ -71,6 +72,7 @@ ALONE = OF_ANY | {
     "moe/dead_experts": 0.25,
     "moe/diversity": math.exp(-(5 * math.log(5 / 8) + 2 * math.log(2 / 8) + math.log(1 / 8)) / 8) / 4,
     "moe/dropped": 3 / 8,
+    "moe/rank_rows": 1.0,
     "moe/balance_loss": balance(ROUTED[0]),
     "moe/aux_loss": balance(ROUTED[0]) / 2,
 }
@@ -91,7 +93,7 @@ EAGER = {"moe/pairs_per_token": 1.0}
 
 
 def assert_metrics(found: dict[str, float], right: dict[str, float]) -> None:
-    timed = {"moe/tokens_per_s", "moe/exposed_s", "moe/mfu"}
+    timed = {"moe/tokens_per_s", "moe/exposed_s", "moe/exposed_share", "moe/mfu"}
     assert {key: value for key, value in found.items() if key not in timed} == pytest.approx(right, rel=1e-12)
     assert found["moe/tokens_per_s"] > 0
 
@@ -106,6 +108,7 @@ def test_metrics_on_one_rank_equal_hand_computed_values() -> None:
     layer.train()
     found = metrics.collect(per_layer=True)
     assert found["moe/mfu"] == pytest.approx(found["moe/tokens_per_s"] * 3e6 / 6e9)
+    assert found["moe/exposed_s"] == found["moe/exposed_share"] == 0.0 and "moe/pairs_per_token" not in found
     each = {key.replace("moe/layer/", "moe/"): found.pop(key) for key in list(found) if key.startswith("moe/layer/")}
     assert_metrics(found, ALONE)
     assert each == pytest.approx({key: value for key, value in ALONE.items() if key != "moe/max_vio_worst"})
@@ -121,7 +124,7 @@ def test_recomputed_activations_are_counted_once(reentrant: bool) -> None:
     metrics = Metrics(layer)
     checkpoint(layer, tokens(ROUTED[0]).requires_grad_(), use_reentrant=reentrant).sum().backward()
     train_step(layer, tokens(ROUTED[1]))
-    assert_metrics(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
+    assert_metrics(metrics.collect(), ON_TWO | {"moe/rank_rows": 1.0})
 
 
 @pytest.mark.slow
@@ -160,7 +163,7 @@ def collect_on_rank(rank: int, world: int) -> list[dict[str, float]]:
     assert layer.recorder is None
     sampler = pickle.loads(pickle.dumps(copy.deepcopy(metrics._exposed_sampler)))  # hooks are copied with a layer
     sampler._begin(layer, None), sampler._end(layer)
-    assert sampler.exposed_s() is None and copy.deepcopy(layer.load).counters is None
+    assert sampler.exposed() is None and copy.deepcopy(layer.load).counters is None
     assert metrics.collect().keys() == {"moe/tokens_per_s"}
     metrics.close()
     metrics = Metrics(layer)
@@ -210,10 +213,35 @@ def test_metrics_on_two_ranks_equal_hand_computed_values(cluster: Cluster) -> No
         assert_metrics(alone, ON_TWO | EAGER)
         assert_metrics(compiled, ON_TWO)
         assert "moe/exposed_s" not in compiled  # a graph contains no clock
-        assert alone["moe/exposed_s"] > 0 and blocks["moe/exposed_s"] > 0
+        for sampled in (alone, blocks):
+            assert sampled["moe/exposed_s"] > 0 and 0 < sampled["moe/exposed_share"] < 1
         # Drops change the tokens' norms, but not their experts.
         assert_metrics(blocks, ON_TWO | EAGER)
     assert of_ranks[0] == of_ranks[1]
+
+
+def exposed_of_layers(rank: int, world: int) -> tuple[float, float]:
+    """Exposed seconds and share of three layers: a link is in use for 5 s, computation starts after 2 s plus rank."""
+    layers = [make(Topology.from_sizes(world)) for _ in range(3)]
+    metrics = Metrics(nn.ModuleList(layers))
+    sampler: Any = metrics._exposed_sampler
+    recorder = sampler._recorder
+    for number, layer in enumerate(layers):
+        for kind, resource, start_s in (("dispatch", "inter", 0.0), ("expert", "compute", 2.0 + rank)):
+            began_s = recorder._zero_s + 10.0 * number + start_s
+            span = Span(kind, kind, resource, 0.0, 0.0, 0, number)
+            recorder._records.append((span, began_s, began_s + 5.0))
+        sampler._recorded_modules.add(layer)
+        layer.load.counters.sums[2 * E] = 1.0  # a token
+    found = metrics.collect()
+    metrics.close()
+    return found["moe/exposed_s"], found["moe/exposed_share"]
+
+
+def test_exposed_time_is_summed_over_layers_and_averaged_over_ranks(cluster: Cluster) -> None:
+    for exposed_s, share in cluster.run(2, exposed_of_layers):
+        assert exposed_s == pytest.approx((3 * 2 + 3 * 3) / 2)
+        assert share == pytest.approx((3 * 2 + 3 * 3) / (27 + 28))
 
 
 def test_counting_never_waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -513,6 +513,71 @@ def test_every_compared_plan_within_noise_is_marked() -> None:
     assert "no gain" not in chooser.line()  # nothing to explain: the simpler plan runs
 
 
+def noisy_chooser(**more: Any) -> PlanChooser:
+    """Measured: the best prediction 0.647 s, another plan 0.0874 s, off 1.23 s; steps of one plan differ tenfold."""
+    p0, p1 = candidates_of([1.0, 1.1])
+    chooser = chooser_of(lambda: [p0, p1, PlanCandidate(OFF, Plan(), False, 1.2)], **more)
+    chooser.best, other, off = chooser.trials.entries
+    chooser.best.seconds, other.seconds, off.seconds = [0.647, 6.0], [0.0874, 1.5], [1.23, 9.0]
+    return chooser
+
+
+def test_noisy_measurements_choose_nothing_and_prediction_does() -> None:
+    chooser = noisy_chooser()
+    assert chooser.trials.is_too_noisy
+    line = chooser.line()
+    assert "p1 0.0874 s (-86%, within the spread of" in line
+    assert "; measurements are too noisy to choose; running p0 by prediction; " in line and "median" not in line
+    chooser.best = chooser.trials.entries[1]
+    assert "too noisy to choose; running p1 by an earlier choice; " in chooser.line()
+
+
+def test_searches_with_noise_follow_prediction_and_keep_earlier_choice() -> None:
+    rng, num_noisy = random.Random(), 0
+    for _ in range(50):
+        found = [*candidates_of([1.0 + n / 100 for n in range(6)]), PlanCandidate(OFF, Plan(), False, 1.2)]
+        for kept in (None, (1.0, [found[3], found[0], found[-1]])):
+            chooser = chooser_of(lambda: found, kept=kept, drift=None)  # noqa: B023
+            while not chooser.settled:
+                chooser.note(10 ** rng.uniform(-2, 2))
+            # Steps of a plan may be equal by chance.
+            if not chooser.trials.is_too_noisy:
+                continue
+            num_noisy += 1
+            tried = [entry.candidate for entry in chooser.trials.entries if entry.seconds]
+            right = found[3] if kept else min(tried, key=lambda one: one.predicted_s)
+            assert chooser.now is right and f"too noisy to choose; running {right.family} by" in chooser.line()
+    assert num_noisy > 50
+
+
+@pytest.mark.parametrize(
+    ("best_s", "other_s", "off_s", "reason"),
+    [
+        ((1.0, 1.1), (1.02, 1.12), (1.05, 1.15), "no gain over off measurable; p1 runs by its lower median"),
+        ((1.02, 1.12), (1.0, 1.1), (1.05, 1.15), "no gain over off measurable; p1 runs by its better prediction"),
+        ((1.02, 1.12), (1.0, 1.1), (1.5, 1.6), "; p1 runs by its better prediction"),
+        ((1.0, 1.1), (1.02, 1.12), (1.5, 1.6), None),
+        ((1.02, 1.03) * 2, (1.019, 1.029) * 2, (1.5, 1.6), "; p1 runs because it has fewer tasks"),
+    ],
+)
+def test_line_states_why_plan_runs(best_s: Any, other_s: Any, off_s: Any, reason: str | None) -> None:
+    _, best, other = candidates_of([0.9, 1.0, 1.1])
+    chooser = chooser_of(lambda: [best, other, PlanCandidate(OFF, Plan(), False, 1.2)])
+    chooser.best, second, off = chooser.trials.entries
+    chooser.best.seconds, second.seconds, off.seconds = list(best_s), list(other_s), list(off_s)
+    line = chooser.line()
+    assert (reason is None and "runs" not in line) or (reason or "") in line, line
+    assert ("lower median" in line) is (reason is not None and "lower median" in reason)
+
+
+def test_plan_without_overlap_is_reported_as_off() -> None:
+    for chunks, idle in ((1, True), (2, False)):
+        one = candidates_of([1.0, 1.0])[chunks - 1]
+        chooser = chooser_of(lambda: [one])  # noqa: B023
+        chooser.best.seconds = [1.0]
+        assert ('it overlaps nothing: schedule "off" is equivalent' in chooser.line()) is idle
+
+
 def test_off_is_measured_whatever_its_prediction_and_the_budget() -> None:
     """A predicted step of 1,000 times the best, after plans that have used up the budget."""
     rng = random.Random()

@@ -230,6 +230,17 @@ def test_drift_is_reported_and_cached_again(tmp_path: Path, monkeypatch: pytest.
     assert json.loads(path.read_text())["seconds"] == pytest.approx(1.2 * before.predicted_s)
 
 
+def test_choice_from_noise_is_reported_and_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append, drift=None)
+    expected, number = tuning.now, 0
+    while not tuning.settled:
+        number += 1
+        tuning.note(tuning.now.predicted_s * 10 ** (3 * math.sin(5 * number)))
+    assert len(lines) == 1 and f"too noisy to choose; running {expected.family} by prediction" in lines[0]
+    assert not list(tmp_path.glob("choice-*.json"))
+
+
 # A machine with long start-up costs for sending: chunks gain nothing.
 STARTS = replace(
     COSTS, lines={name: line if name == "gemm" else Line(1e-3, line.beta_s) for name, line in COSTS.lines.items()}

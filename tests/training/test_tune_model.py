@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fusedmoe
 from fusedmoe import autograd
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
@@ -23,7 +25,7 @@ from fusedmoe.schedule.candidates import OFF
 from fusedmoe.schedule.cost import CostModel, Line, Observed
 from fusedmoe.schedule.plan_chooser import WINDOW, Phase
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.training import PlannedStep, tune_model, tune_step
+from fusedmoe.training import PlannedStep, plan_step, sync_gradients, tune_model, tune_step
 from tests.cluster import Cluster
 from tests.integrations.plans_run import plans_run
 from tests.marks import slowly
@@ -70,8 +72,23 @@ class _Way(ExternalExperts):
         return autograd.experts(x_SM, layout, weight_N, Weights(self.module.up, self.module.down), "swiglu")
 
 
-def model_of(topology: Topology, grouped: bool) -> nn.Sequential:
+class OurLayer(nn.Module):
+    """A residual block around a `MoELayer`, whose own schedule a plan overrides."""
+
+    def __init__(self, topology: Topology, schedule: str) -> None:
+        super().__init__()
+        gate, experts = fusedmoe.gates.TopK(E, K), fusedmoe.experts.SwiGLU(H)
+        self.layer = fusedmoe.MoELayer(M, gate, experts, topology=topology, schedule=schedule, dtype=torch.float64)
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        return x_SM + self.layer(x_SM)
+
+
+def model_of(topology: Topology, grouped: bool | None) -> nn.Sequential:
+    """Two layers of another library; None: of this library."""
     torch.manual_seed(3)
+    if grouped is None:
+        return nn.Sequential(OurLayer(topology, "off"), OurLayer(topology, "auto"))
     return nn.Sequential(*(TheirExperts(topology, grouped) for _ in range(2)))
 
 
@@ -87,9 +104,9 @@ class Clock:
         return self.now_s
 
 
-def tune_in_loop(rank: int, world: int, folder: str, grouped: bool) -> tuple[list[str], list[str]]:
-    """The chosen plans and the reported lines, of a job and of the next one."""
-    topology = Topology.from_sizes(ep=world, timeout_s=30)
+def tune_in_loop(rank: int, world: int, folder: str, grouped: bool | None) -> tuple[list[str], list[str]]:
+    """The chosen plans and the reported lines, of a job and of the next one. Replicas of experts differ in tokens."""
+    topology = Topology.from_sizes(ep=2, timeout_s=30)
     told: list[str] = []
     chosen = []
     with pytest.MonkeyPatch.context() as patch:
@@ -98,6 +115,9 @@ def tune_in_loop(rank: int, world: int, folder: str, grouped: bool) -> tuple[lis
         patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
         for _ in range(2):
             model, plain = (model_of(topology, grouped) for _ in range(2))
+            if grouped is None:
+                plain = nn.Sequential(*(OurLayer(topology, "off") for _ in range(2)))
+                plain.load_state_dict(model.state_dict())
             clock = Clock()
             patch.setattr(plan_chooser, "time", clock)
             tuning = tune_model(model, limit=4, tell=told.append)
@@ -107,7 +127,7 @@ def tune_in_loop(rank: int, world: int, folder: str, grouped: bool) -> tuple[lis
                 steps += 1
                 assert steps < 200
                 torch.manual_seed(10 * steps + rank)
-                x_SM, losses = torch.randn(TOKENS + rank, M, dtype=torch.float64), []
+                x_SM, losses = torch.randn(TOKENS * (1 + rank // 2) + rank, M, dtype=torch.float64), []
                 for one, optimizer, around in zip((model, plain), optimizers, (tuning, None), strict=True):
                     with plans_run() as ran:
                         if around is not None:
@@ -127,18 +147,57 @@ def tune_in_loop(rank: int, world: int, folder: str, grouped: bool) -> tuple[lis
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
             chosen.append((tuning.now.name, steps, len(seen)))
-            assert grouped or all(there == back for there, back in seen)
+            assert grouped is not False or all(there == back for there, back in seen)
     return chosen, told
 
 
-@pytest.mark.parametrize("grouped", [True, *slowly(False)])
-def test_tuned_loop_keeps_and_caches_fastest_plan(cluster: Cluster, tmp_path: Path, grouped: bool) -> None:
-    (chosen, told), (others, silent) = cluster.run(2, tune_in_loop, str(tmp_path), grouped)
-    assert chosen == others and not silent and len(told) == 2
+@pytest.mark.parametrize(("ranks", "grouped"), [(2, True), (2, None), *slowly((2, False), (4, None))])
+def test_tuned_loop_keeps_and_caches_fastest_plan(
+    cluster: Cluster, tmp_path: Path, ranks: int, grouped: bool | None
+) -> None:
+    (chosen, told), *others = cluster.run(ranks, tune_in_loop, str(tmp_path), grouped)
+    assert all(other == (chosen, []) for other in others) and len(told) == 2
     (first, steps, plans), (again, fewer, _) = chosen
     assert "4" in first and first == again and plans > 2, chosen
     # The next job begins with it, and tries fewer plans.
     assert fewer < steps and all(line.startswith(f"schedule: {first}: ") for line in told), told
+
+
+def tune_with_buckets(rank: int, world: int, folder: str) -> tuple[str, int | None, int]:
+    """The chosen plan, the bytes of its largest gradient bucket, and the bytes of the model's buckets."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.measure.measured_costs", lambda *_: COSTS)
+        patch.setattr("fusedmoe.layers.measure.time_layer", lambda *_: Observed({}))
+        model, plain = (model_of(topology, None) for _ in range(2))
+        step = PlannedStep(model, topology, limit=4)
+        assert not step.has_costs
+        tuning = tune_step(step, tell=lambda line: None)
+        number = 0
+        while not tuning.settled:
+            number += 1
+            torch.manual_seed(10 * number + rank)
+            x_SM = torch.randn(TOKENS, M, dtype=torch.float64)
+            for one, buckets in ((model, step.buckets), (plain, None)):
+                loss = one(x_SM).square().mean()
+                if buckets is not None:
+                    buckets.open()
+                loss.backward()
+                sync_gradients(one, topology, buckets=buckets)
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+                one.grad = other.grad = None
+            tuning.note(tuning.now.predicted_s if step.has_costs else 1.0)
+        copied: Any = copy.deepcopy(model)
+        assert all(one.layer.plans.cost_measurement is None for one in copied) and tuning.settled
+        return tuning.now.name, tuning.plan.largest_bucket, max(step.buckets.layer_bytes)
+
+
+def test_step_of_layers_is_measured_in_its_first_forward(cluster: Cluster, tmp_path: Path) -> None:
+    found, other = cluster.run(2, tune_with_buckets, str(tmp_path))
+    name, largest, layer_bytes = found
+    assert found == other and name != OFF and largest is not None and 0 < largest <= 2 * layer_bytes
 
 
 class Slower(Clock):
@@ -266,8 +325,20 @@ def test_failed_step_is_not_counted(cluster: Cluster) -> None:
 
 
 def test_model_without_plans_is_unchanged_or_rejected() -> None:
-    with pytest.raises(ConfigError, match="no experts whose tokens .* sends.*tune_step"):
+    with pytest.raises(ConfigError, match="the model has no experts .*: no MoELayer, and no layer of fusedmoe.hf"):
         tune_model(nn.Linear(2, 2))
+    ours = model_of(Topology(), None)
+    alone = tune_model(ours)
+    assert alone.phase is Phase.KEEP and alone.now.family == OFF
+    with pytest.raises(ConfigError, match="explicit costs need the workload of a layer"):
+        PlannedStep(ours, Topology(), COSTS)
+    pipeline = fusedmoe.pipeline([(nn.Identity(), layer.layer) for layer in ours.children()])
+    with pytest.raises(
+        ConfigError, match=r"pipeline .* need the workload of a layer: .* workload=blocks.workload\(x\)"
+    ):
+        PlannedStep(pipeline, Topology())
+    with pytest.raises(ConfigError, match="plan_step: .* without a workload"):
+        plan_step(ours, Topology(), "fsmoe", None, cast(Any, None))
     model = model_of(Topology(), True)
     tuning: Any = tune_model(model)
     x_SM = torch.randn(5, M, dtype=torch.float64)
