@@ -21,13 +21,15 @@ from fusedmoe.cli.step_plans import (
     head_s,
     machine_costs,
     make_table,
+    planned_s,
+    recomputed_pass,
     step_costs,
     unplanned_gradients,
 )
 from fusedmoe.errors import printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule import POLICIES, CostModel, makespan, simulate
+from fusedmoe.schedule import POLICIES, CostModel, simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum, Machine
 from fusedmoe.schedule.task import PHASES
@@ -71,8 +73,9 @@ def answer_facts(
     """
     fixed_s, planned = _unplanned_s(planning, planning.costs, planning.machine), plans[policy]
     gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
-    timeline = simulate(*planned)
-    step_s, sequential_s = timeline.end_s + fixed_s, makespan(*plans["sequential"]) + fixed_s
+    timeline, again = simulate(*planned), recomputed_pass(planning.settings, planned)
+    step_s, sequential_s = (planned_s(planning.settings, one) + fixed_s for one in (planned, plans["sequential"]))
+    exposed_s = timeline.exposed_s() + (0.0 if again is None else again.exposed_s())
     is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
     error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
     ends = (
@@ -83,7 +86,11 @@ def answer_facts(
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
     gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
     facts: dict[str, Any] = {
-        "assumptions": [*job.assumptions, *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp]],
+        "assumptions": [
+            *job.assumptions,
+            *_recomputation(planning.settings, planning.costs, job),
+            *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
+        ],
         "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
         "layouts_compared": layouts,
         "memory_bytes": memory_facts(
@@ -96,18 +103,28 @@ def answer_facts(
         "policy": policy,
         "step_s": step_s,
         "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
-        "exposed_s": timeline.exposed_s() + gradients_s,
+        "exposed_s": exposed_s + gradients_s,
         "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
         "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
         "two_level": _two_level(planning, fixed_s),
-        "replicas": _replicas(copies, makespan(*plans[COMPARED]) + fixed_s if COMPARED in plans else None),
+        "replicas": _replicas(
+            copies, planned_s(planning.settings, plans[COMPARED]) + fixed_s if COMPARED in plans else None
+        ),
     }
     facts["overlap"]["pays"] = min(gains) > error.value
     if facts["two_level"] is not None:
         facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
     return facts
+
+
+def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> list[str]:
+    if not settings.recompute:
+        return [] if job.selective is None else [f"no recomputation ({job.selective} is selective)"]
+    if costs.observed:
+        return ["recomputed communication and experts are not in the step time"]
+    return ["each block's forward runs again in the backward pass, dispatch and combine included"]
 
 
 def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
@@ -124,7 +141,9 @@ def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: 
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
     fixed_s = _unplanned_s(planning, costs, machine)
     both = {whole: step_costs(*planning[:3], costs, planning.meta, whole=whole) for whole in (False, True)}
-    plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
+    plan_s, alone_s = (
+        planned_s(planning.settings, Planned(one.plan, both[one.costs.can_split])) for one in (planned, sequential)
+    )
     return plan_s + fixed_s, alone_s + fixed_s
 
 
@@ -138,7 +157,7 @@ def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
         settings = replace(planning.settings, dispatch=dispatch)
         costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
         step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta)
-        times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + fixed_s
+        times_s[dispatch] = planned_s(settings, Planned(POLICIES[COMPARED].plan(step), step)) + fixed_s
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
 

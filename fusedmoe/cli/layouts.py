@@ -178,7 +178,7 @@ def layouts(
         alone_s = {
             id(layer): sum(
                 layer.dense_total_s(phase) + sum(part.seconds(1) for part in layer.chunks[phase].values())
-                for phase in PHASES
+                for phase in (*PHASES, *PHASES[: settings.recompute])
             )
             for layer in step.layers
         }

@@ -32,7 +32,10 @@ from fusedmoe.cli.step_plans import (
     make_meta_model,
     make_table,
     no_split_reason,
+    planned_s,
     plans_by_policy,
+    recomputation_bound_s,
+    recomputed_pass,
     step_tokens,
     unplanned_gradients,
     with_cached_tasks,
@@ -44,7 +47,7 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule import CostModel, Plan, draw, makespan, simulate
+from fusedmoe.schedule import CostModel, Plan, draw, simulate
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.draw import ms
@@ -93,7 +96,7 @@ class PlanReport:
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
         fixed_s = after.seconds + head_s(settings, sizes, costs)
-        self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
+        self.step_s = {name: planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
@@ -102,10 +105,12 @@ class PlanReport:
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
             copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] += fixed_s
+            copies["step_s"] += self.step_s[self.policy] - self.timeline.end_s
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
-        bound = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
-        bound += fixed_s
+        distinct = {id(planned.costs): planned.costs for planned in plans.values()}.values()
+        bound = min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
+        repeated = recomputed_pass(settings, plans[self.policy])
+        recomputed_s = 0.0 if repeated is None else repeated.end_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Several tasks of the path may run at once; `busy_intervals` counts each moment once.
@@ -119,6 +124,7 @@ class PlanReport:
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
+            "recomputed_s": recomputed_s,
             "policies_s": self.step_s,
             "gap_to_bound": step_s / bound - 1,
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
@@ -140,8 +146,9 @@ class PlanReport:
             replicas = None
             if sizes.ep > 1 and COMPARED in plans:
                 of_layers = plans[COMPARED]
-                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, simulate(*of_layers))
-                replicas["step_s"] += fixed_s
+                timeline = simulate(*of_layers)
+                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, timeline)
+                replicas["step_s"] += self.step_s[COMPARED] - timeline.end_s
             planning = Planning(settings, launch, sizes, costs, machine, meta)
             self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
@@ -186,6 +193,10 @@ class PlanReport:
             console.print(_describe_replicas(facts["copies"], facts["step_s"]), soft_wrap=True)
         if facts["exposed_gradients_s"] > 0:
             console.print(f"after the last pass: {ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce")
+        if facts["recomputed_s"]:
+            console.print(f"forward passes run again by activation checkpoints: {ms(facts['recomputed_s'])}")
+        elif self._settings.recompute and self._costs.observed:
+            console.print("recomputed communication and experts are not in measured step times")
         if self._after.seconds > 0:
             parts = {"embedding, head": self._after.dense_s, "experts": self._after.experts_s}
             named = ", ".join(f"{part} {ms(seconds)}" for part, seconds in parts.items() if seconds)

@@ -40,7 +40,11 @@ from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.simulate import ROUNDING
+from fusedmoe.schedule.simulate import ROUNDING, simulate
+from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, chunk_times, pass_bound_s
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, DenseWork
 from fusedmoe.training.gradient_buckets import reduced_bytes
 
@@ -176,7 +180,23 @@ def step_costs(
     bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
-    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+    found = workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+    # Measured backward tasks include the recomputation.
+    return _with_recomputed_dense(found) if settings.recompute and whole and found.loss_s is None else found
+
+
+def _with_recomputed_dense(costs: StepCosts) -> StepCosts:
+    """Add the dense parts' forward to their backward: micro-batches recompute dense parts only."""
+
+    def changed(layer: LayerCosts) -> LayerCosts:
+        micro = layer.micro_batch_costs()
+        forward, backward = (micro.dense[phase] for phase in PHASES)
+        dense = {"forward": forward, "backward": {kind: part + forward[kind] for kind, part in backward.items()}}
+        dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
+        return replace(layer, dense_s=dense_s, micro=replace(micro, dense=dense))
+
+    layers = {id(layer): changed(layer) for layer in {id(layer): layer for layer in costs.layers}.values()}
+    return replace(costs, layers=tuple(layers[id(layer)] for layer in costs.layers))
 
 
 def require_moe_layers(model: ModelConfig) -> None:
@@ -279,6 +299,38 @@ class Planned(NamedTuple):
     costs: StepCosts
 
 
+def recomputed_pass(settings: Settings, planned: Planned) -> Timeline | None:
+    """Return the forward passes that activation checkpoints run again in the backward pass; None without.
+
+    A checkpoint repeats its block's forward before the block's backward, dispatch and combine included. Steps in
+    micro-batches recompute dense parts in their backward tasks (`step_costs`).
+    """
+    if not settings.recompute or planned.costs.can_split or planned.costs.loss_s is not None:
+        return None
+    return simulate(one_pass(planned.plan, "forward"), planned.costs)
+
+
+def planned_s(settings: Settings, planned: Planned) -> float:
+    """Return the seconds of a planned step, recomputed forward passes included."""
+    again = recomputed_pass(settings, planned)
+    return makespan(*planned) + (0.0 if again is None else again.end_s)
+
+
+def recomputation_bound_s(settings: Settings, costs: StepCosts) -> float:
+    """Return a lower bound of the seconds of `recomputed_pass` for any plan."""
+    if not settings.recompute or costs.can_split or costs.loss_s is not None:
+        return 0.0
+
+    def least_s(layer: LayerCosts) -> float:
+        passes_s = (
+            pass_bound_s(degree, chunk_times(layer.chunks["forward"], degree), contention=costs.contention)
+            for degree in range(1, MAX_DEGREE + 1)
+        )
+        return layer.dense_total_s("forward") + min(passes_s)
+
+    return sum(map(least_s, costs.layers))
+
+
 def followed_policy(settings: Settings, sizes: Sizes) -> str:
     """Return the policy that training follows; "sequential" if steps follow no plan."""
     return selected_policy(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
@@ -318,8 +370,10 @@ def plans_by_policy(
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
     # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.
     if "joint" in plans:
-        fastest, joint = min(plans.values(), key=lambda planned: makespan(*planned)), plans["joint"]
-        plans["joint"] = fastest if makespan(*fastest) < makespan(*joint) * (1 - ROUNDING) else joint
+        steps_s = {name: planned_s(settings, planned) for name, planned in plans.items()}
+        fastest = min(steps_s, key=steps_s.__getitem__)
+        if steps_s[fastest] < steps_s["joint"] * (1 - ROUNDING):
+            plans["joint"] = plans[fastest]
     for name, planned in plans.items():
         kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
         require_runnable(planned.plan, kinds, f"the plan by {name}")

@@ -45,12 +45,14 @@ class ExternalJob:
         settings: parallel sizes and other settings that the file states ("ep", "esp", "mp", "recompute").
         assumptions: what the file leaves open, and what the plan does not model.
         state: bytes of training state; None: that of `fusedmoe train`.
+        selective: name of the field that selects selective recomputation; None: none does.
     """
 
     model: ModelConfig
     settings: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     state: TrainingState | None = None
+    selective: str | None = None
 
 
 class Fields:

@@ -135,7 +135,8 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "head_dim": fields.count("kv_channels", default=max(1, model_dim // heads)),
     }
     model = fields.model("megatron", **sizes | latent)
-    return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields))
+    selective = "recompute_granularity" if data.get("recompute_granularity") == "selective" else None
+    return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields), selective)
 
 
 def _is_set(fields: Fields, name: str) -> bool:
@@ -231,8 +232,6 @@ def _assumptions(fields: Fields) -> list[str]:
         assumptions.append("no vocabulary in the file, so embedding and head have 256 symbols: give --vocab-size")
     elif not _is_set(fields, "untie_embeddings_and_output_weights"):
         assumptions.append("embedding and head as two matrices, although they are tied")
-    if fields.data.get("recompute_granularity") == "selective":
-        assumptions.append("no recomputation (recompute_granularity is selective)")
     if fields.data.get("mtp_num_layers"):
         assumptions.append("no multi-token prediction")
     return assumptions

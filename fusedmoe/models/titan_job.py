@@ -66,8 +66,7 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     settings: dict[str, Any] = {}
     if any(field in parallel.data for field in _PARALLEL.values()):
         settings = {name: parallel.count(field, default=1) for name, field in _PARALLEL.items()}
-    assumptions = ["no recomputation (activation_checkpoint is selective)"] if mode == "selective" else []
-    assumptions.append("one micro-batch with the gradients' reduction")
+    assumptions = ["one micro-batch with the gradients' reduction"]
     if getattr(spec.model, "enable_weight_tying", False):
         assumptions.append("embedding and head as two matrices, although they are tied")
     sizes = _sizes(fields, spec.model)
@@ -79,7 +78,9 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     read = fields.model(name, **SWIGLU_ROPE, **sizes)
     shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
     state = TrainingState(sharded=shards)
-    return ExternalJob(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)
+    settings |= {"recompute": True} if mode == "full" else {}
+    selective = "activation_checkpoint" if mode == "selective" else None
+    return ExternalJob(read, settings, tuple(assumptions), state, selective)
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:

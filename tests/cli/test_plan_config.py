@@ -164,3 +164,15 @@ def test_settings_of_earlier_versions_are_read() -> None:
     read = Settings.from_json(data)
     assert read == Settings(named_model("Mixtral-7B")) and read.model.head_size == 128
     assert ModelConfig(**data["model"]).vocabulary == 256
+
+
+def test_recomputation_given_replaces_that_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(f"{line} --recompute-granularity selective")
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ranks", "8", "--schedule", "fsmoe")
+    saved, again = planned(capsys, *flags)["answer"], planned(capsys, *flags, "--recompute")["answer"]
+    assert any(words.startswith("no recomputation") for words in saved["assumptions"])
+    assert not any("no recomputation" in words for words in again["assumptions"])
+    assert any("forward runs again" in words for words in again["assumptions"])
+    assert again["step_s"] > saved["step_s"] and again["overlap"]["sequential_s"] > saved["overlap"]["sequential_s"]
