@@ -21,12 +21,13 @@ from fusedmoe.cli.step_plans import (
     head_s,
     machine_costs,
     make_table,
+    no_split_reason,
     planned_s,
     recomputed_pass,
     step_costs,
     unplanned_gradients,
 )
-from fusedmoe.errors import printable
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule import POLICIES, CostModel, simulate
@@ -41,6 +42,10 @@ _MP_ASSUMPTION = {
     True: (),
     False: ("the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough",),
 }
+_GRADIENTS = (
+    "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or overlap_grad_reduce "
+    "hide a part of them"
+)
 #: Policy that compares the dispatch algorithms: fast to plan, with overlap.
 COMPARED = "fsmoe"
 
@@ -54,6 +59,26 @@ class Planning(NamedTuple):
     costs: CostModel
     machine: Machine | None
     meta: Transformer
+
+
+def pipeline_refusal(job: ExternalJob, settings: Settings, sizes: Sizes) -> str | None:
+    """Return why the job's blocks cannot run in micro-batches; None: they can."""
+    if job.pipeline is None:
+        return "this integration has no pipeline"
+    if sizes.mp > 1:
+        return "it does not support tensor parallelism"
+    if settings.model.batch == 1:
+        return "one sample per rank: --batch 2 plans with two"
+    return no_split_reason(settings)
+
+
+def runnable_policies(job: ExternalJob, settings: Settings, sizes: Sizes) -> list[str]:
+    """Return the policies that the job's integration can run. Raises `ConfigError` if --schedule is none of them."""
+    refusal = pipeline_refusal(job, settings, sizes)
+    names = [name for name, policy in POLICIES.items() if refusal is None or not policy.uses_micro_batches]
+    if settings.schedule not in ("auto", *names):
+        raise ConfigError(f"--schedule {settings.schedule} plans whole models: {refusal}; use auto or another policy")
+    return names
 
 
 def answer_facts(
@@ -78,16 +103,12 @@ def answer_facts(
     exposed_s = timeline.exposed_s() + (0.0 if again is None else again.exposed_s())
     is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
     error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
-    ends = (
-        [_at_end(planning, planned, plans["sequential"], is_fast) for is_fast in (False, True)]
-        if planning.machine
-        else []
-    )
+    ends = _at_ends(planning, planned, plans["sequential"])
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
-    gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
     facts: dict[str, Any] = {
         "assumptions": [
             *job.assumptions,
+            _GRADIENTS,
             *_recomputation(planning.settings, planning.costs, job),
             *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
         ],
@@ -107,16 +128,27 @@ def answer_facts(
         "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
-        "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
+        "overlap": _gain_facts(sequential_s, step_s, ends),
+        "pipeline": {"refusal": pipeline_refusal(job, planning.settings, planning.sizes)},
         "two_level": _two_level(planning, fixed_s),
         "replicas": _replicas(
             copies, planned_s(planning.settings, plans[COMPARED]) + fixed_s if COMPARED in plans else None
         ),
     }
-    facts["overlap"]["pays"] = min(gains) > error.value
+    if "joint" in plans and facts["pipeline"]["refusal"] is None:
+        joint_s = planned_s(planning.settings, plans["joint"]) + fixed_s
+        ends = _at_ends(planning, plans["joint"], plans["sequential"])
+        facts["pipeline"] |= {"call": job.pipeline} | _gain_facts(sequential_s, joint_s, ends)
+    for overlaps in (facts["overlap"], facts["pipeline"]):
+        overlaps["pays"] = "gain" in overlaps and overlaps["gain_range"][0] > error.value
     if facts["two_level"] is not None:
         facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
     return facts
+
+
+def _gain_facts(sequential_s: float, step_s: float, ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    gains = [1 - end_s / alone_s for end_s, alone_s in ((step_s, sequential_s), *ends)]
+    return {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]}
 
 
 def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> list[str]:
@@ -129,18 +161,25 @@ def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> li
 
 def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
     after_s = unplanned_gradients(
-        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta
+        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta, external=True
     ).seconds
     return after_s + head_s(planning.settings, planning.sizes, costs)
 
 
+def _at_ends(planning: Planning, planned: Planned, sequential: Planned) -> list[tuple[float, float]]:
+    """Return the step's seconds with and without overlap at both ends of the machine's figures."""
+    return [] if planning.machine is None else [_at_end(planning, planned, sequential, end) for end in (False, True)]
+
+
 def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
-    """Return the step's seconds with and without overlap on the machine at one end of its figures."""
     assert planning.machine is not None
     machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
     fixed_s = _unplanned_s(planning, costs, machine)
-    both = {whole: step_costs(*planning[:3], costs, planning.meta, whole=whole) for whole in (False, True)}
+    both = {
+        whole: step_costs(*planning[:3], costs, planning.meta, whole=whole, external=True)
+        for whole in {one.costs.can_split for one in (planned, sequential)}
+    }
     plan_s, alone_s = (
         planned_s(planning.settings, Planned(one.plan, both[one.costs.can_split])) for one in (planned, sequential)
     )
@@ -156,7 +195,7 @@ def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
     for dispatch in ("direct", "2dh"):
         settings = replace(planning.settings, dispatch=dispatch)
         costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
-        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta)
+        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta, external=True)
         times_s[dispatch] = planned_s(settings, Planned(POLICIES[COMPARED].plan(step), step)) + fixed_s
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
@@ -179,7 +218,9 @@ def print_answer(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    layout, error = facts["layout"], facts["error"]
+    layout, error, policy = facts["layout"], facts["error"], facts["policy"]
+    is_whole = policy in POLICIES and POLICIES[policy].uses_micro_batches
+    schedule = f"{facts['pipeline'].get('call')}(policy={policy!r})" if is_whole else f"schedule={policy}"
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
     compared = facts["layouts_compared"]
     why = f"least time per token of the {compared} layouts that fit" if compared else "given, or the default"
@@ -191,10 +232,11 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
-        ("chunks", chunks, f"policy {facts['policy']}"),
+        ("chunks", chunks, f"policy {policy}"),
         ("step", f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})", f"±{error:.0%}: {facts['error_source']}"),
         ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
-        ("overlap", *_overlap_words(facts["overlap"], error)),
+        ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
+        ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
         ("expert replicas", *_replica_words(facts["replicas"])),
     ]
@@ -220,13 +262,19 @@ def _exposed_words(facts: Mapping[str, Any]) -> str:
     return f"{share}, {ms(after_s)} of it gradients reduced after the step" if after_s else share
 
 
-def _overlap_words(overlap: Mapping[str, Any], error: float) -> tuple[str, str]:
+def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple[str, str]:
     low, high = overlap["gain_range"]
     gain = f"saves {overlap['gain']:.1%} of {ms(overlap['sequential_s'])}"
     gain += f" ({low:.1%} to {high:.1%} by the sources' ranges)" if high - low > 5e-4 else ""
     if overlap["pays"]:
-        return "use it: schedule=auto", gain
+        return f"use it: {name}", gain
     return "leave it off, or measure", f"{gain}; not more than the error of {error:.0%}"
+
+
+def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str]:
+    if "gain" not in pipeline:
+        return "no", pipeline["refusal"] or "experts are not spread over ranks"
+    return _overlap_words(pipeline, error, f"{pipeline['call']}(…)")
 
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:

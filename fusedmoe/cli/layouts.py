@@ -171,8 +171,8 @@ def layouts(
     for sizes in _candidate_sizes(settings, launch, machine):
         try:
             costs = machine_costs(machine, settings, sizes, launch.ranks)
-            step = step_costs(settings, launch, sizes, costs, meta)
-            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta).seconds
+            step = step_costs(settings, launch, sizes, costs, meta, external=True)
+            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=True).seconds
         except ConfigError:
             continue  # groups that are not spread evenly over nodes
         alone_s = {
@@ -182,8 +182,7 @@ def layouts(
             )
             for layer in step.layers
         }
-        reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
-        step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
+        step_s = sum(alone_s[id(layer)] for layer in step.layers) + after_s + head_s(settings, sizes, costs)
         tokens = step_tokens(settings, launch.ranks, sizes.mp)
         candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
     if not candidates:

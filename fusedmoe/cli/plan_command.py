@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
+from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer, runnable_policies
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.layouts import chosen_settings, layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
@@ -90,11 +90,14 @@ class PlanReport:
         compared: int = 0,
         meta: Transformer | None = None,
     ) -> None:
-        self.policy = followed_policy(settings, sizes)
+        self.policy, external = followed_policy(settings, sizes), job is not None
         meta = meta or make_meta_model(settings)
-        plans = plans_by_policy(settings, launch, sizes, costs, meta, again=again)
+        policies = None if job is None else runnable_policies(job, settings, sizes)
+        if external and settings.schedule == "auto" and follows_plan(settings, sizes.ep, sizes.esp):
+            self.policy = "auto"
+        plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=policies, again=again, external=external)
         self.plan, step = plans[self.policy]
-        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
+        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=external)
         fixed_s = after.seconds + head_s(settings, sizes, costs)
         self.step_s = {name: planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)

@@ -166,12 +166,14 @@ def step_costs(
     meta: Transformer | None = None,
     *,
     whole: bool = False,
+    external: bool = False,
 ) -> StepCosts:
     """Return the costs of a training step over the model's MoE layers. No communication.
 
     Args:
         meta: result of `make_meta_model`, if it exists already.
         whole: micro-batches can pass through whole layers.
+        external: another framework reduces all gradients, and micro-batches are cut from samples.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
@@ -179,7 +181,9 @@ def step_costs(
     meta = meta or make_meta_model(settings)
     bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
+    along: Along = "samples" if external else split_axis(settings, sizes.mp)
+    waits = whole and meta.pipeline_blocks(along).routes_first[0]
+    bucketed = [0] * len(bucketed) if external else bucketed
     found = workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
     # Measured backward tasks include the recomputation.
     return _with_recomputed_dense(found) if settings.recompute and whole and found.loss_s is None else found
@@ -250,7 +254,8 @@ class UnplannedGradients(NamedTuple):
     """Seconds of the gradient all-reduces that follow a step under every policy and without one.
 
     Attributes:
-        dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer.
+        dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer. All parameters outside
+            experts if another framework reduces them.
         experts_s: experts that several ranks hold.
     """
 
@@ -269,6 +274,8 @@ def unplanned_gradients(
     costs: CostModel,
     machine: Machine | None = None,
     meta: Transformer | None = None,
+    *,
+    external: bool = False,
 ) -> UnplannedGradients:
     """Predict the seconds of the gradient all-reduces that no plan contains and that follow every step.
 
@@ -276,11 +283,12 @@ def unplanned_gradients(
 
     Args:
         machine: gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs` is used for it.
-        meta: as for `step_costs`.
+        meta, external: as for `step_costs`.
     """
     meta = meta or make_meta_model(settings)
-    _, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
-    dense_s = costs.line("all-reduce/dp").seconds(rest) if rest else 0.0
+    bucketed, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
+    reduced = [size for size in (rest, *(bucketed if external else ())) if size]
+    dense_s = sum(costs.line("all-reduce/dp").seconds(size) for size in reduced)
     holders = launch.ranks // (sizes.ep * sizes.esp)
     if holders == 1:
         return UnplannedGradients(dense_s, 0.0)
@@ -346,14 +354,16 @@ def plans_by_policy(
     policies: Collection[str] | None = None,
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
+    external: bool = False,
 ) -> dict[str, Planned]:
     """Return the plans of a step by these policies (None: all) that training could execute (`Trainer.set_plan`).
 
-    Policies for whole models split layers if possible; other policies plan each layer separately.
+    Policies for whole models split layers if possible; other policies plan each layer separately. "auto" is the plan
+    of layers with schedule="auto" in an `external` framework (`step_costs`).
     """
     policies = POLICIES if policies is None else policies
     meta = meta or make_meta_model(settings)
-    layered = step_costs(settings, launch, sizes, costs, meta)
+    layered = step_costs(settings, launch, sizes, costs, meta, external=external)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
     whole = [
@@ -364,10 +374,12 @@ def plans_by_policy(
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:
-        split = step_costs(settings, launch, sizes, costs, meta, whole=True)
-        limit = micro_batch_axis_size(settings, sizes.mp)
+        split = step_costs(settings, launch, sizes, costs, meta, whole=True, external=external)
+        limit = settings.model.batch if external else micro_batch_axis_size(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
+    if external:
+        plans["auto"] = Planned(POLICIES["joint"].plan(layered), layered)
     # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.
     if "joint" in plans:
         steps_s = {name: planned_s(settings, planned) for name, planned in plans.items()}

@@ -45,6 +45,7 @@ class ExternalJob:
         settings: parallel sizes and other settings that the file states ("ep", "esp", "mp", "recompute").
         assumptions: what the file leaves open, and what the plan does not model.
         state: bytes of training state; None: that of `fusedmoe train`.
+        pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
         selective: name of the field that selects selective recomputation; None: none does.
     """
 
@@ -53,6 +54,7 @@ class ExternalJob:
     assumptions: tuple[str, ...] = ()
     state: TrainingState | None = None
     selective: str | None = None
+    pipeline: str | None = None
 
 
 class Fields:
@@ -138,7 +140,8 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     seq_len = min(positions, _MAX_SEQ_LEN)
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
-    return ExternalJob(fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
+    model = fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes)
+    return ExternalJob(model, {}, tuple(assumptions), pipeline="fusedmoe.hf.pipeline")
 
 
 def _latent(fields: Fields) -> dict[str, int | None]:

@@ -80,7 +80,7 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     state = TrainingState(sharded=shards)
     settings |= {"recompute": True} if mode == "full" else {}
     selective = "activation_checkpoint" if mode == "selective" else None
-    return ExternalJob(read, settings, tuple(assumptions), state, selective)
+    return ExternalJob(read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline")
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule import POLICIES
 from fusedmoe.schedule.machines import MACHINES, PREDICTION_ERROR, TESTBEDS
 from tests.cli.on_ranks import is_picture
 from tests.marks import slowly
@@ -57,7 +58,11 @@ def test_published_models_are_planned_on_64_ranks(name: str, fits: bool, capsys:
     assert memory["fits"] is fits and (memory["total"] <= memory["device"]) is fits
     parts = ("parameters", "gradients", "optimizer", "activations", "workspace")
     assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
-    assert answer["step_s"] == data["policies_s"]["joint"] == min(data["policies_s"].values())
+    assert answer["step_s"] == data["policies_s"]["auto"]
+    layered = {
+        name: s for name, s in data["policies_s"].items() if name == "auto" or not POLICIES[name].uses_micro_batches
+    }
+    assert answer["step_s"] == pytest.approx(min(layered.values()))
     low_s, high_s = answer["step_range_s"]
     assert low_s <= answer["step_s"] * (1 - PREDICTION_ERROR.value) and high_s >= answer["step_s"] * 1.12
     gain = 1 - answer["step_s"] / data["policies_s"]["sequential"]
@@ -176,3 +181,28 @@ def test_recomputation_given_replaces_that_of_the_file(capsys: pytest.CaptureFix
     assert not any("no recomputation" in words for words in again["assumptions"])
     assert any("forward runs again" in words for words in again["assumptions"])
     assert again["step_s"] > saved["step_s"] and again["overlap"]["sequential_s"] > saved["overlap"]["sequential_s"]
+
+
+def test_integration_gains_by_its_own_schedule_only(
+    small: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another framework reduces gradients, with and without overlap; micro-batches are `pipeline`'s."""
+    flags = ("--machine", "dgx-h100", "--ranks", "16", "--ep", "16", "--esp", "1", "--mp", "1")
+    data = planned(capsys, "--config", small, *flags, "--batch", "4")
+    answer, steps_s = data["answer"], data["policies_s"]
+    assert answer["policy"] == "auto" and answer["exposed_s"] > answer["gradients_after_s"] > 0
+    assert answer["gradients_after_s"] == pytest.approx(sum(data["gradients_after_step_s"].values()))
+    assert "gradient-all-reduce" not in data["critical_path_s"] and "gradient-all-reduce" not in data["plan"]
+    assert answer["overlap"]["gain"] == pytest.approx(1 - steps_s["auto"] / steps_s["sequential"])
+    pipeline = answer["pipeline"]
+    assert pipeline["call"] == "fusedmoe.hf.pipeline" and pipeline["gain"] > answer["overlap"]["gain"]
+    assert pipeline["gain"] == pytest.approx(1 - steps_s["joint"] / steps_s["sequential"])
+    assert any("gradients are reduced after the backward pass" in words for words in answer["assumptions"])
+    one = planned(capsys, "--config", small, *flags)
+    assert "one sample" in one["answer"]["pipeline"]["refusal"] and "joint" not in one["policies_s"]
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(line)
+    assert "no pipeline" in planned(capsys, "--config", str(path), *flags)["answer"]["pipeline"]["refusal"]
+    assert main(["plan", "--config", str(path), *flags, "--schedule", "joint"]) == 2
+    assert "--schedule joint plans whole models: this integration has no pipeline" in capsys.readouterr().err
