@@ -59,6 +59,7 @@ class Planning(NamedTuple):
     costs: CostModel
     machine: Machine | None
     meta: Transformer
+    micro_batches: int = 1  # per replica and step
 
 
 def pipeline_refusal(job: ExternalJob, settings: Settings, sizes: Sizes) -> str | None:
@@ -96,10 +97,9 @@ def answer_facts(
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of layouts that were compared; 0 if the sizes were given.
     """
-    fixed_s, planned = _unplanned_s(planning, planning.costs, planning.machine), plans[policy]
-    gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
+    planned, gradients_s = plans[policy], _gradients_s(planning, planning.costs, planning.machine)
     timeline, again = simulate(*planned), recomputed_pass(planning.settings, planned)
-    step_s, sequential_s = (planned_s(planning.settings, one) + fixed_s for one in (planned, plans["sequential"]))
+    step_s, sequential_s = (_step_s(planning, one) for one in (planned, plans["sequential"]))
     exposed_s = timeline.exposed_s() + (0.0 if again is None else again.exposed_s())
     is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
     error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
@@ -108,6 +108,7 @@ def answer_facts(
     facts: dict[str, Any] = {
         "assumptions": [
             *job.assumptions,
+            _describe_batch(planning.micro_batches, job),
             _GRADIENTS,
             *_recomputation(planning.settings, planning.costs, job),
             *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
@@ -124,19 +125,18 @@ def answer_facts(
         "policy": policy,
         "step_s": step_s,
         "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
-        "exposed_s": exposed_s + gradients_s,
+        "exposed_s": planning.micro_batches * exposed_s + gradients_s,
         "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
         "overlap": _gain_facts(sequential_s, step_s, ends),
         "pipeline": {"refusal": pipeline_refusal(job, planning.settings, planning.sizes)},
-        "two_level": _two_level(planning, fixed_s),
-        "replicas": _replicas(
-            copies, planned_s(planning.settings, plans[COMPARED]) + fixed_s if COMPARED in plans else None
-        ),
+        "micro_batches": planning.micro_batches,
+        "two_level": _two_level(planning),
+        "replicas": _replicas(copies, _step_s(planning, plans[COMPARED]) if COMPARED in plans else None),
     }
     if "joint" in plans and facts["pipeline"]["refusal"] is None:
-        joint_s = planned_s(planning.settings, plans["joint"]) + fixed_s
+        joint_s = _step_s(planning, plans["joint"])
         ends = _at_ends(planning, plans["joint"], plans["sequential"])
         facts["pipeline"] |= {"call": job.pipeline} | _gain_facts(sequential_s, joint_s, ends)
     for overlaps in (facts["overlap"], facts["pipeline"]):
@@ -159,11 +159,26 @@ def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> li
     return ["each block's forward runs again in the backward pass, dispatch and combine included"]
 
 
-def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
-    after_s = unplanned_gradients(
+def _describe_batch(number: int, job: ExternalJob) -> str:
+    if job.global_batch is None:
+        return "one micro-batch per replica and step, because the file has no global batch size"
+    return f"{number} micro-batches per replica and step (global batch {job.global_batch}), gradients reduced once"
+
+
+def _gradients_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
+    return unplanned_gradients(
         planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta, external=True
     ).seconds
-    return after_s + head_s(planning.settings, planning.sizes, costs)
+
+
+def _step_s(
+    planning: Planning, planned: Planned, costs: CostModel | None = None, machine: Machine | None = None
+) -> float:
+    """Return the seconds of a step of all micro-batches; by default on the planned machine."""
+    if costs is None:
+        costs, machine = planning.costs, planning.machine
+    batch_s = planned_s(planning.settings, planned) + head_s(planning.settings, planning.sizes, costs)
+    return planning.micro_batches * batch_s + _gradients_s(planning, costs, machine)
 
 
 def _at_ends(planning: Planning, planned: Planned, sequential: Planned) -> list[tuple[float, float]]:
@@ -175,18 +190,17 @@ def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: 
     assert planning.machine is not None
     machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
-    fixed_s = _unplanned_s(planning, costs, machine)
     both = {
         whole: step_costs(*planning[:3], costs, planning.meta, whole=whole, external=True)
         for whole in {one.costs.can_split for one in (planned, sequential)}
     }
     plan_s, alone_s = (
-        planned_s(planning.settings, Planned(one.plan, both[one.costs.can_split])) for one in (planned, sequential)
+        _step_s(planning, Planned(one.plan, both[one.costs.can_split]), costs, machine) for one in (planned, sequential)
     )
-    return plan_s + fixed_s, alone_s + fixed_s
+    return plan_s, alone_s
 
 
-def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
+def _two_level(planning: Planning) -> dict[str, Any] | None:
     """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
     node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
     if planning.machine is None or not 1 < node < planning.sizes.ep:
@@ -196,7 +210,7 @@ def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
         settings = replace(planning.settings, dispatch=dispatch)
         costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
         step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta, external=True)
-        times_s[dispatch] = planned_s(settings, Planned(POLICIES[COMPARED].plan(step), step)) + fixed_s
+        times_s[dispatch] = _step_s(planning, Planned(POLICIES[COMPARED].plan(step), step))
     return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
 
@@ -228,12 +242,17 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     if memory["fits"] is False:
         why = "least memory; none fits: try --recompute or more ranks" if compared else why
     low_s, high_s = facts["step_range_s"]
+    batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
         ("chunks", chunks, f"policy {policy}"),
-        ("step", f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})", f"±{error:.0%}: {facts['error_source']}"),
+        (
+            "step",
+            f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})",
+            f"{batches}±{error:.0%}: {facts['error_source']}",
+        ),
         ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
         ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
         ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),

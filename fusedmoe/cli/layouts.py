@@ -23,7 +23,7 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.sharding import parameter_shardings
-from fusedmoe.models.job_files import TrainingState
+from fusedmoe.models.job_files import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.task import PHASES
@@ -158,7 +158,7 @@ class ParallelLayout(NamedTuple):
 
 
 def layouts(
-    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
+    settings: Settings, launch: Launch, machine: Machine, job: ExternalJob, meta: Transformer
 ) -> list[ParallelLayout]:
     """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
 
@@ -182,9 +182,11 @@ def layouts(
             )
             for layer in step.layers
         }
+        replica_batch = settings.model.batch * (launch.ranks // sizes.mp)
+        after_s /= max(1, (job.global_batch or 0) / replica_batch)  # per micro-batch
         step_s = sum(alone_s[id(layer)] for layer in step.layers) + after_s + head_s(settings, sizes, costs)
         tokens = step_tokens(settings, launch.ranks, sizes.mp)
-        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
+        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, job.state), step_s / tokens))
     if not candidates:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
     fits = [layout for layout in candidates if room is None or layout.memory.total <= room]

@@ -98,8 +98,10 @@ class PlanReport:
         plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=policies, again=again, external=external)
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=external)
-        fixed_s = after.seconds + head_s(settings, sizes, costs)
-        self.step_s = {name: planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
+        dp = launch.ranks // sizes.mp
+        number = self._micro_batches_per_step = 1 if job is None else job.micro_batches(settings.model.batch, dp)
+        fixed_s = after.seconds + number * head_s(settings, sizes, costs)
+        self.step_s = {name: number * planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
@@ -108,10 +110,10 @@ class PlanReport:
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
             copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] += self.step_s[self.policy] - self.timeline.end_s
+            copies["step_s"] = self.step_s[self.policy] + number * (copies["step_s"] - self.timeline.end_s)
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
         distinct = {id(planned.costs): planned.costs for planned in plans.values()}.values()
-        bound = min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
+        bound = number * min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
         repeated = recomputed_pass(settings, plans[self.policy])
         recomputed_s = 0.0 if repeated is None else repeated.end_s
         path = critical_path(self.plan, self.timeline)
@@ -151,8 +153,8 @@ class PlanReport:
                 of_layers = plans[COMPARED]
                 timeline = simulate(*of_layers)
                 replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, timeline)
-                replicas["step_s"] += self.step_s[COMPARED] - timeline.end_s
-            planning = Planning(settings, launch, sizes, costs, machine, meta)
+                replicas["step_s"] = self.step_s[COMPARED] + number * (replicas["step_s"] - timeline.end_s)
+            planning = Planning(settings, launch, sizes, costs, machine, meta, number)
             self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
@@ -179,9 +181,11 @@ class PlanReport:
         model, step_s = self._settings.model, facts["step_s"]
         console.print(describe(model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
+        number = self._micro_batches_per_step
+        batches = f"{number} micro-batches of " if number > 1 else ""
         console.print(
-            f"per replica and step {model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
-            f"{step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
+            f"per replica and step {batches}{model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
+            f"{number * step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:
@@ -320,7 +324,7 @@ def run(arguments: argparse.Namespace) -> int:
     number, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
-        found = layouts(settings, launch, machine, job.state, meta)
+        found = layouts(settings, launch, machine, job, meta)
         number, settings = len(found), chosen_settings(settings, found[0])
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)

@@ -46,6 +46,7 @@ class ExternalJob:
         assumptions: what the file leaves open, and what the plan does not model.
         state: bytes of training state; None: that of `fusedmoe train`.
         pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
+        global_batch: samples of all replicas in one step; None: one micro-batch per replica.
         selective: name of the field that selects selective recomputation; None: none does.
     """
 
@@ -55,6 +56,18 @@ class ExternalJob:
     state: TrainingState | None = None
     selective: str | None = None
     pipeline: str | None = None
+    global_batch: int | None = None
+
+    def micro_batches(self, batch: int, replicas: int) -> int:
+        """Return the micro-batches of `batch` samples per replica and step. Raises `ConfigError` for a fraction."""
+        if self.global_batch is None:
+            return 1
+        if self.global_batch % (batch * replicas):
+            raise ConfigError(
+                f"--config: the global batch of {self.global_batch} samples is not a multiple of {batch} samples on "
+                f"each of {replicas} replicas; change --batch or --ranks"
+            )
+        return self.global_batch // (batch * replicas)
 
 
 class Fields:

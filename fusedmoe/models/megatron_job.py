@@ -136,7 +136,14 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     }
     model = fields.model("megatron", **sizes | latent)
     selective = "recompute_granularity" if data.get("recompute_granularity") == "selective" else None
-    return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields), selective)
+    return ExternalJob(
+        model,
+        _settings(fields),
+        tuple(_assumptions(fields)),
+        _state(fields),
+        selective,
+        global_batch=fields.optional("global_batch_size"),
+    )
 
 
 def _is_set(fields: Fields, name: str) -> bool:
@@ -227,7 +234,7 @@ def _state(fields: Fields) -> TrainingState:
 
 
 def _assumptions(fields: Fields) -> list[str]:
-    assumptions = ["one micro-batch with the gradients' reduction; Megatron reduces them once per global batch"]
+    assumptions = []
     if fields.optional("padded_vocab_size", "vocab_size") is None:
         assumptions.append("no vocabulary in the file, so embedding and head have 256 symbols: give --vocab-size")
     elif not _is_set(fields, "untie_embeddings_and_output_weights"):

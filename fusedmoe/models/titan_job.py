@@ -66,7 +66,9 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     settings: dict[str, Any] = {}
     if any(field in parallel.data for field in _PARALLEL.values()):
         settings = {name: parallel.count(field, default=1) for name, field in _PARALLEL.items()}
-    assumptions = ["one micro-batch with the gradients' reduction"]
+    # -1: torchtitan's default, one micro-batch.
+    global_batch = None if training.data.get("global_batch_size", -1) == -1 else training.count("global_batch_size")
+    assumptions = []
     if getattr(spec.model, "enable_weight_tying", False):
         assumptions.append("embedding and head as two matrices, although they are tied")
     sizes = _sizes(fields, spec.model)
@@ -80,7 +82,7 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     state = TrainingState(sharded=shards)
     settings |= {"recompute": True} if mode == "full" else {}
     selective = "activation_checkpoint" if mode == "selective" else None
-    return ExternalJob(read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline")
+    return ExternalJob(read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline", global_batch)
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fusedmoe.cli.layouts import layouts, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.job_files import TrainingState
+from fusedmoe.models.job_files import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import MACHINES, Datum
 from tests.marks import slowly
@@ -77,12 +77,12 @@ def test_layouts_fit_the_memory_or_come_by_memory() -> None:
     machine, launch = MACHINES["dgx-h100"], Launch(0, 16, 0, 8)
     settings = Settings(replace(MODEL, vocab_size=60_000), dtype="bf16", mp=2)
     meta = make_meta_model(settings)
-    every = layouts(settings, launch, machine, None, meta)
+    every = layouts(settings, launch, machine, ExternalJob(MODEL), meta)
     assert all(layout.sizes.mp == 2 and 16 % (layout.sizes.ep * layout.sizes.esp) == 0 for layout in every)
     assert [layout.token_s for layout in every] == sorted(layout.token_s for layout in every)
     totals = sorted(layout.memory.total for layout in every)
     some = replace(machine, memory_bytes=Datum(totals[len(totals) // 2], "chosen"))
-    fitting = layouts(settings, launch, some, None, meta)
+    fitting = layouts(settings, launch, some, ExternalJob(MODEL), meta)
     assert 0 < len(fitting) < len(every) and all(layout.memory.total <= totals[len(totals) // 2] for layout in fitting)
-    none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), None, meta)
+    none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), ExternalJob(MODEL), meta)
     assert [layout.memory.total for layout in none] == totals

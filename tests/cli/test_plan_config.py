@@ -206,3 +206,24 @@ def test_integration_gains_by_its_own_schedule_only(
     assert "no pipeline" in planned(capsys, "--config", str(path), *flags)["answer"]["pipeline"]["refusal"]
     assert main(["plan", "--config", str(path), *flags, "--schedule", "joint"]) == 2
     assert "--schedule joint plans whole models: this integration has no pipeline" in capsys.readouterr().err
+
+
+def test_step_has_the_micro_batches_of_the_global_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Gradients are reduced once, after the last micro-batch."""
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ranks", "16", "--ep", "8")
+    path.write_text(line)
+    one = planned(capsys, *flags)["answer"]
+    path.write_text(f"{line} --global-batch-size 64")
+    four = planned(capsys, *flags)["answer"]
+    assert (one["micro_batches"], four["micro_batches"]) == (1, 4)
+    assert four["gradients_after_s"] == one["gradients_after_s"] > 0
+    batch_s = one["step_s"] - one["gradients_after_s"]
+    assert four["step_s"] == pytest.approx(4 * batch_s + one["gradients_after_s"])
+    assert four["replicas"]["lengthens"] < one["replicas"]["lengthens"] * 4 + 1e-9
+    assert any("4 micro-batches per replica and step (global batch 64)" in words for words in four["assumptions"])
+    assert main(["plan", *flags]) == 0
+    assert "per replica and step 4 micro-batches of 1 × 512 tokens" in capsys.readouterr().out
+    assert main(["plan", *flags, "--batch", "3"]) == 2
+    assert "global batch of 64 samples is not a multiple of 3 samples on each of 16" in capsys.readouterr().err

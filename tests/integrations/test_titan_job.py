@@ -53,9 +53,10 @@ def test_module_and_config_names_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         activation_checkpoint=SelectiveAC.Config(),
     )
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    text = 'module = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n[training]\nlocal_batch_size = 3\n'
+    text = 'module = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n[training]\n'
+    text += "local_batch_size = 3\nglobal_batch_size = 24\n"
     read = job(tmp_path, text)
-    assert (read.model.batch, read.model.seq_len, read.model.layers) == (3, 1024, 6)
+    assert (read.model.batch, read.model.seq_len, read.model.layers, read.global_batch) == (3, 1024, 6, 24)
     assert read.settings == {"mp": 1, "ep": 4, "esp": 1} and read.selective == "activation_checkpoint"
     with pytest.raises(ConfigError, match="no 'other'"):
         job(tmp_path, text.replace("deepseek_v3_debugmodel", "other"))

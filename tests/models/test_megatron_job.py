@@ -34,6 +34,7 @@ def test_recorded_jobs_have_published_parameters_and_their_sizes() -> None:
     assert mixtral.settings == {"mp": 2, "ep": 8, "esp": 1}
     assert mixtral.state == TrainingState(2, 4, 12, "optimizer") and mixtral.model.batch == 1
     assert deepseek.settings == {"mp": 1, "ep": 64, "esp": 1, "recompute": True}
+    assert mixtral.global_batch == 256 and deepseek.global_batch is None
     assert deepseek.model.dense_layers == 3 and deepseek.model.shared_hidden == 2048
 
 
