@@ -310,6 +310,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "model" in changes:
             raise ConfigError("--config and --model both describe the model; leave one out")
         job = read_job(arguments.config.expanduser())
+        job, arguments.ranks = job.one_stage(arguments.ranks, changes.get("model.layers"))
         settings = settings.changed({"model": job.model, **job.settings})
     settings = settings.changed(changes)
     if settings.schedule == "off":

@@ -7,7 +7,7 @@ norms of queries and keys) are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class ExternalJob:
         state: bytes of training state; None: that of `fusedmoe train`.
         pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
         global_batch: samples of all replicas in one step; None: one micro-batch per replica.
+        stages: pipeline stages that share the layers and ranks.
         selective: name of the field that selects selective recomputation; None: none does.
     """
 
@@ -57,6 +58,28 @@ class ExternalJob:
     selective: str | None = None
     pipeline: str | None = None
     global_batch: int | None = None
+    stages: int = 1
+
+    def one_stage(self, ranks: int | None, layers: int | None) -> tuple[ExternalJob, int | None]:
+        """Return the job of one pipeline stage and the stage's ranks: an equal share of `ranks`.
+
+        With `layers` given, layers and ranks are those of the stage. Raises `ConfigError` if ranks are not divisible.
+        """
+        if self.stages == 1:
+            return self, ranks
+        model, number = self.model, self.stages
+        if layers is None and (ranks is None or ranks % number):
+            raise ConfigError(
+                f"--config: {number} pipeline stages share the ranks: give --ranks as a multiple of {number}, or plan "
+                f"one stage: --layers {-(-model.layers // number)} and its own --ranks"
+            )
+        words = "one pipeline stage, with embedding and head; bubbles and sends between stages are not in the step"
+        if layers is None:
+            assert ranks is not None
+            share, ranks = -(-model.layers // number), ranks // number
+            words = f"{words}: {share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks"
+            model = replace(model, layers=share, dense_layers=0)
+        return replace(self, model=model, assumptions=(words, *self.assumptions), stages=1), ranks
 
     def micro_batches(self, batch: int, replicas: int) -> int:
         """Return the micro-batches of `batch` samples per replica and step. Raises `ConfigError` for a fraction."""
@@ -91,6 +114,15 @@ class Fields:
         if default is None:
             raise self.error(f"the field {' or '.join(names)} is missing")
         return default
+
+    def stages(self, pipeline: str, context: str) -> int:
+        """Return the number of pipeline stages. Raises `ConfigError` for context parallelism."""
+        if (shards := self.count(context, default=1)) > 1:
+            raise self.error(
+                f"{context} = {shards} is not supported: plan has no context parallelism. For an estimate, remove it "
+                f"from a copy of the file and divide --seq-len by {shards}"
+            )
+        return self.count(pipeline, default=1)
 
     def optional(self, *names: str) -> int | None:
         return self.count(*names) if any(self.data.get(name) is not None for name in names) else None

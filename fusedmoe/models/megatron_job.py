@@ -21,7 +21,6 @@ _PARALLEL = {
     "ep": "expert_model_parallel_size",
     "esp": "expert_tensor_parallel_size",
 }
-_UNSUPPORTED_SIZES = ("pipeline_model_parallel_size", "context_parallel_size")
 _TRUE, _FALSE = (True, "true", "True"), (False, None, "false", "False")
 # Without parentheses, which are part of unquoted patterns.
 _SHELL_SYNTAX = ";<>|&"
@@ -98,11 +97,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     Raises `ConfigError` with argument and file if one is missing or unsupported.
     """
     fields = Fields(path, data)
-    for name in _UNSUPPORTED_SIZES:
-        if fields.count(name, default=1) > 1:
-            raise fields.error(
-                f"{name} = {data[name]} is not supported: plan has no pipeline or context parallelism; set 1"
-            )
+    stages = fields.stages("pipeline_model_parallel_size", "context_parallel_size")
     layers, model_dim, heads = (fields.count(name) for name in ("num_layers", "hidden_size", "num_attention_heads"))
     latent = _latent(fields) if _is_set(fields, "multi_latent_attention") else {}
     is_gated = _is_set(fields, "swiglu") or _is_set(fields, "gated_linear_unit")
@@ -143,6 +138,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         _state(fields),
         selective,
         global_batch=fields.optional("global_batch_size"),
+        stages=stages,
     )
 
 

@@ -28,7 +28,6 @@ _PARALLEL = {
     "ep": "expert_parallel_degree",
     "esp": "expert_tensor_parallel_degree",
 }
-_UNSUPPORTED_SIZES = ("pipeline_parallel_degree", "context_parallel_degree")
 
 
 def titan_job(path: Path, text: str) -> ExternalJob:
@@ -57,9 +56,7 @@ def titan_job(path: Path, text: str) -> ExternalJob:
             raise fields.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
     sections = {name: Fields(path, {**_defaults(trainer, name), **data.get(name, {})}) for name in _SECTIONS}
     training, parallel = sections["training"], sections["parallelism"]
-    for name in _UNSUPPORTED_SIZES:
-        if parallel.count(name, default=1) > 1:
-            raise fields.error(f"{name} is not supported: plan has no pipeline or context parallelism")
+    stages = parallel.stages("pipeline_parallel_degree", "context_parallel_degree")
     mode = sections["activation_checkpoint"].data.get("mode")
     if mode is None and trainer is not None:
         mode = type(trainer.activation_checkpoint).__qualname__.partition(".")[0].removesuffix("AC").lower()
@@ -82,7 +79,9 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     state = TrainingState(sharded=shards)
     settings |= {"recompute": True} if mode == "full" else {}
     selective = "activation_checkpoint" if mode == "selective" else None
-    return ExternalJob(read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline", global_batch)
+    return ExternalJob(
+        read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline", global_batch, stages
+    )
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:

@@ -227,3 +227,18 @@ def test_step_has_the_micro_batches_of_the_global_batch(capsys: pytest.CaptureFi
     assert "per replica and step 4 micro-batches of 1 × 512 tokens" in capsys.readouterr().out
     assert main(["plan", *flags, "--batch", "3"]) == 2
     assert "global batch of 64 samples is not a multiple of 3 samples on each of 16" in capsys.readouterr().err
+
+
+def test_pipeline_stage_is_planned_on_its_share_of_the_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(f"{line} --pipeline-model-parallel-size 2 --global-batch-size 64")
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ep", "8")
+    shared = planned(capsys, *flags, "--ranks", "32")
+    assert shared["layout"]["ranks"] == 16 and shared["model"]["layers"] == 2
+    assert shared["answer"]["micro_batches"] == 4
+    assert any("2 of 4 layers" in words for words in shared["answer"]["assumptions"])
+    given = planned(capsys, *flags, "--ranks", "16", "--layers", "2")
+    assert given["step_s"] == shared["step_s"]

@@ -73,8 +73,8 @@ PIPELINED = '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\npipelin
         ('[model]\nname = "../qwen3"\nflavor = "8B"', "model.name"),
         ('[model]\nname = "unheard_of"\nflavor = "8B"', "unheard_of"),
         (
-            '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\npipeline_parallel_degree = 2',
-            "pipeline_parallel",
+            '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\ncontext_parallel_degree = 2',
+            "context_parallel_degree = 2",
         ),
         ('[training]\nlocal_batch_size = "2"', "model.name"),
         ("training = 1", "expected the tables"),
