@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fusedmoe.cli.job import Launch, Sizes
-from fusedmoe.cli.layouts import memory_facts, rank_memory
+from fusedmoe.cli.layouts import find_remedy, memory_facts, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import (
     Planned,
@@ -115,9 +115,7 @@ def answer_facts(
         ],
         "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
         "layouts_compared": layouts,
-        "memory_bytes": memory_facts(
-            rank_memory(planning.settings, planning.launch, planning.sizes, planning.meta, job.state), planning.machine
-        ),
+        "memory_bytes": _memory(planning, job),
         "chunks": {
             phase: sorted({degree for (where, _), degree in planned.plan.degrees.items() if where == phase} or {1})
             for phase in PHASES
@@ -144,6 +142,15 @@ def answer_facts(
     if facts["two_level"] is not None:
         facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
     return facts
+
+
+def _memory(planning: Planning, job: ExternalJob) -> dict[str, Any]:
+    settings, launch, sizes, _, machine, meta, _ = planning
+    facts = memory_facts(rank_memory(settings, launch, sizes, meta, job.state), machine)
+    remedy = None
+    if facts["fits"] is False:
+        remedy = find_remedy(settings, launch, sizes, meta, job.state, facts["device"])
+    return facts | {"remedy": None if remedy is None else remedy._asdict()}
 
 
 def _gain_facts(sequential_s: float, step_s: float, ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -240,7 +247,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     why = f"least time per token of the {compared} layouts that fit" if compared else "given, or the default"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
-        why = "least memory; none fits: try --recompute or more ranks" if compared else why
+        why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
     batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
@@ -271,7 +278,12 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
     total = f"{memory['total'] / 1e9:.3g} GB"
     if memory["device"] is None:
         return total, f"GB: {named}"
-    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    fits = "fits"
+    if not memory["fits"]:
+        remedy = memory["remedy"]
+        fits = "DOES NOT FIT; " + (
+            "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
+        )
     return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
 
 

@@ -221,6 +221,43 @@ def chosen_settings(settings: Settings, layout: ParallelLayout) -> Settings:
     return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
 
 
+class Remedy(NamedTuple):
+    """Changes of a job that does not fit the memory, and its bytes per rank with them."""
+
+    changes: str
+    total: float
+
+
+def find_remedy(
+    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState | None, room: float
+) -> Remedy | None:
+    """Return the first changes after which a rank fits `room` bytes; None: there are none.
+
+    Tried in this order: recomputation, a smaller batch, a larger EP size, training state sharded over all ranks.
+    """
+    assert settings.model.experts is not None
+    batch, experts, ranks = settings.model.batch, settings.model.experts, launch.ranks
+    batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
+    larger = (ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp))
+    states = {"": state}
+    if state is None or state.sharded != "all":
+        states["state sharded over all ranks (FSDP)"] = replace(state or TrainingState(), sharded="all")
+    for (sharding, sharded), ep, few, recompute in product(
+        states.items(), (sizes.ep, *larger), batches, dict.fromkeys((settings.recompute, True))
+    ):
+        changed = replace(settings.changed({"model.batch": few}), recompute=recompute)
+        total = rank_memory(changed, launch, replace(sizes, ep=ep), meta, sharded).total
+        if total <= room:
+            changes = {
+                "--recompute": recompute != settings.recompute,
+                f"--batch {few}": few != batch,
+                f"--ep {ep}": ep != sizes.ep,
+                sharding: bool(sharding),
+            }
+            return Remedy(", ".join(words for words, is_changed in changes.items() if is_changed), total)
+    return None
+
+
 def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:
     """Return the bytes of a rank's memory by part, their sum, the device's, and whether they fit."""
     room = None if machine is None or machine.memory_bytes is None else machine.memory_bytes.value

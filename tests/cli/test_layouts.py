@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedmoe.cli.job import Launch, Sizes, make_optimizer
-from fusedmoe.cli.layouts import layouts, rank_memory
+from fusedmoe.cli.layouts import find_remedy, layouts, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
@@ -86,3 +86,21 @@ def test_layouts_fit_the_memory_or_come_by_memory() -> None:
     assert 0 < len(fitting) < len(every) and all(layout.memory.total <= totals[len(totals) // 2] for layout in fitting)
     none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), ExternalJob(MODEL), meta)
     assert [layout.memory.total for layout in none] == totals
+
+
+def test_remedy_is_the_smallest_change_that_fits() -> None:
+    settings, launch, sizes = Settings(replace(MODEL, batch=4)), Launch(0, 8, 0, 8), Sizes(8, 2, 1, 1)
+    meta = make_meta_model(settings)
+
+    def total(state: TrainingState | None = None, ep: int = 2, **changes: object) -> float:
+        return rank_memory(settings.changed(changes), launch, replace(sizes, ep=ep), meta, state).total
+
+    sharded, least = TrainingState(sharded="all"), {"recompute": True, "model.batch": 1}
+    for changes, room in (
+        ("--recompute", total(recompute=True)),
+        ("--recompute, --batch 1", total(**least)),
+        ("--recompute, --batch 1, --ep 8", total(ep=8, **least)),
+        ("--recompute, --batch 1, state sharded over all ranks (FSDP)", total(sharded, **least)),
+    ):
+        assert find_remedy(settings, launch, sizes, meta, None, room) == (changes, room)
+    assert find_remedy(settings, launch, sizes, meta, None, 1.0) is None

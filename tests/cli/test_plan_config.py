@@ -242,3 +242,15 @@ def test_pipeline_stage_is_planned_on_its_share_of_the_ranks(
     assert any("2 of 4 layers" in words for words in shared["answer"]["assumptions"])
     given = planned(capsys, *flags, "--ranks", "16", "--layers", "2")
     assert given["step_s"] == shared["step_s"]
+
+
+def test_job_that_does_not_fit_is_answered_with_a_remedy(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--config", small, "--machine", "dgx-h100", "--ranks", "8", "--ep", "8", "--esp", "1", "--mp", "1")
+    assert planned(capsys, *flags)["answer"]["memory_bytes"]["remedy"] is None
+    memory = planned(capsys, *flags, "--batch", "256")["answer"]["memory_bytes"]
+    assert memory["fits"] is False and memory["remedy"]["total"] <= memory["device"]
+    assert main(["plan", *flags, "--batch", "256"]) == 0
+    assert "DOES NOT FIT; " in capsys.readouterr().out
+    assert (
+        planned(capsys, *flags, "--layers", "300", "--model-dim", "16384")["answer"]["memory_bytes"]["remedy"] is None
+    )
