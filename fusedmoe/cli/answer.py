@@ -108,6 +108,7 @@ def answer_facts(
     facts: dict[str, Any] = {
         "assumptions": [
             *job.assumptions,
+            str(job.state),
             _describe_batch(planning.micro_batches, job),
             _GRADIENTS,
             *_recomputation(planning.settings, planning.costs, job),
@@ -244,7 +245,9 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     schedule = f"{facts['pipeline'].get('call')}(policy={policy!r})" if is_whole else f"schedule={policy}"
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
     compared = facts["layouts_compared"]
-    why = f"least time per token of the {compared} layouts that fit" if compared else "given, or the default"
+    why = "given, or the default"
+    if compared:
+        why = f"of {compared} EP sizes that fit, least memory within {PREDICTION_ERROR.value:.0%} of the least time"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
         why = "least memory: none fits" if compared else why

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -25,7 +25,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.sharding import parameter_shardings
 from fusedmoe.models.job_files import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.machines import Machine
+from fusedmoe.schedule.machines import PREDICTION_ERROR, Machine
 from fusedmoe.schedule.task import PHASES
 
 _RESIDUAL_BYTES = 4
@@ -38,8 +38,8 @@ class RankMemory:
     Attributes:
         parameters, gradients, optimizer: training state.
         activations: tensors saved for the backward pass, with uniform expert loads.
-        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast. Not included:
-            buffers of collectives, fragmentation.
+        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast, or the blocks that
+            FSDP gathers. Not included: other buffers of collectives, fragmentation.
     """
 
     parameters: float
@@ -102,9 +102,15 @@ def rank_memory(
     optimizer = shards if state.sharded != "none" else total
     rest = shards if state.sharded == "all" else total
     saved, logits = _saved_bytes(settings, sizes)
+    # FSDP gathers the parameters of this block and the next, and reduces the gradients of one.
+    gathered = (2 * compute_dtype(settings).itemsize + state.gradient) * total / settings.model.layers
     copies = 2 * total if settings.dtype == "bf16" and state.parameter == 4 and state.sharded != "all" else 0
     return RankMemory(
-        state.parameter * rest, state.gradient * rest, state.optimizer * optimizer, saved + logits, logits + copies
+        state.parameter * rest,
+        state.gradient * rest,
+        state.optimizer * optimizer,
+        saved + logits,
+        logits + (gathered if state.sharded == "all" else copies),
     )
 
 
@@ -162,8 +168,8 @@ def layouts(
 ) -> list[ParallelLayout]:
     """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
 
-    EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
-    Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
+    EP divides the experts. ESP and MP are 1 unless the settings state them: no integration splits experts, and times
+    with tensor parallelism are rough. Raises `ConfigError` if there is no layout.
     """
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
@@ -196,28 +202,20 @@ def layouts(
 
 
 def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> Iterator[Sizes]:
-    model, ranks, node = settings.model, launch.ranks, machine.node(launch.ranks)
-
-    def divisors(given: int | None, *numbers: int) -> list[int]:
-        every = [n for n in range(1, min(numbers) + 1) if not any(number % n for number in numbers)]
-        return every if given is None else [given]
-
-    assert model.experts is not None
-    dense = [model.dense_size] if model.has_dense_layers else []
-    for ep, esp, mp in product(
-        divisors(settings.ep, ranks, model.experts),
-        divisors(settings.esp, node, model.hidden),
-        divisors(settings.mp, node, model.key_heads, *dense),
-    ):
-        # The cost model has the MP collectives of FSMoE's layer, where MP and ESP have the same ranks.
-        is_modelled = mp == esp or None not in (settings.esp, settings.mp)
-        if is_modelled and ranks % (ep * esp) == 0 and ranks % mp == 0:
-            yield Sizes(node, ep, esp, mp)
+    ranks, experts, esp, mp = launch.ranks, settings.model.experts, settings.esp or 1, settings.mp or 1
+    assert experts is not None
+    for ep in range(1, experts + 1) if settings.ep is None else [settings.ep]:
+        if experts % ep == 0 and ranks % (ep * esp) == 0 and ranks % mp == 0:
+            yield Sizes(machine.node(ranks), ep, esp, mp)
 
 
-def chosen_settings(settings: Settings, layout: ParallelLayout) -> Settings:
-    """Return the settings with the sizes of a layout."""
-    sizes = layout.sizes
+def chosen_settings(settings: Settings, found: Sequence[ParallelLayout]) -> Settings:
+    """Return the settings with the sizes of the `layouts` found that need least memory.
+
+    Layouts slower than the fastest by more than the error of predictions are not considered.
+    """
+    limit_s = found[0].token_s * (1 + PREDICTION_ERROR.value)
+    sizes = min((one for one in found if one.token_s <= limit_s), key=lambda layout: layout.memory.total).sizes
     return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
 
 
@@ -229,7 +227,7 @@ class Remedy(NamedTuple):
 
 
 def find_remedy(
-    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState | None, room: float
+    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState, room: float
 ) -> Remedy | None:
     """Return the first changes after which a rank fits `room` bytes; None: there are none.
 
@@ -240,8 +238,8 @@ def find_remedy(
     batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
     larger = (ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp))
     states = {"": state}
-    if state is None or state.sharded != "all":
-        states["state sharded over all ranks (FSDP)"] = replace(state or TrainingState(), sharded="all")
+    if state.sharded != "all":
+        states["state sharded over all ranks (FSDP)"] = replace(state, sharded="all")
     for (sharding, sharded), ep, few, recompute in product(
         states.items(), (sizes.ep, *larger), batches, dict.fromkeys((settings.recompute, True))
     ):

@@ -326,7 +326,7 @@ def run(arguments: argparse.Namespace) -> int:
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
         found = layouts(settings, launch, machine, job, meta)
-        number, settings = len(found), chosen_settings(settings, found[0])
+        number, settings = len(found), chosen_settings(settings, found)
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:

@@ -35,6 +35,14 @@ class TrainingState:
     optimizer: int = 8  # AdamW's two moments
     sharded: str = "none"
 
+    def __str__(self) -> str:
+        kept = {"none": "unsharded", "optimizer": "optimizer state sharded over replicas"}
+        dtypes = "float32 parameters, gradients and AdamW moments"
+        if self.parameter == 2:
+            dtypes = "16-bit parameters, float32 gradients, master weights and AdamW moments"
+        fsdp = "sharded over all ranks (FSDP), whose all-gathers are not in the step"
+        return f"{dtypes}, {kept.get(self.sharded, fsdp)}"
+
 
 @dataclass(frozen=True)
 class ExternalJob:
@@ -44,7 +52,6 @@ class ExternalJob:
         model: its model. Batch and sequence length are those of a micro-batch per data-parallel replica.
         settings: parallel sizes and other settings that the file states ("ep", "esp", "mp", "recompute").
         assumptions: what the file leaves open, and what the plan does not model.
-        state: bytes of training state; None: that of `fusedmoe train`.
         pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
         global_batch: samples of all replicas in one step; None: one micro-batch per replica.
         stages: pipeline stages that share the layers and ranks.
@@ -54,7 +61,7 @@ class ExternalJob:
     model: ModelConfig
     settings: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
-    state: TrainingState | None = None
+    state: TrainingState = TrainingState()
     selective: str | None = None
     pipeline: str | None = None
     global_batch: int | None = None
@@ -186,7 +193,9 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
     model = fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes)
-    return ExternalJob(model, {}, tuple(assumptions), pipeline="fusedmoe.hf.pipeline")
+    # fsdp_size * tp_size is the number of ranks in `DistributedConfig`.
+    state = TrainingState(sharded="all")
+    return ExternalJob(model, {}, tuple(assumptions), state, pipeline="fusedmoe.hf.pipeline")
 
 
 def _latent(fields: Fields) -> dict[str, int | None]:
