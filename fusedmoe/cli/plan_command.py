@@ -321,6 +321,10 @@ def run(arguments: argparse.Namespace) -> int:
         settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
+    elif job is not None and launched.ranks == 1 and arguments.costs is None and arguments.testbed is None:
+        raise ConfigError(
+            "--config: costs of one rank are no costs of a job; pass --machine NAME, --costs FILE or run under torchrun"
+        )
     launch, settings = _resolve_launch(arguments, launched, settings, machine)
     number, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):

@@ -263,3 +263,12 @@ def test_chosen_sizes_and_state_are_those_of_the_integration(small: str, capsys:
     assert answer["layouts_compared"] > 1 and (data["layout"]["esp"], data["layout"]["mp"]) == (1, 1)
     state = next(words for words in answer["assumptions"] if "AdamW" in words)
     assert state.startswith("float32 parameters") and "sharded over all ranks (FSDP)" in state
+
+
+def test_config_on_one_rank_needs_costs(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for ranks in ((), ("--ranks", "16")):
+        assert main(["plan", "--config", small, *ranks]) == 2
+        assert "pass --machine NAME, --costs FILE or run under torchrun" in capsys.readouterr().err
