@@ -46,7 +46,7 @@ _GRADIENTS = (
     "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or overlap_grad_reduce "
     "hide a part of them"
 )
-#: Policy that compares the dispatch algorithms: fast to plan, with overlap.
+#: Policy that replicas are added to: fast to plan, with overlap.
 COMPARED = "fsmoe"
 
 
@@ -131,7 +131,7 @@ def answer_facts(
         "overlap": _gain_facts(sequential_s, step_s, ends),
         "pipeline": {"refusal": pipeline_refusal(job, planning.settings, planning.sizes)},
         "micro_batches": planning.micro_batches,
-        "two_level": _two_level(planning),
+        "two_level": _two_level(planning, policy),
         "replicas": _replicas(copies, _step_s(planning, plans[COMPARED]) if COMPARED in plans else None),
     }
     if "joint" in plans and facts["pipeline"]["refusal"] is None:
@@ -208,18 +208,23 @@ def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: 
     return plan_s, alone_s
 
 
-def _two_level(planning: Planning) -> dict[str, Any] | None:
-    """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
+def _two_level(planning: Planning, policy: str) -> dict[str, Any] | None:
+    """Return step times by a policy with each dispatch algorithm; None if EP stays in a node, or costs are measured.
+
+    Policies for whole models are replaced by "auto".
+    """
     node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
     if planning.machine is None or not 1 < node < planning.sizes.ep:
         return None
     times_s = {}
+    policy = "auto" if policy == "auto" or POLICIES[policy].uses_micro_batches else policy
+    plan = POLICIES["joint" if policy == "auto" else policy].plan
     for dispatch in ("direct", "2dh"):
         settings = replace(planning.settings, dispatch=dispatch)
         costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
         step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta, external=True)
-        times_s[dispatch] = _step_s(planning, Planned(POLICIES[COMPARED].plan(step), step))
-    return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
+        times_s[dispatch] = _step_s(planning, Planned(plan(step), step))
+    return {"policy": policy, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
 
 def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict[str, Any] | None:
@@ -318,8 +323,12 @@ def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple
             "EP ranks are all in one node or all in different nodes, or costs are measured for direct",
         )
     times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
+    times += f" by {two_level['policy']}"
     if two_level["pays"]:
-        return "use it: --dispatch 2dh", f"{times}: saves {two_level['gain']:.1%}"
+        return (
+            "only with MoELayer: dispatch='2dh'",
+            f"{times}: saves {two_level['gain']:.1%}; integrations send directly",
+        )
     return "leave it off", f"{times}: not better by more than the error of {error:.0%}"
 
 

@@ -105,7 +105,11 @@ def test_two_level_dispatch_is_compared_where_it_differs(small: str, capsys: pyt
     assert across["seconds"]["2dh"] < across["seconds"]["direct"] and 0 < across["gain"] < 1
     assert across["pays"] is (across["gain"] > 0.12)
     followed = planned(capsys, "--config", small, "--ranks", "32", "--ep", "32", "--dispatch", "2dh", *sizes)
-    assert followed["policies_s"]["fsmoe"] == pytest.approx(across["seconds"]["2dh"])
+    assert followed["answer"]["two_level"]["policy"] == "auto"
+    assert followed["answer"]["step_s"] == pytest.approx(across["seconds"]["2dh"])
+    tutel = planned(capsys, "--config", small, "--ranks", "32", "--ep", "32", "--schedule", "tutel", *sizes)
+    assert tutel["answer"]["two_level"]["policy"] == "tutel"
+    assert tutel["answer"]["two_level"]["seconds"]["direct"] == pytest.approx(tutel["step_s"])
     inside = planned(capsys, "--config", small, "--ranks", "32", "--ep", "8", *sizes)["answer"]
     assert inside["two_level"] is None
     alone = planned(capsys, "--config", small, "--ranks", "32", "--ep", "1", *sizes)["answer"]
