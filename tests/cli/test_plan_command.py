@@ -337,3 +337,16 @@ def test_recomputation_adds_forward_passes(capsys: pytest.CaptureFixture[str]) -
     assert 0 < lengthened["flowmoe"] < lengthened["fsmoe"]
     assert main(["plan", *flags, "--recompute"]) == 0
     assert "run again by activation checkpoints" in capsys.readouterr().out
+
+
+def test_near_names_are_suggested_and_aliases_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, near in ((("--machine", "h100"), "dgx-h100"), (("--model", "mixtral"), "Mixtral-7B")):
+        with pytest.raises(SystemExit):
+            main(["plan", *flags])
+        assert f"did you mean {near}?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--machine", "xyz"])
+    assert "did you mean" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "Mixtral-8x7B is Mixtral-7B" in " ".join(capsys.readouterr().out.split())
