@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3179,
-    "autograd": 2324,
-    "blocks": 2837,
-    "cli": 5071,
-    "comm": 4263,
-    "compat": 868,
-    "engine": 3342,
-    "experts": 1481,
-    "gates": 1689,
-    "graph": 3423,
-    "hf": 1806,
-    "kernels": 9177,
-    "layers": 2558,
+    ".": 3095,
+    "autograd": 2338,
+    "blocks": 2792,
+    "cli": 4948,
+    "comm": 4295,
+    "compat": 853,
+    "engine": 3291,
+    "experts": 1472,
+    "gates": 1661,
+    "graph": 3347,
+    "hf": 1756,
+    "kernels": 9211,
+    "layers": 2504,
     "models": 1666,
-    "placement": 3901,
-    "runtime": 1620,
-    "schedule": 6409,
-    "training": 5910,
-    "tutel": 3283,
+    "placement": 3951,
+    "runtime": 1572,
+    "schedule": 6425,
+    "training": 5855,
+    "tutel": 3218,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {
@@ -108,7 +108,7 @@ def over_budget() -> Iterator[str]:
         sizes[parts[0] if len(parts) > 1 else "."] += len(path.read_text().splitlines())
     for package, lines in sorted(sizes.items()):
         if lines > (budget := BUDGETS.get(package, 0)):
-            yield f"package {package} has {lines} lines, more than its budget of {budget}"
+            yield f"package {package} has {lines} lines, more than its budget of {budget} (BUDGETS in tests/house.py)"
 
 
 def docstrings() -> Iterator[str]:

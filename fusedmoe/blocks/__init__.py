@@ -11,9 +11,8 @@ A batch passes through the tasks of two plans:
 4. all-gather, expert, reduce-scatter: `engine/run.py`, as in a single layer.
 5. combine: `PassRun.combine` sends the results back; `BlocksForward.store_results` adds them to the block's output.
 6. The auxiliary loss is computed for the whole batch (`BatchRouting.aux_loss`).
-7. `BlocksBackward` (`backward.py`) runs the same tasks for gradients: `prepare_rows` and `store_results` of a chunk,
-   and attention, which differentiates the graph of each dense micro-batch. `state.py` has the state that the forward
-   pass saves for backward.
+7. `BlocksBackward` (`backward.py`) runs the same tasks for gradients, from the state that forward has saved
+   (`state.py`); attention differentiates the graph of each dense micro-batch.
 
 `external_blocks.py` runs decoder blocks of other libraries the same way.
 """

@@ -1,4 +1,4 @@
-"""The backward pass of pipelined blocks: a method for each kind of task in a plan. Reads the state saved by forward."""
+"""The backward pass of pipelined blocks: a method for each kind of task in a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, RegroupedIndices, SendOrder
+from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, RechunkedIndices, SendOrder
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.engine.chunks import SavedRows
 from fusedmoe.engine.run import BackwardPass, Chunk, Run
@@ -21,14 +21,13 @@ from fusedmoe.schedule.task import Task, TaskKind
 class BlocksBackward(BlockPass, BackwardPass):
     """One backward pass of a batch [B, …, M] through all blocks.
 
-    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts`).
+    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts.py`).
 
     Args:
         blocks: the state that forward has saved for each block.
         dz, daux: gradients of the last block's output and of each block's auxiliary loss.
     Attributes:
-        dense_gradients: per block, gradients of the parameters of its dense part and gate, by index in
-            `BlockState.leaves`.
+        dense_gradients: per block, gradients of `BlockState.leaves` by index.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             if self._has_same_chunks[-1]:
                 self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
             else:
-                self.block_chunks[number] = self._regrouped_chunks(block, dz.device)
+                self.block_chunks[number] = self._rechunked_chunks(block, dz.device)
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {
@@ -68,11 +67,8 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert dx is not None
         return dx
 
-    def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
-        """Return a block's chunks of the backward pass by index, for other chunks than in the forward pass.
-
-        The chunks have sizes, exchanges and orders, but no rows yet (`regroup_saved`).
-        """
+    def _rechunked_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
+        """Return a block's chunks by index, with the sizes and exchanges of the backward pass, but no rows yet."""
         assert block.exchange is not None
         chunks, forward = {}, block.chunks[0].received
         for index, row_batches in enumerate(block.cuts.row_chunks["backward"]):
@@ -92,21 +88,21 @@ class BlocksBackward(BlockPass, BackwardPass):
             )
         return chunks
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
         if self._has_same_chunks[number] or not block.chunks:
             return
-        # The first chunk regroups all saved tensors of the block, with one copy.
+        # The first chunk re-slices all saved tensors of the block, with one copy.
         chunks = [block.chunks[i] for i in range(len(block.chunks))]
         block.chunks = {}
-        regrouped = RegroupedIndices([chunk.received for chunk in chunks])
+        rechunked = RechunkedIndices([chunk.received for chunk in chunks])
         rows = [c.x_RM for c in chunks if c.x_RM is not None]
         x_RM, kept_NH = SavedRows(rows) if rows else None, SavedRows([c.activations for c in chunks])
         weight_P = torch.cat([c.weight_P for c in chunks if c.weight_P is not None])
         del chunks, rows  # frees the forward's rows as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
-            tokens, pairs, sorted_rows = regrouped.indices_of(
+            tokens, pairs, sorted_rows = rechunked.indices_of(
                 chunk.received, block.cuts.row_chunks["backward"][i].start
             )
             chunk.layout = chunk.received.layout
@@ -207,7 +203,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((output.edge, gradient.to(output.dtype).reshape(output.shape)))
 
         add_output_gradient(dense.y_output, dz[at])
-        # Gradients of the experts' input: per token the sum over its rows; with a matrix order, per row of its product.
+        # Gradients of the experts' input: per token; with a matrix order, per row.
         micro_batches = [block.rows[p] for p in block.cuts.row_children[d]]
         drows = []
         for rows in micro_batches:
@@ -231,7 +227,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((rows.weight_N, self.keep_alive(rows.dweight)))
         daux = self._daux[number]
         if daux is not None and block.dscores is not None:
-            for score, dscore in zip(dense.scores, block.dscores, strict=True):
+            for score, dscore in zip(dense.gate_scores, block.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
                     own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
                     pairs.append((score, daux * own))
@@ -259,7 +255,7 @@ class BlocksBackward(BlockPass, BackwardPass):
 
     def _add_gradient(self, number: int, leaf: int, gradient: Tensor) -> None:
         totals = self.dense_gradients[number]
-        # Deferred gradients are in half precision under autocast: sum micro-batches in the parameter's dtype.
+        # Deferred gradients are in half precision under autocast: sum them in the parameter's dtype.
         gradient = gradient.to(self.blocks[number].leaves[leaf].dtype)
         totals[leaf] = gradient if leaf not in totals else totals[leaf] + gradient
 

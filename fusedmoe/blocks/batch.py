@@ -30,8 +30,8 @@ class Batch:
         x: [B, …, M]; along samples, a batch shared by an MP group is [ranks, samples per rank, …, M].
         shape: of the blocks' output, [B, …, M].
         mask: x's shape without M, false for padding, on the host; None: no padding.
-        refusal: why the batch is invalid; x is then empty, and the first exchange reports the reason to all ranks.
-        calls: further arguments of each block of another library; None: none.
+        refusal: error message of an invalid batch, whose x is empty; the first exchange reports it to all ranks.
+        calls: further arguments of each block of another library.
     """
 
     x: Tensor
@@ -43,7 +43,6 @@ class Batch:
 
     @cached_property
     def token_numbers(self) -> Tensor:
-        """The index of each token, on the host, in x's shape without M."""
         token_shape = self.x.shape[:-1]
         return torch.arange(token_shape.numel(), device="cpu").view(token_shape)
 
@@ -53,7 +52,7 @@ def find_call_reason(blocks: Sequence[MoEBlock]) -> str | None:
 
 
 def require_callable(blocks: Sequence[MoEBlock]) -> None:
-    """Raise `ConfigError` for settings of a placement, and wrappers around experts, that micro-batches do not allow."""
+    """Raise `ConfigError` for settings of a placement and wrappers of experts that micro-batches do not support."""
     for block in blocks:
         block.experts.require_nothing_between_layers()
     for block in blocks:
@@ -64,7 +63,7 @@ def require_callable(blocks: Sequence[MoEBlock]) -> None:
 def read_batch(
     blocks: Sequence[MoEBlock], x: Tensor, mask: Tensor | None, calls: Sequence[ExternalCall] | None
 ) -> Batch:
-    """Check a batch, and split it. Collective over the MP group if it shares the batch.
+    """Check a batch, and determine the axis along which to split it. Collective over an MP group that shares it.
 
     Raises:
         ConfigError, RankError: an invalid batch, if no exchange can report it to all ranks; errors of earlier calls
@@ -72,7 +71,7 @@ def read_batch(
     """
     for block in blocks:
         block.layer.checks.raise_deferred()
-    if is_in_selective_checkpoint():  # returns each saved result once, but dense parts have several graphs
+    if is_in_selective_checkpoint():  # it returns each saved result once, but dense parts have several graphs
         raise ConfigError(
             "pipeline: a selective activation checkpoint cannot look into micro-batches; leave out context_fn, "
             "and use fusedmoe.pipeline(…, recompute=True)"
@@ -122,7 +121,7 @@ def _split_batch(block: MoEBlock, x: Tensor) -> tuple[Tensor, Split]:
 class BatchRouting:
     """Routing of a block's whole batch: random numbers, replayed experts, capacity and auxiliary loss.
 
-    These are computed for the whole batch, so results equal those without micro-batches.
+    Results therefore equal those without micro-batches.
     """
 
     def __init__(self, block: MoEBlock, batch: Batch, number: int, keep: bool) -> None:
@@ -149,7 +148,7 @@ class BatchRouting:
         return DenseInputs(micro_batch, drawn, given, arguments)
 
     def micro_batch(self, index: int, indices: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
-        """Return a micro-batch with the number of tokens of each MP rank. Without a mask, padding is routed too."""
+        """Return the micro-batch of index `index` among `indices`. Without a mask, padding is routed too."""
         whole, device = self._whole, self._batch.x.device
         part, masked = self._batch.token_numbers[indices[index]], None if mask is None else mask[indices[index]]
         if len(whole.rows) == 1:
@@ -159,10 +158,9 @@ class BatchRouting:
         return MicroBatch(index, len(indices), part.shape, rows.tolist(), whole.rank, masked, device)
 
     def without_excess(self, routed: Sequence[DenseState], chunk: range, *, is_all: bool) -> list[Tensor]:
-        """Return the experts [b, …, K] of dense micro-batches, -1 for pairs beyond the capacity. Call in order.
+        """Return the experts [b, …, K] of each dense micro-batch, -1 for pairs beyond the capacity.
 
-        Args:
-            is_all: the chunk has all of the batch's micro-batches.
+        Chunks must be passed in order. `is_all`: the chunk has all of the batch's micro-batches.
         """
         assert chunk.start == self._num_routed, "micro-batches must be routed in order"
         self._num_routed, axis = chunk.stop, self._batch.split.axis
@@ -180,7 +178,7 @@ class BatchRouting:
         return list(kept.split([experts.shape[axis] for experts in chosen], axis))
 
     def _exceeds_capacity(self, expert_SK: Tensor, capacity: int) -> Tensor:
-        """Return which pairs exceed the capacity, as booleans. Only for k = 1; call with the micro-batches in order."""
+        """Return which pairs exceed the capacity, after all pairs of earlier chunks. Only for k = 1."""
         E = self._block.num_experts
         taken_E = self._num_taken_E
         if taken_E is None:
@@ -195,12 +193,12 @@ class BatchRouting:
         return full_S.view_as(expert_SK)
 
     def aux_loss(self, state: BlockState) -> Tensor:
-        """Compute the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
+        """Return the auxiliary loss of the whole batch. Store its gradients in `state.dscores`, and count the load."""
         block, whole, axis = self._block, self._whole, self._batch.split.axis
-        # Losses are means over all tokens: the gate runs once more, on the scores of all micro-batches.
+        # Losses are means over all tokens: the gate chooses once more, from the scores of all micro-batches.
         dense = [state.dense[index] for index in range(len(state.dense))]
         parts = zip(
-            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense),
+            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.gate_scores] for one in dense),
             strict=True,
         )
         scores = [self._flatten_tokens(torch.cat(part, axis))[whole.own] for part in parts]

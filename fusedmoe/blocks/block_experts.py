@@ -22,9 +22,7 @@ from fusedmoe.placement.replica_state import ReplicaTiming
 class CalledExperts(NamedTuple):
     """The experts of one call.
 
-    Attributes:
-        num_held: number of experts on this rank under dynamic placement; None: equal on all ranks.
-        replicas: transport of expert replicas under dynamic placement.
+    `num_held`: number of experts on this rank under dynamic placement; None: equal on all ranks.
     """
 
     chunks: ChunkExperts
@@ -36,23 +34,22 @@ class BlockExperts:
     """The experts of one block.
 
     Attributes:
-        can_regroup: forward and backward may have different chunks.
-        refusal: why this rank cannot use its replicas in this call, if so.
+        can_rechunk: forward and backward may have different chunks.
+        refusal: error message if this rank cannot use its replicas in this call, else None.
     """
 
     def __init__(self, layer: MoELayer) -> None:
         self._layer, self._placed = layer, layer.placed
         self.refusal: str | None = None
-        # Fixed: whether experts use this library's kernels or autograd.
+        # Does not change: experts use either this library's kernels or autograd.
         like = next(layer.experts.parameters(), torch.empty(0, device="cpu"))
-        self.can_regroup = layer.experts.in_chunks(like).can_regroup
+        self.can_rechunk = layer.experts.in_chunks(like).can_rechunk
 
     @property
     def has_replicas(self) -> bool:
         return self._placed is not None
 
     def require_nothing_between_layers(self) -> None:
-        """Raise `ConfigError` for settings of a placement that pipelined blocks do not support."""
         if self._placed is not None and (text := self._placed.why_not_in_blocks()) is not None:
             raise ConfigError(f"pipeline: {text}, or MoELayer(schedule=…) in place of the pipeline")
 
@@ -68,10 +65,7 @@ class BlockExperts:
         return self._placed.with_timing(ReplicaTiming.EAGER)
 
     def begin(self, x: Tensor) -> CalledExperts:
-        """Begin a call for tokens like x, and fetch replicas. Collective over the experts' ranks, under a placement.
-
-        Casts the parameters under autocast, once for all chunks.
-        """
+        """Begin a call for tokens like x, and fetch replicas. Collective over the experts' ranks, under a placement."""
         experts, placed = self._layer.experts, self._placed
         like = x.new_empty(0, dtype=experts.row_dtype(x))
         if placed is None:
@@ -84,16 +78,20 @@ class BlockExperts:
         return CalledExperts(chunks, placed.table.num_rows, replicas)
 
     def split_rows(self, layout: Layout) -> Layout:
-        """Divide each expert's rows among owner and replicas, and re-sort them by slot. Collective over EP and ESP."""
+        """Return the layout with each expert's rows divided among owner and replicas. Collective over EP and ESP."""
         assert self._placed is not None
         return self._placed.split_rows(layout, self._counts_tokens, may_add=False)
 
 
 def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
-    """Return experts bound to the current parameters, some of which are `replicas`."""
+    """Return `experts` in chunks for rows like `like`, and the unchanged `replicas`.
+
+    During a call (`PlacedExperts.call`) the experts' parameters are the current tables. The chunks keep these
+    tables, also if they run after the call.
+    """
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
-    # Experts by autograd must compute with the current tables, even if a chunk runs later.
-    if not chunks.can_regroup:
+    # Experts by autograd must compute with the current parameters, even if a chunk runs later.
+    if not chunks.can_rechunk:
         compute = partial(torch.func.functional_call, experts, named)
         chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
     return chunks, replicas

@@ -1,9 +1,9 @@
 """Cuts of a batch into micro-batches, and chunks: consecutive micro-batches whose rows are sent together.
 
-Dense part (attention) and experts' rows, forward and backward, may have different chunks in a plan. The cuts of the
-dense part in both passes split the batch into *dense micro-batches*. The cuts of the rows in both passes split these
-into *row micro-batches*. Cuts are fractions of the batch: every rank has the same number of micro-batches, some of them
-empty. Backward processes chunks from the end (FlowMoE Eq. 5): its chunk 0 has the last micro-batches.
+The dense part (attention) and the experts' rows may have different chunks in each pass. The cuts of the dense part in
+both passes split the batch into *dense micro-batches*. The cuts of the rows in both passes split these into *row
+micro-batches*. Cuts are fractions of the batch: every rank has the same number of micro-batches, some of them empty.
+Backward processes chunks from the end (FlowMoE Eq. 5): its chunk 0 has the last micro-batches.
 
 Worked example, 6 samples, rows in 2 chunks forward and 3 backward, dense parts in one: cuts at 0, 1/3, 1/2, 2/3, 1, so
 the row micro-batches are samples 0–1, 2, 3 and 4–5. The forward chunks are micro-batches 0, 1 | 2, 3, the backward
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.exchange import ExchangeSizes
-from fusedmoe.engine.chunks import concat, inverse, select_rows
+from fusedmoe.engine.chunks import concat, inverse
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import ReceivedPairs
@@ -39,11 +39,10 @@ Index = tuple[slice, ...]
 
 
 class BlockDegrees(NamedTuple):
-    """Numbers of chunks of each part of a block, in the plans of both passes.
+    """Numbers of chunks of each part of a block, forward and backward.
 
     Attributes:
         has_permute_task: the plan has a task that sorts the rows.
-        has_weight_gradient_tasks: the dense part's weight gradients are separate tasks.
         dense_tasks: tasks of the dense part in the backward plan, weight gradients included.
     """
 
@@ -59,10 +58,9 @@ def passes_of(plan: Plan) -> Plans:
 
 
 def degrees_of(plans: Plans, block: int) -> BlockDegrees:
-    """Return the degrees of one block from the plans of both passes."""
     counts = [Counter(task.kind for task in plan if task.layer == block) for plan in (plans.forward, plans.backward)]
     dense_forward, dense_backward = (count[TaskKind.ATTENTION] or 1 for count in counts)
-    # All tasks of a block's rows have the same number of chunks; which of them exist depends on the ranks.
+    # All kinds of tasks of a block's rows have the same number of chunks; which kinds exist depends on the ranks.
     rows_forward, rows_backward = (max(count[kind] for kind in PIPELINE) or 1 for count in counts)
     weights = counts[1][WEIGHT_GRADIENTS[TaskKind.ATTENTION]]
     return BlockDegrees(
@@ -95,7 +93,7 @@ class BlockCuts:
 
 @lru_cache(maxsize=256)
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
-    """Cut a batch of `size` elements along `axis`, for these degrees of dense parts and rows."""
+    """Cut a batch of `size` elements along `axis`, for these numbers of chunks (forward, backward)."""
     dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
     row_children = _members(dense_ends, row_ends)
     dense_parent = [parent for parent, inside in enumerate(row_children) for _ in inside]
@@ -109,7 +107,7 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
         ],
         dense_parent,
         row_children,
-        {  # backward starts at the end
+        {
             "forward": _members(_ends(dense[:1]), dense_ends),
             "backward": _members(_ends(dense[1:]), dense_ends)[::-1],
         },
@@ -134,7 +132,7 @@ def _indices(ends: list[Fraction], axis: int, size: int) -> list[Index]:
 class MicroBatch:
     """A micro-batch, or a whole batch, and the tokens of it that this rank routes.
 
-    Ranks of an MP group with the same tokens route one slice each, in rank order. Padding is not routed.
+    Ranks of an MP group with the same tokens route one slice each. Padding is not routed.
 
     Attributes:
         token_shape: the shape of its tokens, [b, …].
@@ -168,7 +166,7 @@ class MicroBatch:
         return value_S.view(*self.token_shape, *value_S.shape[1:])
 
     def scatter_to_tokens(self, own_S: Tensor, fill: int = 0) -> Tensor:
-        """Scatter values of the tokens that this rank routes, [S, ·], into [tokens, ·], with `fill` elsewhere."""
+        """As `scatter_to_batch`, into [tokens, ·]."""
         tokens, at = sum(self.rows), self.own
         if len(own_S) == tokens:
             return own_S
@@ -187,11 +185,7 @@ class ExternalCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def samples(self, at: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for some samples.
-
-        Raises:
-            ConfigError: an argument that cannot be split into samples.
-        """
+        """Return args and kwargs for some samples. Raise `ConfigError` if one cannot be split into samples."""
         return tuple(self._part(value, at) for value in self.args), self._part(self.kwargs, at)
 
     def _part(self, value: Any, at: slice) -> Any:
@@ -239,8 +233,8 @@ class SendOrder:
             self._sizes = counts_pP.sum(1).tolist()
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return all rows in sending order, from the rows of each micro-batch. `split` is the inverse."""
-        return rows[0] if self._order_N is None else select_rows(concat(rows), self._order_N)
+        """Return the rows of all micro-batches in sending order."""
+        return rows[0] if self._order_N is None else concat(rows).index_select(0, self._order_N)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         if self._order_N is None:
@@ -249,7 +243,7 @@ class SendOrder:
 
 
 class MicroBatchSizes(NamedTuple):
-    """Sizes of one row micro-batch: tokens and pairs sent to each peer, and received by ESP peer and source rank."""
+    """Sizes of one row micro-batch: tokens and pairs sent to each peer P, and received by ESP peer Q from rank P."""
 
     send_P: np.ndarray
     send_pairs_P: np.ndarray
@@ -257,7 +251,7 @@ class MicroBatchSizes(NamedTuple):
     recv_pairs_QP: np.ndarray
 
 
-def sizes_of(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
+def micro_batch_sizes(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
     p = sizes.micro_batches
     send_PpE = sizes.send_PE.reshape(len(sizes.send_PE), p, -1)
     recv_QPpE = sizes.recv_QPE.reshape(*sizes.recv_QPE.shape[:2], p, -1)
@@ -293,10 +287,10 @@ class ReceivedChunk:
         self.layout, self.order_N = pairs.sort(self.tokens, self.experts, self.k)
 
 
-class RegroupedIndices:
-    """Index map from the chunks of one pass to the chunks of the other, which group the same micro-batches differently.
+class RechunkedIndices:
+    """Index map from the chunks of forward to those of backward, which group the same micro-batches differently.
 
-    Tokens and pairs have the same numbers in both passes, ordered by micro-batch, source rank and position.
+    It numbers tokens and pairs by micro-batch, source rank and position.
     """
 
     def __init__(self, chunks: Sequence[ReceivedChunk]) -> None:
@@ -317,13 +311,9 @@ class RegroupedIndices:
         self._is_first_P = concat(first_P)
 
     def indices_of(self, chunk: ReceivedChunk, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the indices of a chunk's tokens, pairs and sorted rows in the concatenated original chunks.
+        """Return the indices of a backward chunk's tokens, pairs and sorted rows in the concatenated forward chunks.
 
-        Also stores the pairs in `chunk`.
-
-        Args:
-            chunk: a chunk of the same micro-batches in another group.
-            first: index of its first micro-batch.
+        Also sorts the pairs in `chunk`. `first`: index of its first micro-batch.
         """
         token_R = self._token_R[_numbers(self._token_starts, first, chunk.tokens_Rp)]
         pair_P = self._pair_P[_numbers(self._pair_starts, first, chunk.pairs_Rp)]

@@ -36,7 +36,7 @@ class DeferredGradients(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         indices = self._index_by_id.get(id(weight)), self._index_by_id.get(id(bias))
-        # The weight is not deferred, or no earlier layer waits for the input's gradient.
+        # Nothing to defer, or no earlier layer waits for the input's gradient.
         if indices[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
         # Detached: `run` computes the parameters' gradients.

@@ -29,14 +29,14 @@ class DenseResult(NamedTuple):
     Attributes:
         u: input of the experts, like x, in the dtype to send.
         shared: value to add to the experts' results before `MoEBlock.end`, like x; None: nothing.
-        scores: the gate's scores, [S, …] each, of the tokens that this rank routes.
+        gate_scores: the gate's scores, [S, …] each, of the tokens that this rank routes.
         own: tensors that later micro-batches of the same samples read; empty if micro-batches are whole samples.
     """
 
     y: Tensor
     u: Tensor
     shared: Tensor | None
-    scores: tuple[Tensor, ...]
+    gate_scores: tuple[Tensor, ...]
     routing: Routing
     own: tuple[Tensor, ...]
 
@@ -59,9 +59,7 @@ class DenseInputs(NamedTuple):
 class DenseRunner:
     """Runs dense part, shared expert and gate of one block.
 
-    Args:
-        has_end: the shared expert's result joins the experts' results at the end of the block; otherwise it is part of
-            y.
+    `has_end`: the shared expert's result is added at the end of the block (`MoEBlock.end`); otherwise it is part of y.
     """
 
     def __init__(self, dense: nn.Module, layer: MoELayer, in_positions: bool, recompute: bool, has_end: bool) -> None:
@@ -72,7 +70,7 @@ class DenseRunner:
     def begin(self, keep: bool) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Return the parameters of dense part, gate and shared expert, and detached leaves to pass to `run` instead.
 
-        The leaves replace parameters in the graphs, so hooks on parameters run once, with complete gradients.
+        Hooks on the parameters thus run once, with complete gradients. `keep`: a backward pass may follow.
         """
         named = self._named_parameters()  # anew for each call: adapters may have been added since the last
         self._names, own = list(named), list(named.values())
@@ -80,22 +78,17 @@ class DenseRunner:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of dense part, gate and shared expert."""
         return list(self._named_parameters().values())
 
     def run_unsplit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return y and u of a whole batch."""
         y, u = self._call_or_checkpoint(self._part.run_unsplit, x)
         return y, u
 
     @property
     def call_reason(self) -> str | None:
-        """Why the modules must run on whole batches; None: micro-batches are possible.
-
-        Micro-batches would skip or repeat hooks, and evaluate parametrizations once per micro-batch.
-        """
+        """Why modules must run on whole batches: hooks, a replaced `forward` or a parametrization; None: no reason."""
         dense, layer = self._part.dense, self._layer
-        # Hooks of sharding wrappers must run in each call.
+        # Hooks of sharding wrappers must run in each micro-batch.
         hook = find_hook(dense, ("fusedmoe", "torch.distributed")) or find_hook(layer, ("fusedmoe",))
         hook = hook or find_replaced_forward(layer.experts) or find_replaced_forward(layer.gate)
         parts = [dense, layer.gate, layer.shared, None if layer.experts.reads_parameters_once else layer.experts]
@@ -120,7 +113,8 @@ class DenseRunner:
         Args:
             past: `own` of earlier micro-batches of the same samples.
         Raises:
-            ConfigError: an invalid result on this rank; the next exchange reports it to the other ranks.
+            ConfigError: an invalid result on this rank.
+            RankError: as ConfigError, on several ranks, if other ranks may wait in their dense parts.
         """
         named, part = dict(zip(self._names, parameters, strict=True)), self._part  # the graph must not hold self
         for name, parameter in named.items():
@@ -140,7 +134,7 @@ class DenseRunner:
                 routing = gate.choose(*scores)
             check_routing(gate, routing, u.reshape(-1, u.shape[-1])[inputs.micro_batch.own])
         except ConfigError as error:
-            # If other ranks may wait in their dense parts, report it now.
+            # Other ranks may wait in their dense parts: report it now. Otherwise the next exchange does.
             if self.has_collectives:
                 self._layer.checks.refuse(str(error))
             raise
@@ -189,10 +183,7 @@ class _DensePart(nn.Module):
         self._expert_parameters = layer.experts.parameters  # not its own parameters
 
     def forward(
-        self,
-        x: Tensor,
-        inputs: DenseInputs,
-        past: Sequence[tuple[Tensor, ...]],
+        self, x: Tensor, inputs: DenseInputs, past: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         micro_batch, drawn, given, arguments = inputs
         y, u, own, scores = self._call_dense(x, past, arguments)
@@ -232,7 +223,6 @@ class _DensePart(nn.Module):
         return y, u, (), ()
 
     def _check_results(self, given: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """Check the results of the dense part, and return them."""
         dense, shape = type(self.dense).__name__, list(x.shape)
         if not isinstance(given, (tuple, list)) or len(given) != len(names):
             got = f"{len(given)} results" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
@@ -254,7 +244,7 @@ def _override_choice(gate: Gate, given: GivenExperts | None) -> AbstractContextM
 
 
 def require_same_shape(result: Tensor, like: Tensor, hook: str) -> Tensor:
-    """Return a hook's result if it has the shape of its input, which micro-batches require."""
+    """Return a hook's result. Raise `ConfigError` unless it has the shape of the hook's input, `like`."""
     if result.shape != like.shape:
         raise ConfigError(
             f"pipeline: hooks at {hook} made {list(result.shape)} of {list(like.shape)}. Between blocks tokens keep "

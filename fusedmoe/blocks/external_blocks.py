@@ -104,8 +104,7 @@ class ExternalBlockExperts(Experts):
 class DecoderLibrary(Protocol):
     """Interface by which an integration describes the decoder blocks of its library.
 
-    Attributes:
-        families: class names of blocks that add the experts' result to their return value, and use it nowhere else.
+    `families`: class names of blocks that add the experts' result to their return value, and use it nowhere else.
     """
 
     who: str
@@ -129,7 +128,7 @@ class DecoderLibrary(Protocol):
 
 
 class _ArgumentRecorder(nn.Module):
-    """Records the arguments of experts, and returns zeros."""
+    """Stand-in for experts: records their arguments, and returns zeros."""
 
     def __init__(self, experts: nn.Module, library: DecoderLibrary) -> None:
         super().__init__()
@@ -152,7 +151,11 @@ class BlockDense(RoutingDense):
         self._k = library.k(external)
 
     def forward(self, x: Tensor, arguments: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Return y and u (the experts' input), both like x, and the ids and weights of each token's experts, [S, K]."""
+        """Return y and the experts' input u, both like x, and the ids and weights of each token's experts, [S, K].
+
+        Raises:
+            ConfigError: the block does not call its experts exactly once.
+        """
         dtype = router_dtype(x)
         if x.numel() == 0:  # `reshape(…, -1)` fails for empty tensors
             none_SK = x.new_zeros(0, self._k, dtype=dtype)
@@ -188,7 +191,7 @@ class _NewTensor(Function):
 
 
 class BlocksSource(PlanSource):
-    """Provides a pipeline's plans, by one policy or all. If the pipeline can run none, it keeps its current plans."""
+    """Provides a pipeline's plans, of one policy or all. If the pipeline can run none, it keeps its current plans."""
 
     def __init__(self, blocks: PipelinedBlocks, policy: str, costs: StepCosts, samples: int) -> None:
         self.blocks, self.policy, self.costs, self.samples = blocks, policy, costs, samples
@@ -260,7 +263,6 @@ class ExternalPipeline:
         raise ConfigError(f"{self._library.who}: blocks in micro-batches cannot be copied; first give degrees=None")
 
     def restore_forward(self) -> None:
-        """Restore the blocks' own forward, without micro-batches."""
         for block, (replaced, _) in zip(self._external, self._original_forwards, strict=True):
             delattr(block.module, PIPELINE)
             if replaced is None:
@@ -284,7 +286,7 @@ class ExternalPipeline:
         """Return whether the blocks run without micro-batches in this call, as when a model generates.
 
         Raises:
-            ConfigError: in training, where the missing overlap would go unnoticed.
+            ConfigError: in training, if the library, compilation or tensor parallelism prevents micro-batches.
         """
         # Inference tensors have no version counter, which detects operations between blocks.
         if self.blocks.plans is None or torch.is_inference_mode_enabled():
@@ -299,7 +301,7 @@ class ExternalPipeline:
         return why is not None
 
     def _record_call(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Record a block's arguments; the last block runs all."""
+        """Record a block's arguments and return x unchanged; for the last block, run all blocks."""
         block = self._external[number]
         call = ExternalCall(f"{self._library.who}: {block.name}", len(x), args, kwargs)
         call.samples(slice(0, 0))  # fails before anything is sent
@@ -322,7 +324,7 @@ class ExternalPipeline:
         return z
 
     def _plan(self, policy: str, x: Tensor) -> None:
-        """Choose a plan by a policy and measured costs, for batches of the largest size of any rank. Collective."""
+        """Set the plan of a policy, from measured costs, for the largest batch of any rank. Collective."""
         exchange, topology = self._external[0].exchange, self.blocks.topology
         M = x.shape[-1]
         exchange.plans.parts.gate.k = self._library.k(self._external[0])
@@ -377,12 +379,12 @@ class ExternalPipeline:
 def pipeline_external(
     model: nn.Module, library: DecoderLibrary, degrees: tuple[int, int] | None, policy: str | None, recompute: bool
 ) -> list[PipelinedBlocks]:
-    """Run the decoder blocks of another library's model in micro-batches.
+    """Run the decoder blocks of another library's model in micro-batches, in place of an earlier call's pipelines.
 
     Args:
         degrees: micro-batches, forward and backward; None: restore the blocks' own forward.
         policy: "auto" (the fastest by prediction) or the name of a policy for whole layers; chooses the plan in the
-            first forward, which measures the machine. Otherwise the plan follows from `degrees`.
+            first forward, which measures the machine. None: the plan follows from `degrees`.
         recompute: as in `fusedmoe.pipeline`.
     Returns:
         One `PipelinedBlocks` per run of consecutive blocks, for `set_plan`; none on a single rank.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.blocks.batch import Batch, BatchRouting
-from fusedmoe.blocks.cuts import ReceivedChunk, SendOrder, sizes_of
+from fusedmoe.blocks.cuts import ReceivedChunk, SendOrder, micro_batch_sizes
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState
@@ -24,10 +24,9 @@ from fusedmoe.schedule.task import Task, TaskKind
 class BlocksForward(BlockPass, ForwardPass):
     """One forward pass of a batch [B, …, M] through all blocks.
 
-    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts`).
+    `number` is the index of a block, `d` of a dense micro-batch and `p` of a row micro-batch (`cuts.py`).
 
     Args:
-        blocks, states: the blocks, and their state in this pass.
         keep: save tensors, because a backward pass may follow on some rank.
         needs_backward: this rank needs a backward pass.
     """
@@ -47,12 +46,7 @@ class BlocksForward(BlockPass, ForwardPass):
         self._routing = [BatchRouting(block, batch, number, keep) for number, block in enumerate(blocks)]
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
-        return {
-            **super().task_methods(),
-            TaskKind.ATTENTION: self.attention,
-            TaskKind.PERMUTE: self.permute,
-            TaskKind.SPARSE_ALL_GATHER: self.sparse_all_gather,
-        }
+        return {**super().task_methods(), TaskKind.ATTENTION: self.attention, TaskKind.PERMUTE: self.permute}
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """Execute the plan; return the last block's output and each block's auxiliary loss."""
@@ -118,7 +112,7 @@ class BlocksForward(BlockPass, ForwardPass):
             Output.from_tensor(u),
             None if shared is None else Output.from_tensor(shared),
             inputs.micro_batch,
-            result.scores,
+            result.gate_scores,
             result.routing,
             result.own,
             [None] * len(result.own),
@@ -127,12 +121,7 @@ class BlocksForward(BlockPass, ForwardPass):
         )
 
     def _sort_rows(self, number: int, chunk: range) -> None:
-        """Sort the rows of routed tokens by expert, and drop (token, k) pairs beyond the capacity.
-
-        Args:
-            number: index of the block.
-            chunk: indices of the dense micro-batches whose tokens are sorted.
-        """
+        """Sort the rows of the tokens of these dense micro-batches by expert, and drop pairs beyond the capacity."""
         state, block = self.blocks[number], self._block_modules[number]
         routed = [state.dense[d] for d in chunk]
         chosen = self._routing[number].without_excess(routed, chunk, is_all=len(chunk) == len(state.cuts.dense_at))
@@ -181,7 +170,7 @@ class BlocksForward(BlockPass, ForwardPass):
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
         experts = state.num_held or exchange.num_local_experts
-        received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
+        received = ReceivedChunk(micro_batch_sizes(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
@@ -258,12 +247,12 @@ class BlocksForward(BlockPass, ForwardPass):
         return z.detach()
 
     def _save_sizes(self, state: BlockState) -> None:
-        """Save the sizes of each row micro-batch, and one exchange, for a backward pass with other chunks."""
+        """Save the sizes of each row micro-batch and one exchange, for a backward pass with other chunks."""
         for index, chunk in state.chunks.items():
             assert isinstance(chunk.exchange, Exchange)
             state.exchange = chunk.exchange
             row_batches = state.cuts.row_chunks["forward"][index]
-            state.sizes |= dict(zip(row_batches, sizes_of(chunk.exchange.sizes), strict=True))
+            state.sizes |= dict(zip(row_batches, micro_batch_sizes(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

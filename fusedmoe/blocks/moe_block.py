@@ -1,4 +1,4 @@
-"""A dense part (such as attention) and its `MoELayer`, split into the steps that the passes call per micro-batch."""
+"""A block of pipelined blocks: a dense part (such as attention) and its `MoELayer`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class MoEBlock:
     """A dense part and its `MoELayer`, split into steps between the exchanges of each micro-batch.
 
     Args:
-        sizes: group for the exchange of sizes, separate from the layer's groups.
+        sizes: group for the exchange of sizes.
     Attributes:
         has_matrix_order: the order computes the rows as a matrix times tokens; otherwise rows are copies of tokens.
-        has_end: `end` processes the experts' results; otherwise they are added to the dense part's output directly.
+        has_end: `end` processes the experts' results; otherwise they are only added to the dense part's output.
         routes_first: dropped rows are known only once all tokens of a batch are routed.
         mp: ranks that share the same tokens, of which each routes a slice; otherwise a group of one.
     """
@@ -44,7 +44,7 @@ class MoEBlock:
         self.has_matrix_order = not order.copies
         self.has_end = bool(layer.hooks) or tokens.is_joint or self.has_matrix_order
         self.has_capacity = gate.capacity_factor is not None and order.drops
-        # Which rows exceed the capacity depends on all first choices, and on the samples before.
+        # Which rows exceed the capacity depends on all first choices, and on all positions of earlier samples.
         self.routes_first = self.has_capacity and (gate.k > 1 or in_positions)
         self.dense = DenseRunner(dense, layer, in_positions, recompute, self.has_end)
         self.experts = BlockExperts(layer)
@@ -56,9 +56,7 @@ class MoEBlock:
         self._result_tokens = MpTokens(self.mp, layer.mp_input)
 
     def workload(self, x: Tensor) -> Workload:
-        """Return the workload for a batch like x, [B, L, …, M], for plans by cost.
-
-        The dense part counts as attention: four projections and the scores of L positions.
+        """Return the workload of a batch like x, [B, …, M], whose dense part counts as attention over its tokens.
 
         Raises:
             ConfigError: the experts do not describe their workload.
@@ -79,9 +77,9 @@ class MoEBlock:
         return self.layer.order.order(u_SM, routing, self.num_experts)
 
     def end(self, y: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Compute the block's output: gather over `mp` the results y [b, …, M] of each rank's own tokens.
+        """Gather over `mp` the results y [b, …, M] of each rank's own tokens, and apply the layer's end hooks.
 
-        Then calls the layer's end hooks. Differentiable. Communicates in forward only.
+        Differentiable. Communicates in forward only. Raises `ConfigError` if a hook changes the shape.
         """
         z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
         z = apply_end_hooks(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
@@ -96,11 +94,13 @@ class MoEBlock:
         refusal: str | None,
         needs_backward: bool,
     ) -> Exchange:
-        """Exchange the metadata of a chunk, and errors of its logits.
+        """Exchange the metadata of a chunk, and errors. Collective.
 
         Args:
-            counts: pairs by (peer, micro-batch, its local expert), flat.
+            counts: pairs by (peer, micro-batch, local expert of the peer), flat.
             tokens_Pp: tokens by peer and micro-batch.
+            like: a tensor of the dtype to send.
+            refusal: error message of this rank, which all ranks raise.
             needs_backward: this rank needs the blocks' backward.
         """
         # Non-finite logits are reported with the sizes, before rows are sent.
@@ -120,9 +120,9 @@ class MoEBlock:
         )
 
     def begin(self, x: Tensor, split: Split, degrees: BlockDegrees, keep: bool) -> BlockState:
-        """Begin a call for a batch like x, [B, …, M]: make the state that both passes share, and fetch replicas.
+        """Begin a call for a batch like x, [B, …, M]: return its state, and fetch replicas.
 
-        Collective over the experts' ranks, under a placement.
+        Collective over the experts' ranks, under a placement. `keep`: a backward pass may follow.
         """
         own, leaves = self.dense.begin(keep)
         cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
@@ -130,7 +130,7 @@ class MoEBlock:
         return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, num_held, replicas)
 
     def store_aux_loss(self, loss: Tensor) -> None:
-        """Set the layer's auxiliary loss, as after its own forward: a model's loss must not depend on the pipeline."""
+        """Set the layer's auxiliary loss, as its own forward does."""
         layer = self.layer
         loss = layer.mp_tokens.aux_loss_share(loss)
         layer.aux_loss = guard_aux_loss(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)

@@ -1,7 +1,6 @@
 """Micro-batch pipelining of MoE blocks: overlaps attention, experts and communication (FlowMoE, Lancet).
 
-Results equal processing the whole batch: the gate routes token by token, and the same rows exceed an expert's capacity
-(Lancet §5.1). `blocks/__init__.py` lists the steps.
+Results equal those of whole batches (Lancet §5.1). `blocks/__init__.py` lists the steps.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Along = Literal["samples", "positions"]
 
 
 class Parts(NamedTuple):
-    """A block, x → y + experts(u) where (y, u) = dense(x); see `pipeline`."""
+    """A block, x → y + experts(u) where (y, u) = dense(x)."""
 
     dense: nn.Module
     experts: MoELayer
@@ -52,7 +51,7 @@ class _AssignedBlockPlans(NamedTuple):
 
 
 class PipelinedBlocks(nn.Module):
-    """Blocks of dense parts and experts whose micro-batches overlap; see `pipeline`.
+    """Blocks of dense parts and experts whose micro-batches overlap, made by `pipeline`.
 
     Attributes:
         routes_first: per block, whether the whole batch is routed before the first row is sent.
@@ -104,10 +103,7 @@ class PipelinedBlocks(nn.Module):
         return [block.dense.parameters for block in self._blocks]
 
     def with_copies(self, plan: Plan) -> Plan:
-        """Return the plan with added sparse collectives, tasks that transfer replica weights and gradients.
-
-        They are added for blocks with dynamically placed experts (`ShardedExperts`).
-        """
+        """Return the plan with tasks that transfer replica weights and gradients of dynamically placed experts."""
         return add_sparse_collectives(
             plan, [number for number, block in enumerate(self._blocks) if block.experts.has_replicas]
         )
@@ -120,10 +116,9 @@ class PipelinedBlocks(nn.Module):
 
         Args:
             plans: tasks of all blocks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
-                weight gradients, gradient all-reduces. All parts of a layer have the plan's number of chunks. If a
-                plan has no sparse collectives (`with_copies` adds them), replica weights are sent from the start of the
-                model's forward, and replica gradients after the blocks' backward. None: the blocks run sequentially,
-                each layer with its own plans.
+                weight gradients, gradient all-reduces. If a plan has no sparse collectives (`with_copies` adds them),
+                replica weights are sent from the start of the model's forward, and replica gradients after the blocks'
+                backward. None: the blocks run sequentially, each layer with its own plans.
             gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
         Raises:
             ConfigError: plans that these blocks cannot run.
@@ -156,9 +151,9 @@ class PipelinedBlocks(nn.Module):
         Raises:
             ConfigError: in a job of one rank: input of wrong shape, dtype or device, non-finite logits, or a dense part
                 whose results are not as in `pipeline`. In any job: a selective activation checkpoint.
-            RankError: the errors of a job of one rank, in a job of several; raised on every rank, naming the failing
-                rank. Nothing has been sent; if all ranks catch it, they can continue with the next batch. Ranks of an
-                MP group or FSDP2 may wait for each other in dense parts: after an error there, the job cannot continue.
+            RankError: the same errors in a job of several ranks, raised on every rank before rows are sent. If all
+                ranks catch it, they can continue with the next batch, except after an error in a dense part in which
+                ranks of an MP group or FSDP2 wait for each other.
         """
         active_plans = self._followed.decide(lambda: self._assigned)
         if active_plans is None:
@@ -193,7 +188,7 @@ class PipelinedBlocks(nn.Module):
 def _run_planned(
     blocks: Sequence[MoEBlock], degrees: Sequence[BlockDegrees], batch: Batch, run: Run
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run blocks in micro-batches. Returns z, like `batch.x`, and each block's auxiliary loss. Collective."""
+    """Run blocks in micro-batches. Return z, like `batch.x`, and each block's auxiliary loss. Collective."""
     x, keep = batch.x, torch.is_grad_enabled()
     states = [block.begin(x, batch.split, each, keep) for block, each in zip(blocks, degrees, strict=True)]
     parameters = [parameter for state in states for parameter in (*state.module_parameters, *state.experts.parameters)]
@@ -201,8 +196,8 @@ def _run_planned(
     if keep and not needs_backward:
         # Another rank may need gradients, and its backward needs this rank; the first exchange of sizes reports it.
         x = x.detach().requires_grad_()
-    # A checkpoint would recompute and resend everything within the backward of each micro-batch's graph, in different
-    # orders on different ranks.
+    # A checkpoint would recompute and resend everything in the backward of each micro-batch, in different orders on
+    # different ranks.
     with without_saved_tensor_hooks(only_checkpoints=True):
         z, *aux = _PlannedBlocks.apply(x, batch, run, blocks, states, keep, needs_backward, *parameters)
     if (exchange := states[0].exchange) is not None and not exchange.tokens_require_grad:
@@ -213,9 +208,8 @@ def _run_planned(
 class _PlannedBlocks(Function):
     """Autograd function of all blocks: [B, …, M] -> [B, …, M] and one scalar per block. Once differentiable.
 
-    Saves for backward, per block, the graph of dense part and gate, R·M received tokens, and the experts' activations
-    of P pairs, pre-activations P·H (gated 2·P·H). If the passes have different row chunks, backward copies them once,
-    one block at a time.
+    Saves for backward, per block, the graph of dense part and gate, received tokens R·M, and pre-activations of P pairs
+    P·H (gated 2·P·H). If the passes have different row chunks, backward copies them, one block at a time.
     """
 
     operation = "fusedmoe.pipeline"
@@ -264,9 +258,8 @@ def pipeline(
 ) -> PipelinedBlocks:
     """Combine blocks into one module that runs them in micro-batches, with plans for forward and backward.
 
-    Results equal running the blocks sequentially: the gate routes token by token, and an expert with a capacity keeps
-    the same rows as in the whole batch. With k > 1 and a capacity, all micro-batches are routed before the first row is
-    sent.
+    Results equal running the blocks sequentially: an expert with a capacity keeps the same rows as in the whole batch.
+    With k > 1 and a capacity, all micro-batches are routed before the first row is sent.
 
     `fusedmoe.training.plan_step` makes plans from costs, including gradient all-reduces.
 
@@ -275,12 +268,13 @@ def pipeline(
     (y, u, own) = dense(x, past), where x is [B, l, M], a range of positions of all samples. `own` is a tuple of tensors
     for later positions (such as keys and values), and `past` the list of `own` of all earlier ranges, in order.
 
-    The layers' schedules are ignored; their other options work as without a pipeline. Hooks run once per micro-batch,
-    with its index: `before_moe_start` receives a micro-batch's tokens, [b, …, M], in the plan's order. A batch shared
-    by an MP group may have any number of samples; a multiple of the group's size keeps all ranks busy.
+    The layers' schedules are ignored. Their `Hooks` run once per micro-batch: `before_moe_start` receives its tokens,
+    [b, …, M], in the plan's order. A batch shared by an MP group may have any number of samples; a multiple of the
+    group's size keeps all ranks busy.
 
-    Blocks run sequentially, without plans, if any of their modules has hooks (except hooks of sharding wrappers of
-    dense parts), or a dense part, gate or shared expert is parametrized. Ranks must have the same hooks.
+    Blocks run sequentially, without plans, if any of their modules has PyTorch hooks (except hooks of sharding wrappers
+    of dense parts), a gate or experts have a replaced `forward`, or a dense part, gate, shared expert or custom expert
+    is parametrized. Ranks must have the same hooks.
 
     Args:
         blocks: pairs of a dense part and a `MoELayer`. The modules keep their parameters.

@@ -18,15 +18,14 @@ from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
 def require_followable(blocks: Sequence[MoEBlock], plans: Plans, *, reduces_gradients: bool) -> None:
     """Raise `ConfigError` for plans that these blocks cannot follow.
 
-    Args:
-        reduces_gradients: something reduces the gradient buckets of the backward plan.
+    `reduces_gradients`: there is a `GradientReducer` for the gradient buckets of the backward plan.
     """
     for phase, plan in zip(STAGES, (plans.forward, plans.backward), strict=True):
         _require_tasks(blocks, phase, plan, reduces_gradients)
         _require_complete(blocks, phase, plan)
     for number, block in enumerate(blocks):
         degrees = plans.forward.degrees.get(("forward", number)), plans.backward.degrees.get(("backward", number))
-        if degrees[0] != degrees[1] and not block.experts.can_regroup:
+        if degrees[0] != degrees[1] and not block.experts.can_rechunk:
             raise ConfigError(
                 f"pipeline: block {number}: experts that are modules of their own need one degree for both passes, "
                 f"not {degrees}"

@@ -38,7 +38,7 @@ def _run_block(block: MoEBlock, x: Tensor, mask: Tensor | None, recorder: Record
 
 
 def _refuse(block: MoEBlock, refusal: str) -> None:
-    """Make all ranks raise `refusal`: at the next token exchange, or now if ranks may wait for each other before it."""
+    """Raise `refusal` on all ranks: at their next token exchange, or now if they may wait for each other before it."""
     if block.dense.has_collectives:
         block.layer.checks.refuse(refusal)
     block.layer.refuse(refusal)

@@ -1,7 +1,7 @@
 """State of pipelined blocks that forward saves for backward: micro-batches and chunks.
 
-No class here holds a module. The autograd graph holds the state, so a module that holds a tensor of this graph would
-form a reference cycle and never be freed.
+No class here holds a module: the autograd graph holds the state, and a module may hold a tensor of the graph. Such a
+reference cycle would never be freed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Split(NamedTuple):
     """Split of a batch into micro-batches.
 
     Attributes:
+        peers: number of EP ranks.
+        axis: dimension of the batch that is split.
         is_in_order: micro-batches are positions: the dense part runs in order, with its results for earlier positions.
     """
 
@@ -39,8 +41,7 @@ class Split(NamedTuple):
     is_in_order: bool = False
 
     def samples(self, x: Tensor) -> Tensor:
-        """Return a micro-batch with its sample axes joined into one, the shape that dense parts expect."""
-        # Batches shared by an MP group are [rank, samples per rank].
+        """Return a micro-batch as dense parts expect it: ranks and samples per rank joined into one axis."""
         return x.flatten(0, 1) if self.axis == 1 and not self.is_in_order else x
 
 
@@ -63,7 +64,7 @@ class DenseState:
 
     Attributes:
         u: input of the experts; None after it was sent.
-        shared: shared expert's result, to add to the experts' results; None: no shared expert.
+        shared: shared expert's result, to add at the end of the block; None: none, or part of y.
         y_output, u_output, shared_output: graph outputs that receive the gradients of y, u and shared.
         own: tensors, such as keys and values, that later micro-batches of the same samples read.
         past: leaves with the values of `own` of all earlier micro-batches.
@@ -76,7 +77,7 @@ class DenseState:
     u_output: Output
     shared_output: Output | None
     micro_batch: MicroBatch
-    scores: tuple[Tensor, ...]
+    gate_scores: tuple[Tensor, ...]
     routing: Routing
     own: tuple[Tensor, ...]
     own_grads: list[Tensor | None]
@@ -133,7 +134,7 @@ class BlockState:
 
     Attributes:
         module_parameters: of the dense part, the gate and the shared expert.
-        leaves: replace `module_parameters` in the graph, so that hooks on parameters run once, with complete gradients.
+        leaves: replace `module_parameters` in the graph (`DenseRunner.begin`).
         num_held: number of owned experts and replicas on this rank under dynamic placement; None: static placement.
         dscores: gradients of the batch's auxiliary loss with respect to the gate's scores.
         exchange: an exchange of the forward pass, whose collectives backward reuses.
@@ -162,7 +163,6 @@ class BlockPass(PassRun):
     def __init__(self, run: Run, split: Split, blocks: list[BlockState], shape: torch.Size) -> None:
         super().__init__(run, {number: block.experts for number, block in enumerate(blocks)})
         self.split, self.blocks, self.shape = split, blocks, shape
-        # The same dictionaries, typed for block chunks.
         self.block_chunks: dict[int, dict[int, BlockChunk]] = self.chunks  # type: ignore[assignment]
 
     def hooks(self, task: Task) -> Sequence[Hooks]:

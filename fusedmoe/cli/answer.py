@@ -1,7 +1,7 @@
 """Answers of `fusedmoe plan --config`: sizes, memory, chunks, and what overlap, two-level dispatch and replicas gain.
 
-Predictions have an error: that of the model of collectives and computation (`PREDICTION_ERROR`), and the range that the
-sources of a machine's figures give. A gain within the error is no reason to change a job.
+Predictions have an error: `PREDICTION_ERROR`, and the range that the sources of a machine's figures give. A gain within
+the error is no reason to change a job.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def answer_facts(
     Args:
         plans: of every policy (`plans_by_policy`); `policy` is the reported one.
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
-        layouts: number of layouts that were compared; 0 if the sizes were given.
+        layouts: number of compared layouts; 0 if the sizes were given.
     """
     planned, gradients_s = plans[policy], _gradients_s(planning, planning.costs, planning.machine)
     timeline, again = simulate(*planned), recomputed_pass(planning.settings, planned)
@@ -195,6 +195,7 @@ def _at_ends(planning: Planning, planned: Planned, sequential: Planned) -> list[
 
 
 def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
+    """Return the step's seconds with and without overlap at the fast or slow end of the machine's figures."""
     assert planning.machine is not None
     machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
@@ -235,7 +236,6 @@ def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict
 
 
 def print_answer(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the answer as a table, and the assumptions below it."""
     table = make_table("answer", ("question", "answer", "why"))
     for row in _rows(facts):
         table.add_row(*(Text(printable(cell)) for cell in row))

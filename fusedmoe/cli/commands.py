@@ -18,7 +18,7 @@ from fusedmoe.schedule.policies import POLICIES
 
 #: Default and upper limit of `profile --budget`, in seconds.
 PROFILE_BUDGET_S, MAX_BUDGET_S = 30.0, 100.0
-# Flags of `profile`: those that determine the parallel layout, and the dtype of matrix products.
+# Flags that determine the parallel layout, and the dtype of matrix products.
 _PROFILE_FLAGS = (
     *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),

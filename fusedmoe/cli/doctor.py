@@ -55,8 +55,8 @@ class TransportProbe:
 def examine() -> dict[str, Any]:
     """Probe every transport and return the report.
 
-    Versions of missing packages are None. `shared_memory` has the sizes of /dev/shm in bytes if NCCL works, because
-    NCCL may use it between GPUs of a node. `warnings` do not change the exit status.
+    Versions of missing packages are None. `shared_memory` has the sizes of /dev/shm if NCCL works, which may use it
+    between GPUs of a node.
     """
     transports = []
     for probe in TRANSPORTS:
@@ -75,7 +75,7 @@ def examine() -> dict[str, Any]:
 
 
 def run_probe(probe: Callable[[], str], limit_s: float = PROBE_TIMEOUT_S) -> str:
-    """Run a probe for at most `limit_s` seconds. Returns its result, or the exception or time-out as a text."""
+    """Run a probe for at most `limit_s` seconds. Return its result, or the exception or time-out as a text."""
     answer = WorkerThread("fusedmoe doctor").submit(probe)
     try:
         return answer.result(limit_s)
@@ -84,7 +84,7 @@ def run_probe(probe: Callable[[], str], limit_s: float = PROBE_TIMEOUT_S) -> str
 
 
 def no_gloo_reason() -> str:
-    """Probe Gloo with an all-reduce over a world of one, which needs a network interface."""
+    """Probe Gloo with an all-reduce over a world of one; return why it failed, with the fix, or ""."""
     if not dist.is_gloo_available():
         return "this PyTorch build lacks Gloo; install one that includes it"
     try:
@@ -153,7 +153,7 @@ def _driver() -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs visible to PyTorch. `reaches`: GPUs with peer-to-peer access."""
+    """Return the GPUs visible to PyTorch. `reaches`: indices of GPUs with peer-to-peer access."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for index in range(count):
@@ -165,7 +165,6 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Return size and free space of /dev/shm in bytes, or None if it does not exist."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)

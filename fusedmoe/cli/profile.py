@@ -77,7 +77,6 @@ def _format_scaled(value: float, unit: str) -> str:
 
 
 def plot(measured: Profile, path: Path) -> None:
-    """Draw measured points and fitted line of each cost, one panel per cost."""
     from matplotlib.figure import Figure
 
     lines = measured.costs.lines

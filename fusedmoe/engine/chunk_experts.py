@@ -39,11 +39,13 @@ AddGrads = Callable[[Totals], Totals]
 
 
 class ChunkExperts(Protocol):
-    """The local experts, called with the rows of one chunk.
+    """The local experts, called with one chunk: R received tokens and their (token, expert) pairs, sorted by `layout`.
+
+    `weight_R` has one router weight per pair; None: all weights are 1.
 
     Attributes:
         parameters: tensors that get gradients, in the order of `Totals`.
-        can_regroup: backward may use another number of chunks than forward. The saved activations of a chunk are then
+        can_rechunk: backward may use another number of chunks than forward. The saved activations of a chunk are then
             one tensor, whose n-th row belongs to the n-th sorted row.
         needs_input_rows: backward reads the input rows of the forward; otherwise it gets None.
         tokens_require_grad, weights_require_grad: some rank needs gradients of rows or of router weights
@@ -57,13 +59,13 @@ class ChunkExperts(Protocol):
     def parameters(self) -> Sequence[Tensor | None]: ...
 
     @property
-    def can_regroup(self) -> bool: ...
+    def can_rechunk(self) -> bool: ...
 
     @property
     def needs_input_rows(self) -> bool: ...
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
-        """Return the results, and the activations that backward needs besides the inputs."""
+        """Return [R, M], each token's weighted sum of results, and the activations that backward needs."""
         ...
 
     def backward(
@@ -71,9 +73,8 @@ class ChunkExperts(Protocol):
     ) -> tuple[Tensor | None, Tensor | None, Totals]:
         """Return the gradients of rows and router weights, and the parameter gradients summed over the chunks so far.
 
-        Args:
-            totals: sums returned for the previous chunk; None for the first. From the second chunk on, half-precision
-                gradients are summed in float32.
+        `totals`: sums returned for the previous chunk; None for the first. From the second chunk on, half-precision
+        gradients are summed in float32.
         """
         ...
 
@@ -86,8 +87,7 @@ class ChunkExperts(Protocol):
     def for_backward(self) -> ChunkExperts:
         """Return experts for the backward pass that reference no module.
 
-        The autograd graph holds the returned object. If that referenced the module, a layer that keeps a tensor of the
-        graph would never be freed.
+        The autograd graph holds them: a module that keeps a tensor of this graph would otherwise never be freed.
         """
         ...
 
@@ -99,7 +99,7 @@ class GroupedExperts:
         needs_grad: whether w1, w2, b1 and b2 need gradients; None: their `requires_grad`.
     """
 
-    can_regroup = tokens_require_grad = weights_require_grad = True
+    can_rechunk = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, weights: Weights, activation: str, needs_grad: Sequence[bool] | None = None) -> None:
         # Once for all chunks: kernels copy non-contiguous matrices on every call.
@@ -143,7 +143,6 @@ class GroupedExperts:
         weight_R: Tensor | None,
         totals: Totals,
     ) -> Totals:
-        """Return the totals plus this chunk's parameter gradients. `intermediates`: from `backward_rows`."""
         given = (layout, weight_R, self.weights, _gradients(totals), self.needs_grad)
         return experts_backward_weights(dy_RM, x_RM, intermediates, *given, shared=True).parameters
 
@@ -163,7 +162,7 @@ class _SplitTotals(list["Tensor | None"]):
 class JoinedExperts:
     """`GroupedExperts` whose weights are joined from several tensors in each pass, and freed after it."""
 
-    can_regroup = tokens_require_grad = weights_require_grad = True
+    can_rechunk = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, parts: Sequence[Tensor], weight_parts: WeightParts, activation: str) -> None:
         self.parameters, self._weight_parts, self._activation = tuple(parts), weight_parts, activation
@@ -225,11 +224,11 @@ class AutogradExperts:
         owner: the module that `compute` runs, for errors; None: `compute` itself.
         leaves: tensors that `compute` reads in place of `parameters`, if these are not leaves; None: the same.
     Raises:
-        ConfigError: in forward or backward, if the experts call a collective. It could run in another order than the
-            layer's collectives on some ranks.
+        ConfigError: in forward or backward, if the experts call a collective, whose order with the layer's collectives
+            could differ between ranks.
     """
 
-    can_regroup = needs_input_rows = False
+    can_rechunk = needs_input_rows = False
     tokens_require_grad = weights_require_grad = True
 
     def __init__(
@@ -258,7 +257,7 @@ class AutogradExperts:
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         assert self._compute is not None
         with torch.enable_grad(), self._without_collectives("forward", len(x_RM)):
-            # Leaves of a separate graph: the surrounding pass runs without autograd and calls `torch.autograd.grad`.
+            # Leaves of a separate graph: the surrounding pass runs without autograd.
             x_RM = x_RM.detach().requires_grad_(self.tokens_require_grad)
             weight_R = None if weight_R is None else weight_R.detach().requires_grad_(self.weights_require_grad)
             y_RM = cast_down(self._compute(x_RM, layout, weight_R), x_RM)
@@ -275,7 +274,7 @@ class AutogradExperts:
         inputs = [tensor for tensor in differentiated if tensor is not None and tensor.requires_grad]
         grads: Iterator[Tensor | None] = iter(())
         if y_RM.requires_grad:
-            # As the surrounding backward (`retain_graph`): another one may follow.
+            # Keep the graph if the surrounding backward keeps its own: another backward may follow.
             retain_graph = retains_graph()
             with self._without_collectives("backward", len(dy_RM)):
                 grads = iter(torch.autograd.grad(y_RM, inputs, dy_RM, retain_graph=retain_graph, allow_unused=True))
@@ -295,10 +294,7 @@ class AutogradExperts:
 
     @contextmanager
     def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
-        """Raise `ConfigError` if the experts call a collective inside this context.
-
-        Only checks chunks up to the first non-empty one of each phase, once in training and once in evaluation.
-        """
+        """Context in which a collective raises `ConfigError`. Checks each phase and mode until a non-empty chunk."""
         phase_and_mode = phase, self._training
         if phase_and_mode in self._checked:
             yield
@@ -316,7 +312,7 @@ class LowRankExperts:
     Each chunk saves hidden_NL: per row, side by side, the pre-activation and the products x·Aᵀ of both adapters.
     """
 
-    can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
+    can_rechunk = needs_input_rows = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, weights: Weights, adapters: Adapters, activation: str) -> None:
         self.weights, self.adapters = weights.contiguous(), adapters.contiguous()
@@ -342,7 +338,6 @@ class LowRankExperts:
     def backward_rows(
         self, dy_RM: Tensor, x_RM: Tensor | None, saved: Tensor, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, AddGrads]:
-        """Compute the adapters' gradients immediately, because they are small; the returned function adds them."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, saved, layout, weight_R, None)
         return dx_RM, dweight_R, partial(add_to_totals, grads=grads)
 

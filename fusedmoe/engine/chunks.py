@@ -34,6 +34,7 @@ class RowChunks:
     """The sent and received tokens of a call, split into chunks.
 
     Args:
+        tokens, pairs: the sent tokens by destination, and the (token, expert) pairs of the received tokens.
         k, degree: maximum number of pairs per token, and number of chunks.
     Attributes:
         received: per chunk, the layout that sorts received tokens by local expert.
@@ -106,20 +107,20 @@ class SavedRows:
 
     @cached_property
     def _concatenated(self) -> Tensor:
-        # Only if needed: a second copy of all chunks.
+        # A second copy of all chunks.
         return concat(self._parts)
 
     def rows(self, index_R: Tensor) -> Tensor:
         """Copy the rows at these indices of the concatenated chunks."""
         if len(self._parts) == 1 or index_R.is_cuda:
-            return select_rows(self._concatenated, index_R)
+            return self._concatenated.index_select(0, index_R)
         # On CPUs, copy runs of consecutive rows directly from their chunks.
         part_R = torch.bucketize(index_R, self._ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
         if _SHORT * len(begins) > len(index_R):
-            return select_rows(self._concatenated, index_R)
+            return self._concatenated.index_select(0, index_R)
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)], device="cpu")).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
@@ -133,7 +134,3 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts))
-
-
-def select_rows(rows: Tensor, index_N: Tensor) -> Tensor:
-    return torch.index_select(rows, 0, index_N)

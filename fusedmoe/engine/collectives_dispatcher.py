@@ -1,10 +1,7 @@
 """Dispatch and combine by collectives: all-to-alls over EP, all-gathers and reduce-scatters over ESP, in both passes.
 
-A batch takes one of two paths, whose results agree to rounding:
-
-- Without a plan, by operators (`autograd/exchange_operators.py`): permute → dispatch → experts → combine → unpermute.
-  Autograd runs the backward, any number of times; compilers and selective checkpoints can capture the operators.
-- With a plan, in overlapping chunks (`engine/planned.py`). The backward reads tensors that the forward saved.
+A batch takes one of two paths, whose results agree to rounding: without a plan, by operators that compilers can capture
+(`autograd/exchange_operators.py`); with a plan, in overlapping chunks (`engine/planned.py`).
 """
 
 from __future__ import annotations
@@ -52,8 +49,8 @@ from fusedmoe.schedule.task import COUNTS
 
 _new_number = count()
 
-# (tokens, exchange, function that returns the experts in chunks) -> plans; None: no overlap. Without the function, for
-# experts that must be called as a module, only assigned plans.
+# (tokens, exchange, function that returns the experts in chunks) -> plans; None: no plan. The function is None for
+# experts that must be called as a module, which get assigned plans only.
 FindPlans = Callable[[Tensor, Exchange, Callable[[], ChunkExperts] | None], "AssignedPlans | None"]
 
 
@@ -87,9 +84,8 @@ class Collectives(Dispatcher):
     """Dispatches by all-to-alls over EP and all-gathers over ESP; combines by reduce-scatters and all-to-alls.
 
     Attributes:
-        choose_algorithm: returns the all-to-all algorithm of all batches from the first batch, the same on every
-            rank; None: `all_to_all` is used.
-        hooks: called with the rows before and after dispatch and combine.
+        choose_algorithm: called with the first batch, returns the all-to-all algorithm of all batches, the same on
+            every rank; None: `all_to_all`.
         graph_module: experts that compiled operators call under autograd; None for `GroupedExperts`, whose weights are
             arguments of the operators.
         handle_number: int64 scalar on the host, the key by which compiled operators find this dispatcher.
@@ -109,7 +105,7 @@ class Collectives(Dispatcher):
         self.route = CollectiveRoute(self.topology, self.all_to_all)
         self.runner = Runner(self.topology, self.name, self.hooks)
         self._call_reason = ForwardDecision[str]()
-        # Compared in each exchange: a rank that skipped a layer is reported before any rows are sent.
+        # Ranks compare it in each exchange: a rank that skipped a layer is reported before any rows are sent.
         self._call = f"{self.name} {self.topology.next_layer_number()}"
         self._register_handle()
 
@@ -130,10 +126,12 @@ class Collectives(Dispatcher):
     def exchange_metadata(
         self, routed: Routed, calls: ExpertCalls, by_node: bool = True, weight_N: Tensor | None = None
     ) -> CountedBatch:
-        """Exchange the counts of this batch's tokens and pairs between the ranks. Collective.
+        """Exchange the counts of this batch's tokens and pairs between the ranks; set `sent_counts`. Collective.
 
-        `calls`: how this rank can call its experts. `by_node`: two-level algorithms may forward tokens inside nodes.
-        `weight_N`: router weights of the layout's rows, in place of `routed.weight_SK`.
+        Args:
+            calls: how this rank can call its experts.
+            by_node: two-level algorithms may forward tokens inside nodes.
+            weight_N: router weights of the layout's rows, if `routed.weight_SK` is None.
         """
         if self.choose_algorithm is not None:
             self.all_to_all = self.choose_algorithm(routed.x_SM)
@@ -195,7 +193,10 @@ class Collectives(Dispatcher):
         sizes: tuple[Tensor, Tensor],
         route: CollectiveRoute | BatchRoute,
     ) -> tuple[Tensor, Handle]:
-        """Send [T, M] tokens and the router weights of the sorted rows. `sizes`: from the metadata exchange."""
+        """Send [T, M] tokens and the router weights of the sorted rows. Collective.
+
+        `sizes`: sizes to send and to receive, from the metadata exchange.
+        """
         result = exchange_operators.dispatch(x_TM, weight_N, sent.row_N, sent.code_N, sent.k, *sizes, route.name)
         x_RM, weight_R, _, *layout = result
         state = _DispatchState(sent.tokens, *sizes, route)
@@ -204,12 +205,21 @@ class Collectives(Dispatcher):
     def dispatch_by_operators(
         self, x_SM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
     ) -> tuple[Tensor, Handle]:
-        """Send [S, M] tokens, and the router weights of the sorted rows, to the ranks of their experts. Capturable."""
+        """Send [S, M] tokens and the router weights of the sorted rows by operators, metadata included. Collective.
+
+        `bad`: scalar count of non-finite values; all ranks raise if it is not 0 on any.
+        """
         sent, sizes = self.metadata_by_operators(Routed(x_SM, layout, weight_N), bad)
         return self.send_by_operators(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.route)
 
     def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[SentTokens, tuple[Tensor, Tensor]]:
-        """Return the tokens to send and the sizes of the exchange, as `exchange_metadata` does. Capturable."""
+        """Exchange counts with the other ranks by operators, which graphs can capture. Collective.
+
+        Args:
+            bad: scalar, > 0 if router logits or their inputs are not finite: all ranks then raise; None: not checked.
+        Returns:
+            The tokens to send, and the counts sent and received (`ExchangeSizes.send_PC` and `recv_QPC`).
+        """
         x_SM, layout, weights, *_ = routed
         form, sent, tokens_W = RowForm.of(x_SM, layout, weights), SentTokens(layout), None
         if layout.source_N is not None:
@@ -227,10 +237,9 @@ class Collectives(Dispatcher):
     def run_by_operators(
         self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
     ) -> Tensor:
-        """Run metadata exchange, dispatch, experts and combine as operators, which a graph can capture.
+        """Run metadata exchange, dispatch, experts and combine as operators, which a graph can capture. Collective.
 
-        Args:
-            bad: number of tokens with non-finite router logits, a scalar; all ranks raise if it is not 0 on any.
+        `bad`: as in `dispatch_by_operators`.
         """
         weight_N = row_weights(routed.weight_SK, routed.layout)
         x_RM, handle = self.dispatch_by_operators(routed.x_SM, weight_N, routed.layout, bad)
@@ -241,14 +250,14 @@ class Collectives(Dispatcher):
         if not is_in_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts, shared=routed.shared)
         if not isinstance(routed.refusal, str) and not self.hooks:
-            # A selective checkpoint caches the results of operators, so the metadata exchange must be one of them.
+            # A selective checkpoint caches results of operators: the metadata exchange must be one.
             self.sent_counts = None
             return self.run_by_operators(routed, experts, None if routed.refusal is None else routed.refusal.number)
         with without_selective_checkpoint():
             return self.send_through_experts(self.exchange_metadata(routed, calls), experts)
 
     def find_expert_calls(self, experts: Any) -> ExpertCalls:
-        """Return `ExpertCalls.MODULE` if the experts must be called as a module, as when they have hooks."""
+        """Return `MODULE` if the experts must be called as a module (`needs_module_call`), else `EITHER`."""
         why = self._call_reason.decide(lambda: call_reason(experts) if needs_module_call(experts) else None)
         return ExpertCalls.EITHER if why is None else ExpertCalls.MODULE
 
@@ -275,7 +284,7 @@ class Collectives(Dispatcher):
                 replicas.wait_for_replicas()
             y_SM = self.combine(call_module(experts, rows_RM, handle), handle)
             return y_SM if assigned is None else reduce_in_backward(y_SM, assigned)
-        if not chunk_experts.can_regroup:
+        if not chunk_experts.can_rechunk:
             assigned.plans.require_one_degree()
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
@@ -294,7 +303,7 @@ class Collectives(Dispatcher):
         return y_SM
 
     def _shared_in_chunks(self, shared: SharedExpert) -> ChunkExperts | None:
-        """Return the shared expert for a plan, in one chunk; None if it must be called as a module after the plan."""
+        """Return the shared expert for a plan; None if it must be called after the plan."""
         if needs_module_call(shared.module):
             return None
         experts = shared.module.in_chunks(shared.x_SM)
@@ -306,4 +315,4 @@ class Collectives(Dispatcher):
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
         # An activation checkpoint would recompute the whole call from the middle of each chunk's backward.
-        return experts.can_regroup or not has_saved_tensor_hooks()
+        return experts.can_rechunk or not has_saved_tensor_hooks()

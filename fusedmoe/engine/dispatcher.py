@@ -1,9 +1,7 @@
 """Dispatchers: the base class, and the dispatcher of a single rank.
 
-Local             no communication                                              here
-Collectives       all-to-alls, all-gathers, reduce-scatters, by a plan          `engine/collectives_dispatcher.py`
-OneSided          kernels write tokens into other ranks' memory                 `engine/one_sided_dispatcher.py`
-PlacedDispatcher  experts placed by a `Placement`                               `placement/placed_dispatcher.py`
+Subclasses send tokens by collectives (`Collectives`), by one-sided puts of kernels (`OneSided`), or to dynamically
+placed experts (`PlacedDispatcher`).
 """
 
 from __future__ import annotations
@@ -41,11 +39,9 @@ class LocalExperts(Protocol):
 
 @dataclass(eq=False)
 class SharedExpert:
-    """A shared expert and its tokens in one forward pass, for a dispatcher that may compute it within a plan.
+    """A shared expert and this rank's tokens in one forward pass, for a dispatcher that may compute it within a plan.
 
-    Attributes:
-        x_SM: tokens of this rank.
-        result: [S, M]; None: not computed by a plan.
+    `result`: [S, M]; None if no plan has computed it.
     """
 
     module: LocalExperts
@@ -201,15 +197,14 @@ def has_saved_tensor_hooks() -> bool:
 
 def is_recomputing() -> bool:
     """Return whether this forward is a recomputation by an activation checkpoint."""
-    # Graphs cannot detect it and are the same in both cases. Outside the autograd engine the id is −1.
+    # A graph is the same in both cases. Outside the autograd engine the id is −1.
     return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
 class ForwardDecision(Generic[Value]):
     """Decision of the last forward (`value`), reused when an activation checkpoint recomputes that forward.
 
-    Checkpoints compare the saved tensors, so a recomputation must take the same decision as its forward. Copies of this
-    object hold no value.
+    Checkpoints require equal saved tensors, so both must take the same decision. Copies of this object hold no value.
     """
 
     def __init__(self) -> None:
@@ -219,7 +214,7 @@ class ForwardDecision(Generic[Value]):
         return ForwardDecision, ()
 
     def decide(self, compute: Callable[[], Value | None]) -> Value | None:
-        """Store and return the result of `compute()`; in a recomputation, return the stored result instead."""
+        """Store and return the result of `compute()`; in a recomputation, return the stored value instead."""
         if not is_recomputing():
             self.value = compute()
         return self.value

@@ -12,20 +12,19 @@ from fusedmoe.engine.dispatcher import Routed
 def run_by_operators_in_graph(
     dispatcher: Collectives, routed: Routed, experts: nn.Module, bad: Tensor | None, loss: Tensor, masked: bool
 ) -> tuple[Tensor, Tensor]:
-    """Send a batch through the experts by operators. Returns their results, [S, M], and the loss.
+    """Send a batch through the experts by operators. Return their results, [S, M], and the loss. Collective.
 
     On a rank without tokens, the returned loss depends on the exchange: a compiler would otherwise remove the exchange,
     for which the other ranks wait.
 
     Args:
-        masked: the number of tokens depends on a mask at run time, so it is unknown whether the rank has tokens. The
-            graph then contains the normal exchange.
+        bad: scalar count of non-finite values, reported to all ranks.
+        masked: the number of tokens depends on a mask at run time: the loss is returned unchanged.
     """
     x_SM = routed.x_SM
     if masked or len(x_SM):
         return dispatcher.run_by_operators(routed, experts, bad), loss
-    # A compiler eliminates code without results, also where other ranks wait for it. A padding row makes the exchange
-    # depend on a parameter, and the loss on the exchange, so its gradients take part in the collectives.
+    # Through a padding row the exchange depends on a parameter, so the gradient of the loss takes part in the backward.
     like = next((one for one in experts.parameters() if one.requires_grad), x_SM.new_zeros(1))
     padding_1M = like.reshape(-1)[:1].to(x_SM.dtype).expand(1, x_SM.shape[1])
     weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)

@@ -1,10 +1,8 @@
 """Detection of module hooks and parametrizations that a plan would skip, or run once per chunk.
 
-Hooks run only when a module is called. A layer with hooked modules therefore calls them without a plan.
-`torch.nn.utils.prune` and the old `weight_norm` and `spectral_norm` recompute weights in forward pre-hooks.
-
-A parametrization (`torch.nn.utils.parametrize`) is evaluated when its tensor is read. A module that is called once per
-chunk evaluates it in every chunk.
+A layer with hooked modules calls them without a plan. `torch.nn.utils.prune` and the old `weight_norm` and
+`spectral_norm` recompute weights in forward pre-hooks. A parametrization (`torch.nn.utils.parametrize`) is evaluated
+whenever its tensor is read.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ from fusedmoe.errors import RankError
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a call of a module or a submodule runs hooks, global hooks included."""
     return any(GLOBAL_HOOKS) or any(has_own_hooks(one) for one in module.modules())
 
 
 def find_hook(module: Any, ignored: Collection[str] = ()) -> str | None:
-    """Describe the first hook outside the `ignored` packages; None if there is none (`has_hooks`)."""
+    """Describe the first hook outside the `ignored` packages; None if there is none."""
     for kind, hooks in zip(HOOK_KINDS, GLOBAL_HOOKS, strict=True):
         for hook in hooks.values():
             if not _is_from(hook, ignored):
@@ -50,9 +47,8 @@ def needs_module_call(experts: Any) -> bool:
     """Return whether experts must be called as a module for all rows at once.
 
     Args:
-        experts: a module, or an object with `modules` and `named_modules`; other callables have no hooks. If they set
-            `reads_parameters_once`, a plan reads the parameters once for all chunks, so parametrizations need no module
-            call.
+        experts: a module, or an object with `modules` and `named_modules`; other callables need no module call. With
+            `reads_parameters_once`, a plan reads parameters once for all chunks, so parametrizations are allowed.
     """
     if not hasattr(experts, "modules"):
         return False
@@ -62,15 +58,14 @@ def needs_module_call(experts: Any) -> bool:
 
 
 def call_reason(experts: Any) -> str:
-    """Describe why experts must be called as a module (`needs_module_call`)."""
     return find_replaced_forward(experts) or find_hook(experts) or "a parametrisation of the experts"
 
 
 def find_replaced_forward(module: Any) -> str | None:
     """Describe a user's own `forward` that chunked kernels would skip; None if there is none.
 
-    Either a subclass overrides it but inherits `in_chunks` (`reads_parameters_once`), or it was set on an instance, as
-    accelerate does. Experts of other libraries are not modules here: their frameworks replace `forward` themselves.
+    Either a subclass overrides `forward` but inherits `in_chunks` (`reads_parameters_once`), or `forward` was set on an
+    instance, as accelerate does. None for objects that are no modules: `ExternalExperts` of other libraries.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -88,7 +83,7 @@ def find_replaced_forward(module: Any) -> str | None:
 
 @contextmanager
 def with_call_reason(why: str) -> Iterator[None]:
-    """Context that adds to a `RankError` why this rank runs without a plan, as other ranks may run with one."""
+    """Context that adds to a `RankError` the reason `why` this rank runs without a plan."""
     try:
         yield
     except RankError as error:

@@ -24,11 +24,9 @@ from fusedmoe.schedule.task import resources_of
 
 
 class KernelTransport(NamedTuple):
-    """The fused operation chosen for a layer.
+    """The fused operation chosen for a layer, and the size of its buffers.
 
-    Attributes:
-        max_tokens: maximum tokens of a rank.
-        max_rows_per_choice: maximum rows received by a rank's experts, divided by K; None: unlimited.
+    `max_rows_per_choice`: maximum rows received by a rank's experts, divided by K; None: unlimited.
     """
 
     kind: str
@@ -57,7 +55,7 @@ class OneSided(Collectives):
         x_SM, layout, weight_SK, refusal, _ = routed
         # The host does not count the rows that kernels send.
         self.sent_counts = None
-        needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE  # kernels do not call modules
+        needs_module_calls = self.find_expert_calls(experts) == ExpertCalls.MODULE
         transport = None if weight_SK is None or needs_module_calls else self._find_transport(x_SM)
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
@@ -81,16 +79,16 @@ def has_heap(topology: Topology, device: torch.device) -> bool:
 
 
 def choose_transport(
-    topology: Topology,
-    kind: str,
-    x_SM: Tensor,
-    plans_for: Callable[[int], Plans],
-    row_factor: float | None = None,
+    topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans], row_factor: float | None = None
 ) -> KernelTransport | None:
     """Return the transport of the fused operation `kind` if all forward tasks of the plans are of this kind, else None.
 
-    None selects collectives. The receive buffers fit the rank with the most tokens. Collective over the ranks of the
-    experts.
+    None selects collectives. Collective over the ranks of the experts.
+
+    Args:
+        x_SM: a batch of this rank; the receive buffers fit the largest batch of any rank.
+        plans_for: returns the plans for a number of tokens per rank.
+        row_factor: as in `Schedule`.
     """
     group = _group(topology)
     assert group is not None
@@ -119,10 +117,11 @@ def fused_experts(
     """Run `one_sided_experts.fused_experts` over the layer's ranks, with buffers that all layers share.
 
     Args:
+        name: of the layer, for errors.
         bad: count of non-finite values, reported to all ranks asynchronously.
     Raises:
-        ConfigError: more tokens than the buffers' size, which was chosen from the first batch and rounded up.
-        RankError: a rank failed or timed out.
+        ConfigError: more tokens than the buffers hold (`transport.max_tokens`).
+        RankError: a rank failed or timed out. The buffers are then abandoned.
     """
     from fusedmoe.engine import one_sided_experts
     from fusedmoe.kernels.one_sided import expand_to_shards
@@ -157,7 +156,7 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     from fusedmoe.comm.one_sided.heaps import open_heap
     from fusedmoe.comm.one_sided.receive_buffers import BufferSizes, ReceiveBuffers
 
-    # Chunks need hardly any memory, so buffers serve layers with any number of chunks.
+    # More chunks need hardly any memory: the same buffers serve layers with different numbers of chunks.
     degree = max(BufferSizes.degree, *transport.degrees)
     sizes = BufferSizes(transport.max_tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, degree)
     buffers_by_sizes = _shared_buffers.setdefault(topology, {})
@@ -169,7 +168,7 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
 def _group(topology: Topology) -> Group | None:
     """Return the group over which experts and their shards are split, by ep rank and then by shard.
 
-    Collective if both ep and esp have several ranks. None: the topology does not know these ranks.
+    If both ep and esp have several ranks: collective, and None if the topology does not know the group's ranks.
     """
     if topology.ep.size == 1 or topology.esp.size == 1:
         return topology.ep if topology.ep.size > 1 else topology.esp

@@ -3,9 +3,8 @@
 Results equal those of the collectives up to rounding: one-sided kernels return one result per (token, k) pair, summed
 in the order of k; collectives return one sum per rank.
 
-Both passes run in chunks (`kernels/one_sided.py`), each with its own kernels. A chunk's results may still be in flight
-while the next chunk is computed. If backward has other chunks, forward saves rows in backward's chunks, and
-pre-activations are regrouped when backward starts.
+Both passes run in chunks (`kernels/one_sided.py`), each with its own kernels: a chunk's results may be in flight while
+the next chunk is computed. If the passes have different chunks, backward rechunks the saved pre-activations.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals, cast_totals
-from fusedmoe.engine.chunks import concat, select_rows
+from fusedmoe.engine.chunks import concat
 from fusedmoe.engine.route import Route
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
@@ -48,7 +47,6 @@ class FusedForward:
     Virtual ranks of one process can take the steps alternately.
 
     Attributes:
-        route: buffers, row addresses and signals of this exchange.
         x: received rows [R, M] of each chunk of the backward pass; None if backward does not read them.
         h: pre-activations [R, (2,) H] of each chunk of the forward pass.
     """
@@ -125,7 +123,7 @@ class FusedBackward:
             yield from self._h
             return
         h_RH = concat(self._h)
-        yield from (select_rows(h_RH, index_R) for index_R in backward.indices_in(forward))
+        yield from (h_RH.index_select(0, index_R) for index_R in backward.indices_in(forward))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return gradients of the tokens, [S, M], and of the router weights, [S, K] float32."""
@@ -180,18 +178,15 @@ def fused_experts(
         x_SM, weight_SK, layout, buffers, degree: as for `Route`.
         rows: maximum (token, k) pairs received by a rank's experts, the same on all ranks; sets the memory. None: on a
             GPU the maximum that all ranks can send, otherwise the number received. With a bound the host never
-            synchronizes and every launch has the same arguments, so a CUDA graph can capture both passes.
+            synchronizes, so a CUDA graph can capture both passes.
     Returns:
         [S, M]
     Saves for backward:
-        Received rows R·M, unless w1 is frozen, and pre-activations R·H (gated 2·R·H), where R is the bound if there is
-        one. If the passes have different numbers of chunks, backward copies the pre-activations once. Index tables of
-        about 64 bytes per row of R.
+        Received rows R·M, unless w1 is frozen; pre-activations R·H (gated 2·R·H), which backward copies once if the
+        passes have different numbers of chunks; index tables of about 64·R bytes. R is `rows` if given.
     Raises:
-        ConfigError: more tokens, choices per token or chunks than the buffers hold, `rows` < 1, or a CPU without
-            Triton's interpreter. Raised before anything is sent.
-        RankError: a rank failed or timed out; names rank, peer, awaited object, expected and seen signal. Or an earlier
-            call received more rows than `rows`; names rank, `name` and both numbers.
+        ConfigError: as `Route`; nothing has been sent.
+        RankError: a rank failed or timed out, or an earlier call received more rows than `rows`.
     """
     route = Route(x_SM, weight_SK, layout, buffers, degree, rows, name)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, recording, *experts.parameters)

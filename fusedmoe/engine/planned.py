@@ -1,8 +1,7 @@
 """The planned path: dispatch, experts and combine in chunks, in the order of a plan, forward and backward.
 
-Two callers of `run_forward` and `run_backward` store the tensors between the passes: `PlannedFunction` saves them per
-chunk, and the compiled operators of `scheduled_operator.py` return them. Blocks (`fusedmoe/blocks`) share the tasks
-(`run.py`).
+`PlannedFunction` (eager) and the compiled operators of `scheduled_operator.py` call `run_forward` and `run_backward`,
+and store the tensors between the passes.
 
 A token's results are summed in the same order in every plan (`chunks.py`). Plans with different chunks may still differ
 by rounding in matrix products.
@@ -30,7 +29,7 @@ from fusedmoe.schedule.task import Task, TaskKind
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """Inputs of one call of the planned path that both passes need."""
+    """Inputs of one call that both passes need."""
 
     sent_tokens: SentTokens
     exchange: Exchange
@@ -42,7 +41,6 @@ class PlannedBatch:
         return RowChunks(self.exchange, self.sent_tokens.tokens, pairs, self.sent_tokens.k, degree)
 
     def for_backward(self) -> PlannedBatch:
-        """Return the batch without references to modules (`ChunkExperts.for_backward`)."""
         shared = None if self.shared is None else self.shared.for_backward()
         return replace(self, experts=self.experts.for_backward(), shared=shared)
 
@@ -53,7 +51,7 @@ class SavedForward:
 
     Attributes:
         pairs: (token, k) pairs of the received tokens of all chunks.
-        x_RM: received tokens; None where the backward of the experts does not read them.
+        x_RM: received tokens; None if the backward of the experts does not read them.
         activations: saved by the experts: pre-activations [P, H] (gated [P, 2, H]), or an autograd graph.
         weight_R: router weights of received pairs, sorted by expert; None: all weights are 1.
         num_weights: N, the router weights on this rank, padding included; None: all weights are 1.
@@ -70,10 +68,7 @@ class SavedForward:
 
 
 class PlannedGradients(NamedTuple):
-    """Gradients returned by `run_backward`: of tokens, router weights and expert parameters (`totals`).
-
-    A gradient is None if no rank needs it.
-    """
+    """Gradients of tokens, router weights and expert parameters (`totals`); None if no rank needs them."""
 
     dx_SM: Tensor | None
     dweight_N: Tensor | None
@@ -127,8 +122,7 @@ def run_backward(
 
     Args:
         dy_SM: [S, M], gradient of the result of `run_forward`.
-        shared_dy_SM: [S, M], gradient of the shared expert's result. The gradients of the shared expert's input and
-            parameters are then stored in `saved.shared`.
+        shared_dy_SM: [S, M], gradient of the shared expert's result, whose own gradients are stored in `saved.shared`.
     """
     exchange, run = batch.exchange, batch.run
     # Compare calls first: a rank without a backward pass is reported before any rows are sent.
@@ -154,9 +148,9 @@ def run_backward(
 class PlannedFunction(Function):
     """`run_forward` and `run_backward` as a function for autograd.
 
-    Saves for backward: received tokens, R·M, if the experts' backward reads them (`ChunkExperts.needs_input_rows`), and
-    the pre-activations of P pairs, P·H (gated 2·P·H). If the two plans differ in degree, backward copies both once. For
-    a shared expert, its tokens S·M and pre-activations.
+    Saves for backward: received tokens R·M, if the experts' backward reads them (`ChunkExperts.needs_input_rows`), and
+    pre-activations of P pairs P·H (gated 2·P·H), which backward copies once if the plans differ in degree. For a shared
+    expert, its tokens S·M and pre-activations.
 
     With a shared expert in `batch`, it is applied to `shared_x_SM`, its parameters follow the experts' parameters, and
     the results are ([S, M] of the routed experts, [S, M] of the shared expert).
@@ -174,7 +168,7 @@ class PlannedFunction(Function):
         *parameters: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y_SM, saved = run_forward(batch, x_SM, weight_N, shared_x_SM)
-        tensors = saved.activations if batch.experts.can_regroup else ()
+        tensors = saved.activations if batch.experts.can_rechunk else ()
         of_shared, ctx.shared = ((), None) if saved.shared is None else saved.shared.save()
         ctx.save_for_backward(*saved.x_RM, *saved.weight_R, *tensors, *of_shared, *parameters)
         ctx.graphs = [] if tensors else saved.activations
@@ -188,16 +182,16 @@ class PlannedFunction(Function):
         x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
         del tensors[: 2 * count]
         activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
-        if batch.experts.can_regroup:
+        if batch.experts.can_rechunk:
             activations, tensors = tensors[:count], tensors[count:]
+        # Copies for this pass: weights that experts join for it are freed with it.
         batch, shared = batch.for_backward(), None
         if batch.shared is not None:
             shared, tensors = SharedExpertTask.restored(batch.shared, tensors[:2], ctx.shared), tensors[2:]
             ctx.shared = ctx.shared if retains_graph() else None
         saved = replace(ctx.saved, x_RM=x_RM, weight_R=weight_R, activations=activations, shared=shared)
-        # Local names would keep every chunk's memory to the end of the pass.
+        # Local names would keep every chunk's memory until the end of the pass.
         del x_RM, weight_R, activations
-        # Weights that experts join for a pass live as long as that pass.
         dx_SM, dweight_N, totals = run_backward(batch, saved, dy_SM, shared_dy_SM)
         own = len(batch.experts.parameters)
         grads = cast_totals(totals, tensors[:own])
@@ -235,8 +229,8 @@ class _TokensPass(PassRun):
         self.chunks[layer] = self.layer_chunks
         self.shared: SharedExpertTask | None = None
         self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
-        # A stream must not reuse memory that another stream still reads: tensors that cross streams live until the
-        # streams have joined, at the end of `execute`.
+        # Tensors that cross streams live until the streams have joined, at the end of `execute`: memory that another
+        # stream still reads must not be reused.
         self._kept_alive: list[Tensor] = []
 
     def prepare_rows(self, task: Task) -> None:
@@ -252,7 +246,7 @@ class _TokensPass(PassRun):
         return tensor
 
     def run(self) -> Tensor | None:
-        """Execute the plan; return the combined rows in chunk order, or None where no rank needs them."""
+        """Execute the plan; return the combined rows in chunk order, or None if no rank needs them."""
         # Gradients that run alongside the previous pass use the link before the rows of this layer.
         if self.settings.gradients is not None:
             self.settings.gradients.wait()
@@ -263,15 +257,16 @@ class _TokensPass(PassRun):
 
 
 class TokensForward(_TokensPass, ForwardPass):
-    """The forward pass of a layer, after the gate and the metadata exchange."""
+    """The forward pass of a layer, after the metadata exchange."""
 
     def shared_expert(self, task: Task | None = None) -> None:
-        """Compute the shared expert, if there is one and no task of the plan has computed it."""
         if self.shared is not None and self.shared.result is None:
             self.shared.forward(self.saves_for_backward)
 
 
 class TokensBackward(_TokensPass, BackwardPass):
+    """The backward pass of a layer. `shared_dy_SM`: gradient of the shared expert's result; None: no such gradient."""
+
     shared_dy_SM: Tensor | None = None
 
     def __init__(
@@ -293,12 +288,11 @@ class TokensBackward(_TokensPass, BackwardPass):
             self._activations = SavedRows(saved.activations)
 
     def shared_expert(self, task: Task | None = None) -> None:
-        """Compute the gradients of the shared expert, if there is one and no task of the plan has computed them."""
         dy_SM, self.shared_dy_SM = self.shared_dy_SM, None
         if self.shared is not None and dy_SM is not None:
             self.shared.backward(dy_SM)
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         if self._saved_indices is not None:
             number = task.chunk or 0
             chunk, (received, in_order) = self.layer_chunks[number], self._saved_indices[number]

@@ -1,7 +1,6 @@
-"""Values of a forward pass that must be the same when an activation checkpoint recomputes the pass.
+"""Values of a forward pass, such as replayed expert choices, that its recomputation by an activation checkpoint reuses.
 
-Examples are replayed expert choices and a padding mask. Each value is stored per activation checkpoint and freed with
-it. `fusedmoe.compat.torch.checkpoints` lists the recognised kinds of checkpoints.
+A value is freed with its checkpoint. `fusedmoe.compat.torch.checkpoints` lists the recognised kinds of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ Value = TypeVar("Value")
 
 
 def is_counting_tokens() -> bool:
-    """Return whether to count the tokens of this forward, so that a forward and its recomputation count once.
+    """Return whether to count the tokens of this forward: a forward with gradients counts once, recomputed or not.
 
-    Forwards without gradients do not count. A non-reentrant checkpoint enables gradients in the forward and in the
-    recomputation: the forward counts. A reentrant checkpoint (torch's, Megatron's) enables gradients only in the
-    recomputation, which counts.
+    Under a reentrant checkpoint (torch's, Megatron's) the recomputation counts, which alone has gradients; otherwise
+    the forward counts.
     """
     if not torch.is_grad_enabled():
         return False
@@ -37,15 +35,14 @@ def is_counting_tokens() -> bool:
 
 def without_selective_checkpoint() -> AbstractContextManager[Any]:
     """Return a context in which a selective checkpoint saves no results: it recomputes and sends all of them again."""
-    # Such a checkpoint matches operators by their count, and a metadata exchange runs other operators the second time.
+    # Such a checkpoint matches operators by their count, but a metadata exchange runs other operators when recomputed.
     return disable_current_modes() if is_in_selective_checkpoint() else nullcontext()
 
 
 class CheckpointedValues(Generic[Value]):
     """One value per forward of a module, returned again when an activation checkpoint recomputes that forward.
 
-    A checkpoint may contain several forwards of the module: their values are stored in order, and freed with the
-    checkpoint. Copies of this object hold no values.
+    The values of several forwards in a checkpoint are stored in order. Copies of this object hold no values.
 
     Raises:
         ConfigError: the checkpoints of this PyTorch version are not recognised.

@@ -56,11 +56,11 @@ class RouteChunks:
         return self._chunks[chunk].tiles
 
     def copy_rows(self, slot: int) -> list[Tensor]:
-        """Copy each chunk's rows, [R, M], sorted by expert, out of the receive buffer. They must have been received."""
+        """Copy each chunk's received rows, [R, M], sorted by expert, out of the receive buffer."""
         return copy_received_rows(self.buffers.token_rows[slot], self.arrivals)
 
     def make_put(self, chunk: int, slot: int, weight_R: Tensor | None = None) -> Put:
-        """Return the `Put` for the results of a chunk. In forward it includes their router weights, `weight_R`."""
+        """Return the `Put` for the results of a chunk, multiplied by `weight_R` if given (in forward)."""
         buffers, received = self.buffers, self._chunks[chunk]
         signal = buffers.result_signal(chunk, slot)
         counter_W = received.counters[weight_R is None]
@@ -69,7 +69,7 @@ class RouteChunks:
         return Put(buffers.results.rows, addresses, weight_R, *ends, signal)
 
     def value_addresses(self, chunk: int, slot: int) -> Addresses:
-        """Return the addresses for one scalar per row of a chunk. The scalars are put before the chunk's rows."""
+        """Return the addresses for one scalar per row of a chunk, put before the rows."""
         return self._chunks[chunk].values[slot]
 
     def indices_in(self, other: RouteChunks) -> list[Tensor]:
@@ -81,8 +81,6 @@ class RouteChunks:
 class Route:
     """Sends one batch to its experts' ranks and receives the results. Ranks call its methods in the same order.
 
-    The constructor sends nothing.
-
     Args:
         x_SM: [S, M] tokens; only shape, dtype and device are used.
         weight_SK: router weights, or None for 1.
@@ -90,7 +88,8 @@ class Route:
         degree: chunks in which results are computed and sent; two numbers: forward and backward.
         rows: maximum rows received by a rank's experts, the same on all ranks; None: unlimited.
     Raises:
-        ConfigError: more tokens, choices per token or chunks than the buffers hold; a CPU without Triton's interpreter.
+        ConfigError: more tokens, choices per token or chunks than the buffers hold, or tokens of another dtype or
+            width; `rows` < 1; a CPU without Triton's interpreter.
     """
 
     def __init__(
@@ -123,11 +122,10 @@ class Route:
         if rows is not None:
             text = f"rows came to the experts of {name} on this rank, and there is room for {rows}: {_ROW_LIMIT_FIX}"
             self._row_limit = RowLimit(rows, buffers.faults.own, buffers.watch.fault_number(text))
-        # Buffers and slots that were read, for which peers have no credit yet.
+        # Slots that were read, for which peers have no credit yet.
         self._slots_to_credit: list[tuple[ReceiveBuffer, int]] = []
 
     def put_metadata(self) -> None:
-        """Send the routing metadata to each rank, before the tokens."""
         lines = self._begin_metadata()
         with self.buffers.watch.guard_launches():
             put_rows(self.buffers.bounds, lines)
@@ -158,7 +156,8 @@ class Route:
             wait_metadata(metadata, buffers.experts, self._metadata_slot, buffers.bounds, results)
         metadata_WC2 = buffers.metadata_lines[self._metadata_slot]
 
-        # Chunks hide the dispatch otherwise. Remote peers get longer runs of results if rows are in order of sources.
+        # Several chunks hide the dispatch otherwise. Peers on other nodes get longer runs of results if rows are in
+        # order of sources.
         tile = buffers.tokens.tile
         by_arrival = self.degrees == (1, 1) and buffers.network is None and self._capacity > tile
         arrival_tile = tile if by_arrival else None
@@ -182,7 +181,7 @@ class Route:
     def put_tokens(self, x_SM: Tensor) -> int:
         """Put each token (or its gradient) to every rank that has experts for it; return the slot.
 
-        The same launch sends the metadata if it has not been sent.
+        Also sends the metadata, in the same launch, if it has not been sent.
         """
         buffers, sends = self.buffers, self._sends
         lines = None if self._metadata_put else self._begin_metadata()
@@ -193,14 +192,11 @@ class Route:
         return slot
 
     def mark_as_read(self, slot: int) -> None:
-        """Mark the tokens in this slot as read: their senders may overwrite them once they get the next credit."""
+        """Mark the tokens in this slot as read: the next credit permits their senders to overwrite them."""
         self._slots_to_credit.append((self.buffers.tokens, slot))
 
     def give_credit(self) -> None:
-        """Return credit for all slots read so far, which permits the other ranks to overwrite them.
-
-        Needed only if no results are received afterwards: `wait_for_results` also returns the credit.
-        """
+        """Send credit for all slots read so far. Not needed before `wait_for_results`, which also sends it."""
         (buffer, slot), *others = self._slots_to_credit
         give_credit(buffer, slot, *others, faults=self._peer_faults)
         self._slots_to_credit.clear()
@@ -240,7 +236,7 @@ class Route:
 
     @property
     def _peer_faults(self) -> Faults | None:
-        """Faults reported by peers, to check when credit is returned; None without a row limit."""
+        """Faults reported by peers, checked when credit is sent; None without a row limit."""
         return None if self._row_limit is None else self.buffers.faults
 
     def _max_rows(self, metadata_WC2: Tensor, degree: int) -> int:

@@ -1,4 +1,4 @@
-"""Tasks of a plan from dispatch to combine, forward and backward, for single layers and for blocks.
+"""Tasks of a plan from dispatch to combine, forward and backward.
 
 Single layers (`engine/planned.py`) and blocks (`fusedmoe/blocks`) subclass `PassRun` and define the rows that a chunk
 sends (`prepare_rows`) and the use of the combined rows (`store_results`).
@@ -35,11 +35,11 @@ from fusedmoe.schedule.task import GATHER, Task, TaskKind
 
 
 class GradientReducer(Protocol):
-    """All-reduces gradients, in buckets, during the backward pass."""
+    """All-reduces gradients in buckets during the backward pass."""
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next backward pass reduces gradients."""
+        """True if the next backward pass reduces gradients."""
         ...
 
     def add_gradient(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
@@ -65,7 +65,6 @@ class Plans:
     backward: Plan
 
     def of(self, phase: str) -> Plan:
-        """Return the plan of "forward" or "backward"."""
         return self.forward if phase == "forward" else self.backward
 
     @cached_property
@@ -74,7 +73,6 @@ class Plans:
         return max(self.forward.degrees.values(), default=1), max(self.backward.degrees.values(), default=1)
 
     def require_one_degree(self) -> None:
-        """Raise `ConfigError` unless both passes have the same degree."""
         forward, backward = self.degrees
         if forward != backward:
             raise ConfigError(
@@ -98,7 +96,7 @@ class ReplicaTransport(Protocol):
     def send_gradients(
         self, inputs: Sequence[Tensor | None], totals: Totals, *, wait: bool = False
     ) -> Callable[[], None]:
-        """Start sending gradients of replicas to their owners. Returns a function that waits until the link is free.
+        """Start sending gradients of replicas to their owners. Return a function that waits until the link is free.
 
         Args:
             inputs, totals: the experts' parameters in this call, and their gradients summed over all chunks.
@@ -108,7 +106,7 @@ class ReplicaTransport(Protocol):
 
 
 class AssignedPlans(NamedTuple):
-    """Plans that override a layer's schedule.
+    """Plans that a layer follows, by its schedule or in place of it.
 
     Attributes:
         gradients: reduces the gradient buckets of the backward plan; None: the plan has none.
@@ -140,7 +138,7 @@ class _ReduceInBackward(Function):
 
 
 def reduce_in_backward(y_SM: Tensor, assigned: AssignedPlans) -> Tensor:
-    """Return `y_SM`, the result of a layer that ran without its plans. Its backward runs their gradient all-reduces.
+    """Return `y_SM`, the result of a layer that ran without its plans, with a backward that runs their all-reduces.
 
     Ranks of other expert-parallel groups may follow the plans, and would wait for this rank in the all-reduces.
     """
@@ -154,8 +152,7 @@ def reduce_in_backward(y_SM: Tensor, assigned: AssignedPlans) -> Tensor:
 class Run:
     """Settings of one forward call and its backward. An autograd graph can keep it: it holds no tensors or modules.
 
-    Attributes:
-        report_error: reports this rank's exception to the other ranks, which then raise instead of waiting.
+    `report_error`: reports this rank's exception to the other ranks, which then raise instead of waiting.
     """
 
     plans: Plans
@@ -169,11 +166,7 @@ class Run:
 
 
 class Runner:
-    """Starts the runs of a layer or of pipelined blocks.
-
-    Attributes:
-        streams: CUDA streams on which chunks overlap; None: the current stream.
-    """
+    """Starts the runs of a layer or of pipelined blocks. Chunks overlap on `streams`; None: the current stream."""
 
     def __init__(self, topology: Topology, name: str, hooks: Sequence[Hooks] = ()) -> None:
         self._topology, self._name, self._hooks = topology, name, hooks
@@ -186,7 +179,6 @@ class Runner:
         recorder: Recorder | None,
         replicas: ReplicaTransport | None = None,
     ) -> Run:
-        """Return the settings of one call that follows these plans."""
         plans, gradients, trailing_all_reduces = assigned
         streams = None if self.streams is None else self.streams.on(device)
         report_error = partial(self._topology.stop, self._name)
@@ -202,7 +194,7 @@ class Chunk:
         rows: this chunk's rows: inputs, received rows, or results, depending on the task.
         pair_values: packed expert id and router weight per (token, expert) pair; in backward, the weights' gradients.
         weight_R: router weights of the sorted rows, then their gradients.
-        x_RM: received tokens; None where the backward of the experts does not read them.
+        x_RM: received tokens; None if the backward of the experts does not read them.
     """
 
     exchange: RowExchange
@@ -229,7 +221,6 @@ class PassRun:
         self.totals: dict[int | None, Totals] = dict.fromkeys(experts)
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
-        """Return the method that runs the tasks of each kind."""
         # Not an attribute: a pass that holds its own bound methods is a reference cycle, which is freed late.
         return {
             TaskKind.DISPATCH: self.dispatch,
@@ -251,15 +242,14 @@ class PassRun:
         return self.settings.hooks
 
     def replicas(self, task: Task) -> ReplicaTransport | None:
-        """Return the transfers of expert replicas of the task's layer; None: static experts."""
         return self.settings.replicas
 
     def prepare_rows(self, task: Task) -> None:
-        """Set the rows that a chunk sends, at the start of its dispatch."""
+        """Set the rows that a chunk sends. Called at the start of its dispatch."""
         raise NotImplementedError
 
     def store_results(self, task: Task, rows: Tensor) -> None:
-        """Store the combined results of a chunk, `rows`, at the end of its combine."""
+        """Store the combined results of a chunk. Called at the end of its combine."""
         raise NotImplementedError
 
     def dispatch(self, task: Task) -> None:
@@ -282,8 +272,11 @@ class PassRun:
     def expert(self, task: Task) -> None:
         raise NotImplementedError
 
+    def weight_of(self, chunk: Chunk) -> Tensor | None:
+        return chunk.weight_R
+
     def shared_expert(self, task: Task) -> None:
-        """Compute the layer's shared expert; does nothing if the caller computes it after the plan."""
+        """Compute the layer's shared expert. Does nothing here: the caller computes it after the plan."""
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
@@ -314,28 +307,20 @@ class PassRun:
         self.settings.gradients.reduce(task)
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor of another stream as used on the current stream."""
+        """Keep a tensor's memory from being reused while the current stream still reads it; return the tensor."""
         if self.settings.streams is not None:
-            # Its memory must not be reused while this stream still reads it.
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
 
 class ForwardPass(PassRun):
-    """Base of forward passes.
-
-    Attributes:
-        saves_for_backward: save tensors for a backward pass.
-    """
+    """Base of forward passes. `saves_for_backward`: save tensors for a backward pass."""
 
     phase = "forward"
     saves_for_backward = True
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {**super().task_methods(), GATHER: self.sparse_all_gather}
-
-    def weight_of(self, chunk: Chunk) -> Tensor | None:
-        return chunk.weight_R
 
     def sparse_all_gather(self, task: Task) -> None:
         replicas = self.replicas(task)
@@ -347,12 +332,10 @@ class ForwardPass(PassRun):
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
         chunk.x_RM = self.keep_alive(x_RM)
-        # The plan has no task for replicas.
         if (replicas := self.replicas(task)) is not None and GATHER not in self.plan.kinds:
             replicas.wait_for_replicas()
         experts = self.experts[task.layer]
         chunk.rows, chunk.activations = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))
-        # Free received tokens that no backward reads; without a backward also the activations.
         if not (self.saves_for_backward and experts.needs_input_rows):
             chunk.x_RM = None
         if not self.saves_for_backward:
@@ -367,24 +350,21 @@ class BackwardPass(PassRun):
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {**super().task_methods(), TaskKind.WEIGHT_GRADIENT: self.weight_gradient}
 
-    def weight_of(self, chunk: Chunk) -> Tensor | None:
-        return chunk.weight_R
-
     def store_weight_grads(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
         chunk.weight_R = dweight_R
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         """Set the saved tensors of a chunk before its experts run, if the forward pass had other chunks."""
 
     def expert(self, task: Task) -> None:
         layer, chunk = task.layer, self.chunks[task.layer][task.chunk or 0]
-        self.regroup_saved(task)
+        self.rechunk_saved(task)
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
         assert dy_RM is not None and chunk.layout is not None
         x_RM = None if chunk.x_RM is None else self.keep_alive(chunk.x_RM)
         given = self.keep_alive(dy_RM), x_RM, chunk.activations, chunk.layout, weight_R
-        # With separate weight-gradient tasks, gradients of rows are sent earlier (Lancet).
+        # Weight gradients are separate tasks: gradients of rows are sent earlier (Lancet).
         if layer in self.settings.plans.deferred_weight_gradients:
             chunk.rows, dweight_R, chunk.add_weight_grads = experts.backward_rows(*given)
         else:
@@ -394,7 +374,7 @@ class BackwardPass(PassRun):
 
     def weight_gradient(self, task: Task) -> None:
         chunks = self.chunks[task.layer]
-        # In ascending order whatever the plan, so that the sum has one order.
+        # In ascending order, so that the sum does not depend on the plan.
         for number in sorted(chunks) if task.chunk is None else (task.chunk,):
             chunk = chunks[number]
             add_weight_grads, chunk.add_weight_grads = chunk.add_weight_grads, None

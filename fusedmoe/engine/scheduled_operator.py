@@ -2,14 +2,12 @@
 
     y_SM, _ = through_experts_in_graph(dispatcher, Routed(x_SM, layout, weight_SK), experts, bad)
 
-Ranks and plans are looked up when the graph runs: the operator gets its dispatcher's number as a tensor, like a
-parameter. One graph therefore serves all layers of the same shape, and plans may change without recompilation.
-Tensors for backward are outputs, with one unbacked size for tokens and one for pairs. The gradient is a separate
-operator.
+The operator gets its dispatcher's number as a tensor, and looks up ranks and plans when the graph runs. One graph
+therefore serves all layers of the same shape, and plans may change without recompilation. Tensors for backward, which
+is a separate operator, are outputs with one unbacked size for tokens and one for pairs.
 
-A rank without tokens runs the same operator: it exchanges counts of zero and takes part in all collectives of the
-plan. For its backward pass the operator also returns a zero with a gradient, which `PlannedLayer.run_captured` adds to
-the auxiliary loss, and missing gradients of results count as zeros; parameters without rows get gradients of zero.
+A rank without tokens takes part in all collectives of the plan. For its backward pass the operator also returns a zero
+with a gradient, which `PlannedLayer.run_captured` adds to the auxiliary loss.
 
 An activation checkpoint recomputes the operator, communication included, unless it saves the results
 (`fusedmoe.training.save_communication`).
@@ -51,15 +49,14 @@ from fusedmoe.schedule.task import PHASES
 def through_experts_in_graph(
     dispatcher: Collectives, routed: Routed, experts: LocalExperts, bad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run dispatch, experts and combine by the dispatcher's plans, as one operator.
+    """Run dispatch, experts and combine by the dispatcher's plans, as one operator. Collective.
 
     Args:
         experts: experts by this library's kernels (`GroupedExperts`), or `dispatcher.graph_module` with at most four
-            parameters, whose forward is recomputed in backward because an operator cannot save a graph. All other
-            experts, and experts that must be called as a module (`needs_module_call`), run without a plan.
+            parameters, whose forward is recomputed in backward. All other experts run without a plan.
+        bad: scalar count of non-finite values.
     Returns:
-        [S, M], and a zero with the operator's gradient. Added to the loss, it makes a rank without tokens take part in
-        the backward exchange.
+        [S, M], and a zero to add to the loss: through it, a rank without tokens takes part in the backward exchange.
     Saves for backward:
         Received tokens R·M, pre-activations of P pairs P·H (gated 2·P·H), and 3·P integers.
     Raises:
@@ -96,7 +93,7 @@ def through_experts_in_graph(
 class _RecomputedExperts:
     """Experts by autograd that recompute their graph in backward, because an operator can save only tensors."""
 
-    can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
+    can_rechunk = needs_input_rows = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, experts: ChunkExperts) -> None:
         self._experts, self.parameters = experts, experts.parameters
@@ -185,6 +182,8 @@ def scheduled_experts(
     number: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the forward of a planned layer; return results and the tensors for backward (empty without `keep`).
+
+    `peers` and `shards`, the sizes of ep and esp, are read by the fake implementation only.
 
     Args:
         weight_N: [N] router weights of the layout's rows, padding included.
@@ -275,7 +274,9 @@ def scheduled_experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x_SM, weight_N, w1, w2, b1 and b2; empty tensors for those without one.
 
-    `kept`: tensors that `scheduled_experts` returned for backward. `rows`: length of weight_N; None: all weights are 1.
+    Args:
+        kept: tensors that `scheduled_experts` returned for backward.
+        rows: length of weight_N; None: all weights are 1.
     """
     x_RM, h_PH, weight_P, expert_P, token_P, send_PC, recv_QPC, plan_inputs = kept
     dispatcher = _dispatcher(number, "scheduled_experts_backward")
@@ -289,11 +290,8 @@ def scheduled_experts_backward(
         params = w1, w2, b1, b2
         experts = _experts(dispatcher, params, b2_start, activation, needs_grad)
         run = dispatcher.runner.start(_plans(dispatcher, x_RM, exchange, experts), x_RM.device, active_recorder())
-        batch, pairs, forward_degree = (
-            PlannedBatch(sent, exchange, experts, run),
-            ReceivedPairs(expert_P, token_P),
-            int(plan_inputs[0]),
-        )
+        batch = PlannedBatch(sent, exchange, experts, run)
+        pairs, forward_degree = ReceivedPairs(expert_P, token_P), int(plan_inputs[0])
         chunks = batch.chunks(pairs, forward_degree)
         nothing: list[Any] = [None] * forward_degree
         x = [*x_RM.split([exchange.num_rows for exchange in chunks.exchanges])] if experts.needs_input_rows else nothing

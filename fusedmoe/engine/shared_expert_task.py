@@ -16,7 +16,6 @@ class SharedExpertTask:
     """Computes the shared expert in one planned forward pass, or its gradients in the backward pass.
 
     Attributes:
-        experts: the shared expert, called without autograd.
         x_SM: tokens; None if the backward does not read them.
         activations: saved by the experts: a tensor, or an autograd graph.
         result: [S, M] after `forward`; after `backward` the gradient of the tokens, None if they need none.
@@ -29,7 +28,7 @@ class SharedExpertTask:
         self.totals: Totals = None
 
     def forward(self, keep: bool) -> None:
-        """`keep`: a backward pass follows."""
+        """Set `result`. `keep`: save tokens and activations, because a backward pass follows."""
         assert self.x_SM is not None
         self.result, self.activations = self.experts.forward(self.x_SM, self.layout, None)
         if not (keep and self.experts.needs_input_rows):
@@ -48,8 +47,8 @@ class SharedExpertTask:
         return result
 
     def save(self) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Layout, Any]]:
-        """Return the tensors and the other state that `restored` needs."""
-        if self.experts.can_regroup:
+        """Return the arguments `tensors` and `state` of `restored`."""
+        if self.experts.can_rechunk:
             return (self.x_SM, self.activations), (self.layout, None)
         return (self.x_SM, None), (self.layout, self.activations)
 

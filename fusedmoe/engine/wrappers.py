@@ -1,7 +1,7 @@
-"""Detection of PyTorch wrappers and utilities that would treat the ranks' different experts as replicas of each other.
+"""Checks that refuse PyTorch wrappers and utilities which would treat the ranks' different experts as replicas.
 
-FSDP2 is detected in its first forward, and DistributedDataParallel at its construction, or in the first forward of a
-layer constructed later. Other utilities raise when they are called, before they send anything.
+FSDP2 is refused in its first forward; DistributedDataParallel at its construction, or in the first forward of a layer
+constructed later; other utilities when they are called, before they send anything.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def require_swappable(experts: nn.Module) -> None:
 class WrapperCheck:
     """Refuses wrappers that treat the different experts of ranks as replicas.
 
-    DistributedDataParallel broadcasts one rank's experts and averages gradients of different experts; FSDP2 treats each
-    rank's experts as a slice of one tensor. Neither would report it.
+    DistributedDataParallel would broadcast one rank's experts and average gradients of different experts; FSDP2 would
+    treat each rank's experts as a slice of one tensor.
 
     Args:
-        replica_ranks: ranks with the same experts as this rank. Wrappers may reduce the experts' gradients over them.
+        replica_ranks: ranks with the same experts as this rank, over which wrappers may reduce gradients.
         axes: the axes that split the experts; `shardings` of the experts may restrict them per parameter.
     Attributes:
         checked_state: at the last check, the number of modules wrapped by FSDP2 and the id of an expert parameter.
@@ -86,10 +86,9 @@ class WrapperCheck:
         self.checked_state = (0, 0)
 
     def __call__(self) -> None:
-        """Check modules wrapped by FSDP2 or DistributedDataParallel, if any were added since the last check.
+        """Raise `ConfigError` if FSDP2 or DistributedDataParallel reduces split parameters over different experts.
 
-        Raises:
-            ConfigError: a wrapper reduces split parameters over ranks that hold other experts.
+        Does nothing if FSDP2 wrapped no module and the experts' first parameter is the same as in the last check.
         """
         state = (len(module_states), id(next(self._experts.parameters(), None)))
         if state != self.checked_state:
@@ -128,7 +127,6 @@ class WrapperCheck:
         return split
 
     def has_other_experts(self, ranks: Iterable[int]) -> bool:
-        """Return whether some of these ranks hold other experts than this one."""
         return not self._replica_ranks.issuperset(ranks)
 
     def _ddp_refusal(self) -> ConfigError:
@@ -147,7 +145,10 @@ _checks: WeakSet[WrapperCheck] = WeakSet()
 
 
 def _require_equal(parameters: Iterable[Tensor], groups: Iterable[Any], utility: str, cure: str) -> None:
-    """Raise `ConfigError` if any of these parameters differs between the ranks of one of the process groups."""
+    """Raise `ConfigError` if any of these parameters differs between the ranks of one of the process groups.
+
+    `utility` and `cure`: what would treat them as replicas, and what to do instead, for the error.
+    """
     parameters_by_id = {id(parameter): parameter for parameter in parameters}
     for group in groups:
         if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -218,7 +219,7 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
         [group],
         "ZeroRedundancyOptimizer",
         "Give the experts (fusedmoe.training.expert_parameter_names(model)) an optimizer of their own on each rank, or "
-        "shard by fusedmoe.training.fully_shard(…, topology, experts=True)",
+        "shard by fusedmoe.training.fully_shard(…, topology, shard_experts=True)",
     )
 
 
@@ -241,16 +242,16 @@ install_ddp_check(_after_ddp_construction)
 @cache
 def watch_utilities() -> None:
     """Install the checks of FSDP1, state dicts and ZeRO. Only for several ranks: the imports take 1.5 s."""
-    from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts, check_zero_steps
+    from fusedmoe.compat.torch_distributed import check_state_dicts, check_zero_steps, install_fsdp1_check
 
-    check_fsdp1(_before_fsdp1)
+    install_fsdp1_check(_before_fsdp1)
     check_state_dicts(_before_state_dict)
     check_zero_steps(_before_zero_step)
     _find_earlier_ddp()
 
 
 def _find_earlier_ddp() -> None:
-    """Record the DistributedDataParallels made before this module was imported."""
+    """Record the DistributedDataParallel modules made before this module was imported."""
     for wrapper in gc.get_objects() if dist.is_initialized() else ():
         if not issubclass(type(wrapper), DistributedDataParallel) or wrapper in _reduced_ids:
             continue

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 def require_parts(
-    gate: object,
-    experts: object,
-    shared: object,
-    order: object,
-    topology: object,
-    placement: str,
+    gate: object, experts: object, shared: object, order: object, topology: object, placement: str
 ) -> None:
     """Raise `ConfigError` for a part of a layer of the wrong type."""
     if placement not in ("ep", "fssdp"):
@@ -59,11 +54,7 @@ def _require_kind(name: str, part: object, kind: type, example: str) -> None:
 
 
 def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype) -> None:
-    """Check that all ranks construct the same layer from equal parts. Collective.
-
-    Raises:
-        RankError: parts differ between ranks.
-    """
+    """Raise `RankError` if ranks construct a layer from different parts. Collective."""
     if layer.topology.size == 1:
         return
     facts: dict[str, Any] = {"model_dim": layer.model_dim}
@@ -78,7 +69,7 @@ def agree_on_parts(layer: Any, schedule: str, placement: str, dtype: torch.dtype
 
 def require_shardings(experts: Experts) -> None:
     """Raise `ConfigError` for experts that do not declare how their parameters are split over ranks."""
-    # Without `shardings`, gradients of different experts would be summed.
+    # Gradients of different experts would be summed.
     unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
     if unknown:
         raise ConfigError(
@@ -89,8 +80,10 @@ def require_shardings(experts: Experts) -> None:
 
 
 def require_replicable(order: Order, gate: Gate) -> None:
-    """Raise `ConfigError` for parts that do not support dynamic expert placement."""
-    # Rows must be routable to any replica of an expert, and loads must differ between experts.
+    """Raise `ConfigError` for parts that do not support dynamic expert placement.
+
+    Rows must be routable to any replica of an expert, and loads must differ between experts.
+    """
     if isinstance(order, Einsum):
         raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
     if isinstance(gate, SoftMoE):
@@ -98,11 +91,7 @@ def require_replicable(order: Order, gate: Gate) -> None:
 
 
 def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bool, has_hooks: bool) -> LayerPlans:
-    """Create the plan provider of a layer.
-
-    With schedule "off" or None, the layer follows assigned plans only. `is_placed`: experts are dynamically placed.
-    `has_hooks`: the layer has hooks.
-    """
+    """Create the plan provider of a layer. With schedule "off" or None, the layer follows assigned plans only."""
     if schedule is None or schedule == "off":
         return LayerPlans(parts, is_placed)
     from fusedmoe.layers.schedule import Schedule, ScheduledPlans
@@ -124,7 +113,8 @@ def set_up_experts(
     """Create the experts' and the shared expert's parameters on this rank; return placed experts, None if static.
 
     Raises:
-        ConfigError: experts cannot be split, or do not declare their split; a part does not support dynamic placement.
+        ConfigError: experts cannot be split, do not declare their split, or have another number of experts than the
+            gate; a part does not support dynamic placement.
     """
     topology, gate, order, experts = parts
     assert isinstance(experts, Experts)
@@ -138,7 +128,7 @@ def set_up_experts(
     if isinstance(source := getattr(experts, "source", None), ExpertSource):
         source.require_experts(gate.experts)
     experts.setup(model_dim, place, device=device, dtype=dtype)
-    # After the experts: both use the default generator, and a seed must reproduce the layer of earlier versions.
+    # After the experts: both use the default generator, and a seed must reproduce the layers of earlier versions.
     if shared is not None:
         shared.setup(model_dim, Place(), device=device, dtype=dtype)
         shared.shardings = {}
@@ -160,17 +150,16 @@ def make_dispatcher(
     placed: PlacedExperts | None,
     name: str = "MoELayer",
 ) -> Dispatcher:
-    """Create the dispatcher of a layer.
+    """Create the dispatcher of a layer, or check and return a custom one.
 
-    Args:
-        placed: dynamically placed experts; None: static experts.
+    `placed`: dynamically placed experts; None: static experts.
     """
     if isinstance(dispatch, Dispatcher):
         dispatch.require_methods()
         return dispatch
     topology, gate = plans.parts.topology, plans.parts.gate
     all_to_all = make_all_to_all("direct" if dispatch == "auto" else dispatch, topology)
-    # Hooks expect dispatched rows: with hooks, even a single rank uses collectives.
+    # Hooks get dispatched rows: with hooks, even a single rank uses collectives.
     if topology.ep.size * topology.esp.size == 1 and not hooks:
         return Local()
     made: Collectives

@@ -37,7 +37,7 @@ class LinearGate(TopK):
 
 @dataclass
 class ExpertArgs:
-    """Arguments of `do_experts`: rows sorted by local expert, and the number of rows of each (possibly 0)."""
+    """Arguments of `do_experts`: rows sorted by local expert, and the number of rows of each local expert."""
 
     rows_NM: Tensor
     counts: list[int]
@@ -60,7 +60,7 @@ class ExpertBase(RowExperts):
     def make(
         self, model_dim: int, place: Place, seed: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        # The default generator is not advanced, whatever the number of local experts.
+        # The default generator must not advance by an amount that depends on the number of local experts.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed + place.first) % 2**63)
             self.make_parameters(model_dim, place)

@@ -24,12 +24,7 @@ from fusedmoe.losses import Packing
 
 
 class NonFiniteMonitor:
-    """Counts non-finite values over the forwards of one layer.
-
-    The count stays on the device, also in graphs. `poll()` copies it to the host asynchronously: a later poll returns
-    it once the copy has completed. `wait_for_count()` returns it at once and resets it. Deep copies of a layer start
-    at zero.
-    """
+    """Counts non-finite values over the forwards of one layer, on the device. Copies start at zero."""
 
     def __init__(self) -> None:
         self._count: Tensor | None = None
@@ -39,16 +34,16 @@ class NonFiniteMonitor:
         return {"_count": None, "_pending_copy": None}
 
     def add(self, bad: Tensor) -> None:
-        """Add a count, an int64 scalar; no host synchronization."""
+        """Add a count, an int64 scalar, without host synchronization."""
         if self._count is None or self._count.device != bad.device:
             self._count = torch.zeros_like(bad)
         # In place: a CUDA graph that captured this forward adds to the same memory.
         self._count.add_(bad)
 
     def poll(self) -> int:
-        """Return the count if the copy started by an earlier poll has completed, else 0. Never waits.
+        """Return the count if the copy that an earlier poll started has completed, else 0. Never waits.
 
-        Starts the next copy unless one is pending. Always 0 on CPU and during graph capture.
+        Starts the next copy unless one is pending. Returns 0 on CPU and during graph capture.
         """
         if self._count is None or not self._count.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
@@ -100,10 +95,9 @@ _NONFINITE_VALUES_FIX = (
 class InputChecks:
     """Checks a layer's input and router logits. Checks return an error message, which the exchange sends to all ranks.
 
-    For layers of other libraries, which have their own routers, tokens and router weights are checked instead.
-
     Args:
-        name: of another library's layer, for errors; "" for a `MoELayer`, whose router logits are checked.
+        name: of another library's layer, whose tokens and router weights are checked; "" for a `MoELayer`, whose router
+            logits are checked.
         exchange_reports_logits: the exchange sends the result of `nonfinite_logits` to all ranks.
     """
 
@@ -115,7 +109,7 @@ class InputChecks:
         self._monitor = NonFiniteMonitor()
 
     def flatten_tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
-        """Return the tokens of x as [S, M] and None; for invalid x, no tokens and an error message."""
+        """Return the tokens of x as [S, M] and None; for invalid x, [0, M] and an error message."""
         like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
         refusal = input_error("MoELayer got input", x, model_dim, like)
         if refusal is None:
@@ -123,7 +117,6 @@ class InputChecks:
         return empty_tokens(x, model_dim, like), refusal
 
     def routing_error(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
-        """Return an error message for an invalid result of a gate (types, shapes, expert ids, logits), else None."""
         try:
             check_routing(gate, routing, x_SM)
         except ConfigError as error:
@@ -133,7 +126,7 @@ class InputChecks:
     def logits_error(self, routing: Routing | SoftRouting) -> str | None:
         """Return an error message for non-finite router logits; None if all are finite or the exchange reports them.
 
-        On CUDA with one rank a later call reports them.
+        On CUDA with one rank, a later call of `raise_deferred` reports them; a CPU graph asserts that there are none.
         """
         logits_SE = routing.logits_SE
         if logits_SE is None or self._is_reported_by_exchange(logits_SE):
@@ -145,10 +138,7 @@ class InputChecks:
         return f"{bad} of {len(logits_SE)} {self._problem}. {self._fix}" if bad else None
 
     def values_error(self, *tensors: Tensor) -> str | None:
-        """Return an error message for non-finite tokens or router weights, else None.
-
-        On CUDA with one rank a later call reports them.
-        """
+        """Return an error message for non-finite tokens or router weights, else None. Deferred as in `logits_error`."""
         if tensors[0].is_meta:  # no values
             return None
         if torch.compiler.is_compiling() or uses_triton(tensors[0]):
@@ -169,8 +159,7 @@ class InputChecks:
     def nonfinite_flag(self, *tensors: Tensor) -> Tensor | None:
         """Return a scalar that is positive if values are not finite, for operators that report it to all ranks.
 
-        Raises:
-            ConfigError: values are not finite, and there is one rank (on CUDA: in an earlier call).
+        With one rank, return None, or raise `ConfigError` if values are not finite (on CUDA: in an earlier call).
         """
         if self._has_exchange:
             return count_nonfinite(*tensors)
@@ -190,7 +179,10 @@ class InputChecks:
         return 0
 
     def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
-        """Return the count of tokens with non-finite logits for the exchange to report; None if `logits_error` does."""
+        """Return the count of tokens with non-finite logits, and the error that the exchange then reports to all ranks.
+
+        None if there are no logits, or if `logits_error` reports them.
+        """
         given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
         if not given or not self._is_reported_by_exchange(given[0][1]):
             return None
@@ -202,7 +194,11 @@ class InputChecks:
         return self._has_exchange and reports
 
     def raise_deferred(self, wait: bool = False) -> None:
-        """Raise for non-finite values in earlier forwards whose count is on the host; `wait`: in all of them."""
+        """Raise for non-finite values in earlier forwards, once.
+
+        Without `wait`, considers only counts whose asynchronous copy from the device has completed; on a CPU, none.
+        With `wait`, synchronizes with the device and considers all earlier forwards.
+        """
         # Reported once: otherwise every later forward would raise for the same logits.
         if bad := self._monitor.wait_for_count() if wait else self._monitor.poll():
             self._monitor = NonFiniteMonitor()
@@ -212,10 +208,14 @@ class InputChecks:
     def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
         """Check that MP ranks pass in the same number of tokens [S, M], in one dtype. Collective over mp.
 
+        Args:
+            refusal: error message of this rank's tokens, or None.
         Returns:
-            The tokens, which require grad if any rank's do, and None; on invalid tokens of any rank, no tokens, and an
-            error message if this rank's are invalid. The exchange that follows reports it to all ranks; without one it
-            is raised here.
+            The tokens, which require grad if any rank's do, and None. If ranks differ or any has a refusal: no tokens,
+            and the error message, or None if only other ranks refuse; the exchange that follows reports it to all
+            ranks.
+        Raises:
+            RankError: ranks differ or any has a refusal, and the layer has no exchange.
         """
         topology, mp, raises_here = self._topology, self._topology.mp, not self._has_exchange
         if refusal is not None and raises_here:
@@ -242,7 +242,7 @@ class InputChecks:
         return x_SM[:0], refusal
 
     def refusal_to_report(self, refusal: str | None, *routings: Routing) -> str | NonFinite | None:
-        """Return `refusal`, or else non-finite logits, for the exchange to report. Raise if there is no exchange."""
+        """Return `refusal`, or else non-finite logits, for the exchange to report; without an exchange, raise it."""
         for routing in routings:
             refusal = refusal or self.logits_error(routing)
         if not self._has_exchange:
@@ -253,7 +253,7 @@ class InputChecks:
         dispatcher.refuse(self._topology, refusal)
 
     def refuse_without_exchange(self, refusal: str | None) -> None:
-        """Raise `refusal`, if given, in layers without an exchange. With one, the exchange reports it to all ranks."""
+        """Raise `refusal`, if given, in a layer without an exchange. Otherwise the exchange reports it to all ranks."""
         if not self._has_exchange:
             self.refuse(refusal)
 
@@ -269,8 +269,8 @@ def input_error(
     """Return an error message for invalid x, [..., M], else None.
 
     Args:
+        prefix: subject and verb of the message, such as "MoELayer got input".
         like: a parameter of the experts; None: any dtype and device.
-        min_dims: minimum number of dimensions.
         dtypes: allowed in addition to `like`'s.
     """
     if not isinstance(x, Tensor):
@@ -289,10 +289,9 @@ def input_error(
 
 
 def find_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tuple[Tensor, str | None]:
-    """Return the ascending indices of the tokens among padding, and an error message for an invalid mask, else None.
+    """Return the ascending indices of the tokens among padding, on x's device, and None.
 
-    Args:
-        refusal: error message of x; there are no tokens then.
+    For an invalid mask, or if there is a `refusal`, an error message about x: no indices, and the error message.
     """
     if refusal is None:
         refusal = mask_error("MoELayer", mask, x)
@@ -300,8 +299,8 @@ def find_tokens(mask: object, x: Tensor, refusal: str | None, gate: Gate) -> tup
         assert isinstance(mask, Tensor)
         real_N, cut = mask.reshape(-1), _mask_cuts_sequences(mask, gate.loss_sequence)
         if cut is not None:
-            # Whole sequences give a multiple of `sequence` indices; a cut leaves exactly one, which is not. The host
-            # learns of it with the number of tokens, in one synchronization.
+            # Whole sequences give a multiple of `sequence` indices; a cut leaves exactly one index, which is not. One
+            # synchronization returns the number of tokens and whether there is a cut.
             real_N = torch.cat([real_N & ~cut, cut[None]])
         # On the mask's device: a mask on the host needs no synchronization.
         real_S = real_N.nonzero().squeeze(1).to(x.device)
@@ -317,10 +316,10 @@ def read_packing(
     """Return the packed sequences of x, [..., M], and None; if invalid, None and an error message.
 
     Args:
-        refusal: error message of x; there are no sequences then.
+        refusal: error message about x, which is then returned.
+        joint: MP ranks route slices of the same tokens, which would cut sequences: an error.
     """
     if refusal is None and joint:
-        # A slice would cut sequences, whose loss would need sums over the MP group.
         refusal = 'MoELayer got cu_seqlens, but its MP ranks route slices of the same tokens; use mp_input="split"'
     if refusal is not None:
         return None, refusal
@@ -333,8 +332,8 @@ def read_packing(
 def mask_error(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
     """Return an error message for an invalid padding mask, or None for a valid one.
 
-    A mask must be boolean, of shape x.shape[:-1]. If a gate in `gates` has a per-sequence loss, the mask must keep or
-    mask whole sequences. Reads the mask, which must be on the host.
+    A mask must be boolean, of shape x.shape[:-1]. If one of the gates has a per-sequence loss, the mask must keep or
+    mask whole sequences; it is then read, and should be on the host.
     """
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
         for sequence in (gate.loss_sequence for gate in gates):
@@ -346,7 +345,7 @@ def mask_error(who: str, mask: object, x: Tensor, *gates: Gate) -> str | None:
 
 
 def _mask_cuts_sequences(mask: Tensor, sequence: int | None) -> Tensor | None:
-    """Return whether a mask covers a sequence partly. A per-sequence loss would then mix tokens of two sequences.
+    """Return whether a mask covers a sequence partly, so that a per-sequence loss would mix tokens of two sequences.
 
     None: no per-sequence loss, or the gate itself raises (in a graph, or if `sequence` does not divide the tokens).
     """
@@ -364,7 +363,7 @@ def _cut_sequences_error(who: str, sequence: int | None) -> str:
 
 
 def empty_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
-    """Make [0, M] tokens in place of a refused x, with dtype and device of a parameter of the experts."""
+    """Return [0, M] tokens in place of an invalid x, with dtype and device of `like`, a parameter of the experts."""
     if like is None:
         like = x.float() if isinstance(x, Tensor) else torch.empty(0, device="cpu")
     return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)

@@ -1,6 +1,6 @@
-"""The plans of a layer without a schedule: the assigned plans, if any.
+"""The plans of a layer without a schedule: the plans assigned to it, if any.
 
-Layers with a schedule use `layers/schedule.py`, which only they import.
+`layers/schedule.py` has the subclass for layers with a schedule; a `MoELayer` without one does not import it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedExperts(LocalExperts, Protocol):
     def parameters(self) -> Iterable[Tensor]: ...
 
     def describe(self) -> str:
-        """Return a description of these experts, part of the key of cached measurements."""
+        """Return a description of these experts, for the key of cached measurements."""
         ...
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
@@ -67,10 +67,9 @@ class LayerPlans:
     Args:
         is_placed: experts are dynamically placed.
     Attributes:
-        assigned: plans that override the schedule; not copied with the layer. A recomputation reuses the plans of the
-            forward that it repeats.
+        assigned: plans that override the schedule; not copied with the layer.
         shared: the shared expert of the last batch that plans may compute; None: there is none.
-        cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
+        cost_measurement: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
     #: One-sided kernels are allowed; maximum number of chunks.
@@ -83,7 +82,7 @@ class LayerPlans:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-        self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
+        self.cost_measurement: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
         self._forward_plans = ForwardDecision[AssignedPlans]()
 
@@ -95,14 +94,14 @@ class LayerPlans:
         return "off"
 
     @property
-    def is_unplanned(self) -> bool:
-        """True if the layer always runs without a plan."""
-        return self.assigned is None and self.cost_trial is None
+    def can_plan(self) -> bool:
+        """True if a forward may run by a plan."""
+        return self.assigned is not None or self.cost_measurement is not None
 
     @property
     def can_compile(self) -> bool:
         """True if a compiled graph can hold the planned layer as one operator."""
-        # A plan that reduces gradients during backward needs complete gradients; a graph completes them at its end.
+        # A plan may reduce gradients during backward, but a graph completes them at its end.
         assigned = self.assigned
         reduces = assigned is not None and (assigned.gradients is not None or bool(assigned.trailing_all_reduces))
         return self.parts.experts.can_compile_chunks and not reduces and not self.requires_puts
@@ -123,10 +122,10 @@ class LayerPlans:
         self.assigned = AssignedPlans(plans, gradients, beside)
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
-        """Plan the next batches of rows like `like` with new costs; no effect if plans need no costs."""
+        """Plan the next batches of rows like `like` with new costs. No effect without a schedule."""
 
     def fused_kind(self, x_SM: Tensor) -> str | None:
-        """Return the fused operation for rows like `x_SM`, or None. Collective if one may be available."""
+        """Return the fused operation for rows like `x_SM`, or None: collectives. Collective if one may be available."""
         return None
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
@@ -136,9 +135,12 @@ class LayerPlans:
     def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
-        """Return the plans for this batch, by the maximum number of pairs on a rank. None: run without chunks."""
-        if self.cost_trial is not None and in_chunks is not None:
-            self.cost_trial(x_SM, exchange, in_chunks)
+        """Return the plans for this batch. None: run without a plan.
+
+        `in_chunks` returns the experts in chunks; None: they must be called as a module.
+        """
+        if self.cost_measurement is not None and in_chunks is not None:
+            self.cost_measurement(x_SM, exchange, in_chunks)
         return self.assigned_plans()
 
     def assigned_plans(self) -> AssignedPlans | None:
@@ -162,11 +164,11 @@ class PlannedLayer:
 
     @property
     def is_planned(self) -> bool:
-        return self.dispatcher.follows_plans and not self.plans.is_unplanned
+        return self.dispatcher.follows_plans and self.plans.can_plan
 
     @property
     def can_compile_exchange(self) -> bool:
-        """True if a graph of torch.compile can contain this layer's exchange, whose work then consists of operators."""
+        """True if a graph of torch.compile can contain this layer's exchange as operators."""
         # With several ranks only as one graph: otherwise every operator would break the graph.
         whole = self.dispatcher.collectives is None or graph_allows_dynamic_sizes()
         return self.dispatcher.compiles and whole and (not self.is_planned or self.plans.can_compile)
@@ -174,7 +176,7 @@ class PlannedLayer:
     def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
         """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
 
-        A custom module may call collectives, which plans do not allow. Compiled layers have no task for it.
+        It is computed after the plan in compiled layers, and if it is a custom module, which may call collectives.
         """
         if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
             return None
@@ -190,7 +192,8 @@ class PlannedLayer:
             count: scalar count of non-finite values.
             masked: the number of tokens depends on a mask at run time.
         Returns:
-            [S, M], and the loss, made dependent on the exchange; None: not in a graph, or there is no exchange.
+            [S, M], and the loss, which depends on the exchange if this rank has no tokens; None: not in a graph, or
+            there is no exchange.
         """
         collectives = self.dispatcher.collectives if torch.compiler.is_compiling() else None
         if collectives is None:
@@ -219,7 +222,7 @@ class PlannedLayer:
 
 
 def is_captured(layer: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> bool:
-    """Return whether a compiler captures this forward of a `MoELayer`, because all its work consists of operators."""
+    """Return whether a compiler captures this forward of a `MoELayer`."""
     if not torch.compiler.is_compiling():
         return False
     # A mask makes the number of tokens data-dependent, which `ExpertChoice` cannot handle in a graph.
@@ -233,12 +236,9 @@ def is_captured(layer: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> b
 
 
 def require_library_dispatch(dispatch: str | Dispatcher, option: str | None) -> None:
-    """Raise if a custom dispatcher would ignore an argument.
+    """Raise `ConfigError` if a custom dispatcher would ignore an argument.
 
-    Args:
-        option: the argument, such as "schedule='auto'"; None: no such argument was passed.
-    Raises:
-        ConfigError: the dispatcher is custom and `option` was passed.
+    `option`: the argument, such as "schedule='auto'"; None: no such argument was passed.
     """
     own = isinstance(dispatch, Dispatcher) or dispatch not in (*ALGORITHMS, "auto")
     if own and option is not None:

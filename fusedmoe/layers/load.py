@@ -48,7 +48,11 @@ class Load:
         return self.__dict__ | {"counters": None}  # copies and pickles collect nothing
 
     def count(self, routing: Routing | SoftRouting, kept_E: Tensor, gate: Gate, training: bool, all_kept: bool) -> None:
-        """Count a forward. Training forwards with gradients add their load to the sum for `update_gate`."""
+        """Count a forward. Training forwards with gradients also add to `counters` and to the sum for `update_gate`.
+
+        Warns after 100 training forwards without `update_gate`, if the gate needs it. `kept_E`: kept pairs per expert.
+        `all_kept`: no pair was dropped.
+        """
         self.kept_E = kept_E
         experts = len(self.chosen_E)
         self._is_last_counted = False
@@ -83,7 +87,7 @@ class Load:
             self.counters.count_sent(*sent_counts)
 
     def storable_aux_loss(self, aux: Tensor, gate: Gate, training: bool) -> Tensor:
-        """Return the auxiliary loss to store as the layer's attribute, which may be read long after the forward."""
+        """Return the auxiliary loss to store in the layer, which may be read after an activation checkpoint."""
         if not torch.is_grad_enabled():
             like = next(gate.parameters(), None) if training and gate.aux else None
             aux = guard_aux_loss(aux, "MoELayer.aux_loss", like, if_any=not gate.aux)
@@ -98,22 +102,18 @@ class Load:
     def update_gate(self, gate: Gate, world: Group) -> None:
         """All-reduce the training load since the last call and pass it to a gate that balances. Collective."""
         if gate.needs_load:
-            sum_E, self._load_since_update_E, self._forwards_since_update = (
-                self._load_since_update_E,
-                torch.zeros_like(self._load_since_update_E),
-                0,
-            )
+            sum_E, self._forwards_since_update = self._load_since_update_E, 0
+            self._load_since_update_E = torch.zeros_like(sum_E)
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 
     def num_dropped(self) -> int:
-        """Return the number of dropped pairs. Synchronizes with the device."""
         return int(self.chosen_E.sum() - self.kept_E.sum())
 
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
     """Return [E] int64, the number of pairs that chose each expert, without host synchronization."""
-    # Empty pairs, -1, are counted in an extra column. Filtering them would need a host synchronization.
+    # Empty pairs, -1, are counted in an extra column: filtering would synchronize.
     column = expert_SK.reshape(-1).long() + 1
     return column.new_zeros(experts + 1).scatter_add_(0, column, torch.ones_like(column))[1:]
 

@@ -56,13 +56,13 @@ def measure_layer(
 ) -> CostModel:
     """Measure this machine and the parts of a layer, on random tokens like `like`, [S, M].
 
-    Collective over all ranks. Cached for layers of the same description. If the experts move, only the machine is
-    measured.
+    Collective over all ranks. Cached for layers of the same description. With dynamically placed experts, only the
+    machine is measured.
 
     Args:
         all_to_all: algorithm of the layer; None: direct.
         budget_s: ignore the cache and measure for about this many seconds; the same on every rank. If the layer's
-            parameters are sharded now (FSDP2), only the machine is measured again.
+            parameters are sharded now (FSDP2), only the machine is measured again. None: use the cache.
     Raises:
         ConfigError: the experts do not describe their workload.
     """
@@ -71,20 +71,14 @@ def measure_layer(
     costs = measured_costs(topology, like.device, like.dtype, half_budget_s)
     if plans.is_placed:
         return costs
-    # All ranks measure with the largest number of tokens.
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
     like = like.new_empty(max(1, round_rows(tokens)), like.shape[1])
     rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
     workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
     kind = f"{type(experts).__module__}.{experts.describe()}"
     sizes = [list(parameter.shape) for parameter in experts.parameters()]
-    facts: dict[str, Any] = {
-        "shapes": workload.shapes,
-        "experts": kind,
-        "sizes": sizes,
-        "gate": repr(gate),
-        "order": repr(order),
-    }
+    facts: dict[str, Any] = {"shapes": workload.shapes, "experts": kind, "sizes": sizes}
+    facts |= {"gate": repr(gate), "order": repr(order)}
     if isinstance(all_to_all, TwoLevel):
         facts["dispatch"] = all_to_all.name
     fused_kind = plans.fused_kind(like)
@@ -120,57 +114,54 @@ def measure_layer(
     return replace(costs, observed={workload.shapes: seen})
 
 
-class Measurement(Enum):
-    """Progress of a `CostTrial`."""
+class MeasurementState(Enum):
+    """Progress of a `CostMeasurement`."""
 
     DUE = "the next forward measures"
     DONE = "measured, and not read yet"
     TAKEN = "read; measured again on request"
 
 
-class CostTrial:
+class CostMeasurement:
     """Measures the costs of a layer inside a forward, where FSDP has gathered its parameters.
 
     Attributes:
         budget_s: ignore the cache and measure for about this many seconds; None: use cached measurements if any.
-        can_regroup: the experts support another number of chunks backward than forward.
+        can_rechunk: the experts support another number of chunks backward than forward.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
         self._plans = plans
-        self.state = Measurement.DUE
+        self.state = MeasurementState.DUE
         self.budget_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
-        self.can_regroup = False
+        self.can_rechunk = False
 
     def __call__(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts]) -> None:
-        """Called in a layer's forward. In state DUE, measure the layer's costs and workload with these tokens.
+        """In state DUE, measure `costs` and `workload` with these tokens, and set `can_rechunk` and state DONE.
 
-        The results are stored in `costs` and `workload`, and the state becomes DONE. In other states nothing is done.
-        Collective over all ranks.
+        Called in a layer's forward. In other states nothing is done. Collective over all ranks.
         """
-        if self.state is not Measurement.DUE:
+        if self.state is not MeasurementState.DUE:
             return
         topology, experts = self._plans.topology, self._plans.parts.experts
-        self.can_regroup = in_chunks().can_regroup
+        self.can_rechunk = in_chunks().can_rechunk
         with measurement_context():
             self.costs = measure_layer(self._plans, x_SM, budget_s=self.budget_s)
         itemsize, pairs = x_SM.dtype.itemsize, round_rows(exchange.max_pairs)
         self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
             exchange.tokens_per_pair
         )
-        self.state = Measurement.DONE
+        self.state = MeasurementState.DONE
 
 
 @contextmanager
 def measurement_context() -> Iterator[None]:
     """Context that hides measurements and the choice of plans inside a forward pass from the surrounding program.
 
-    Recorders, saved-tensor hooks and dispatch modes are off, so an activation checkpoint stores and recomputes nothing
-    of the block. Gradients are enabled.
+    Activation checkpoints store and recompute nothing of the block. Gradients are enabled.
     """
-    # Inference mode forbids gradients; the caller's modes would see these operators.
     with (
         torch.inference_mode(False),
         disable_current_modes(),
@@ -182,8 +173,7 @@ def measurement_context() -> Iterator[None]:
 
 
 def round_rows(rows: int) -> int:
-    """Round up to three significant binary digits, so that plans are made for few sizes."""
-    # At most a quarter too many, and four sizes per doubling.
+    """Round up to three significant binary digits, so that plans are made for few sizes: four per doubling."""
     step = 1 << max(0, rows.bit_length() - 3)
     return max(1, -(-rows // step) * step)
 
@@ -220,12 +210,9 @@ def time_layer(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """Time the parts of a layer for tokens like `like`. Collective over all ranks, with the same result on all.
+    """Time the parts of a layer for tokens like `like`, [S, M]. Collective over all ranks, with the same result on all.
 
-    The layer does not change: no gradient is kept, and the global random generators are restored.
-
-    Args:
-        like: [S, M]; only shape, dtype and device are used.
+    No gradient is kept, and the global random generators are restored.
     """
     plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
     gate, parameters, x_SM, dy_SM = _make_trial_inputs(topology, gate, experts, like)
@@ -294,15 +281,15 @@ def time_fused(
 ) -> dict[Sample, float]:
     """Time both passes of a layer with a fused operation, gate and order included, on the slowest rank.
 
-    Collective over all ranks. The layer does not change.
+    Collective over all ranks. No gradient is kept, and the global random generators are restored.
 
     Args:
         degrees: numbers of chunks to try, each for both passes.
-        give_up_s: if a few tokens in one chunk take longer than this, nothing more is tried, and their time is used for
+        give_up_s: if at most 64 tokens in one chunk take this long, nothing more is tried, and their time is used for
             all tokens.
     Returns:
-        Seconds by `kind`, pass and chunks; only for one chunk if there are few tokens. Empty if the order has no
-        weights for rows, which the kernels need.
+        Seconds by `kind`, pass and chunks; for at most 64 tokens only for one chunk. Empty if the order has no weights
+        for rows, which the kernels need.
     """
     gate, parameters, x_SM, dy_SM = _make_trial_inputs(topology, gate, experts, like)
 
@@ -344,13 +331,12 @@ def time_fused(
     }
 
 
-# Per topology, and freed with it, by everything that the choice depends on; the layers of a model share it.
+# Per topology, and freed with it. Layers of a model share the choice.
 _fastest_all_to_all: WeakKeyDictionary[Topology, dict[tuple[object, ...], AllToAll]] = WeakKeyDictionary()
 
 
 def has_algorithm_choice(topology: Topology) -> bool:
-    """Return whether all-to-all algorithms differ here: ep spans several nodes, with equally many (> 1) ranks on
-    each."""
+    """Return whether all-to-all algorithms differ: ep spans several nodes, each with the same number (> 1) of ranks."""
     nodes = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     counts = {nodes.count(node) for node in nodes}
     return len(counts) == 1 and 1 < counts.pop() < len(nodes)
@@ -358,12 +344,10 @@ def has_algorithm_choice(topology: Topology) -> bool:
 
 @measurement_context()
 def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
-    """Return the fastest all-to-all algorithm for dispatch and combine of these tokens with uniformly chosen experts.
+    """Return the fastest all-to-all algorithm for tokens of this size with uniformly chosen experts, measured once.
 
-    Collective over all ranks unless cached for such tokens; the same on all ranks.
-
-    Args:
-        x_SM: a batch of this rank; all ranks measure with the largest.
+    Collective over all ranks, with the same result on all. `x_SM`: a batch of this rank; all ranks measure with the
+    size of the largest.
     """
     tokens = round_rows(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
     key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k
@@ -374,7 +358,7 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
         scores_SE = torch.rand(tokens, gate.experts, generator=generator, device=x_SM.device)
         layout = order_rows(scores_SE.topk(min(gate.k, gate.experts)).indices, gate.experts)
         routed = Routed(x_SM.new_zeros(tokens, x_SM.shape[1]), layout)
-        tried = [_round_trips_s(topology, Collectives(topology, candidate), routed) for candidate in candidates]
+        tried = [_round_trips_s(Collectives(topology, candidate), routed) for candidate in candidates]
         every = all_gather_object(topology.world, tried, "choosing a dispatch algorithm")
         times = [statistics.median(map(max, zip(*of, strict=True))) for of in zip(*every, strict=True)]
         chosen[key] = candidates[times.index(min(times))]
@@ -382,7 +366,7 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
 
 
 @torch.no_grad()
-def _round_trips_s(topology: Topology, through: Collectives, routed: Routed) -> list[float]:
+def _round_trips_s(through: Collectives, routed: Routed) -> list[float]:
     wait: Callable[[], None] = torch.cuda.synchronize if routed.x_SM.is_cuda else lambda: None
     seconds = []
     for _ in range(1 + _ROUNDS):

@@ -21,13 +21,7 @@ from fusedmoe.hooks import Hooks, apply_end_hooks, apply_start_hooks, validate_h
 from fusedmoe.kernels.backend import require_float_dtype
 from fusedmoe.kernels.derivatives import exclude_from_graphs
 from fusedmoe.layers import input_checks
-from fusedmoe.layers.assembly import (
-    agree_on_parts,
-    make_dispatcher,
-    make_plans,
-    require_parts,
-    set_up_experts,
-)
+from fusedmoe.layers.assembly import agree_on_parts, make_dispatcher, make_plans, require_parts, set_up_experts
 from fusedmoe.layers.layer_plans import LayerParts, PlannedLayer, is_captured, require_library_dispatch
 from fusedmoe.layers.load import Load
 from fusedmoe.losses import Packing
@@ -46,6 +40,7 @@ class _Tokens(NamedTuple):
     """The tokens that this rank routes in one forward pass.
 
     Attributes:
+        refusal: error message for invalid input, or None.
         packing: the packed sequences of these tokens; None: not packed.
         real_S: indices of these tokens among tokens and padding; None: no mask.
         mp_counts: tokens of each MP rank; None: MP ranks have separate tokens.
@@ -79,14 +74,13 @@ class MoELayer(PlannedLayer, nn.Module):
         ▼    _restore_tokens  all-gather over MP, insert zeros at padding
         y [..., M]
 
-    The dispatcher runs steps 4 to 7; `engine/dispatcher.py` has a worked example. With a schedule these steps run in
-    chunks that overlap (`engine/planned.py`). Code of the steps: `input_checks.py` (1), `gates/` (2), `orders.py` (3),
-    `comm/exchange.py` (4), `engine/collectives_dispatcher.py` (5 and 7), `experts/networks.py` (6),
-    `autograd/parallel.py` (MP in 1 and 8).
+    The dispatcher runs steps 4 to 7 (worked example: `engine/dispatcher.py`); with a schedule, in chunks that overlap
+    (`engine/planned.py`). Code of the steps: `input_checks.py` (1), `gates/` (2), `orders.py` (3), `comm/exchange.py`
+    (4), `engine/collectives_dispatcher.py` (5 and 7), `experts/networks.py` (6), `autograd/parallel.py` (MP in 1 and
+    8).
 
-    Each rank routes its own tokens; their number may differ between ranks and may be 0. Capacity and auxiliary losses
-    depend on this rank's tokens only. Results do not depend on placement, dispatch algorithm, order implementation or
-    schedule, up to rounding.
+    The number of tokens may differ between ranks and may be 0. Capacity and auxiliary losses depend on this rank's
+    tokens only. Results do not depend on placement, dispatch algorithm, order or schedule, up to rounding.
 
     Args:
         model_dim: M.
@@ -95,8 +89,9 @@ class MoELayer(PlannedLayer, nn.Module):
         order: row layout; default: `Dropless` for a gate without capacity, otherwise `Sparse`.
         topology: process groups; default: one rank (data parallelism around the layer needs no topology).
         dispatch: all-to-all algorithm: "direct", "1dh", "2dh", or "auto", which times all three on the first batch and
-            keeps the fastest (`pipeline` and compiled layers without a schedule use "direct"). Or a `Dispatcher` of
-            your own, which replaces steps 4 to 7; it excludes a schedule, plans and a placement, and runs hooks itself.
+            keeps the fastest (`pipeline` and compiled layers without a schedule use "direct"). Or a custom
+            `Dispatcher`, which replaces steps 4 to 7; it excludes a schedule, plans and a placement, and runs hooks
+            itself.
         hooks: user code at six points of the forward and backward pass (`Hooks`).
         shared: network applied to every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: input of the model-parallel ranks. "replicated": the same x on all; each routes a slice, and all
@@ -107,8 +102,7 @@ class MoELayer(PlannedLayer, nn.Module):
         schedule: overlap of communication and computation: "off"; "auto", the fastest by prediction (in a training
             loop, `fusedmoe.training.tune_step` measures instead); the name of a policy; or a `Schedule`. With "auto" or
             a name, the first forward in each dtype is collective over all ranks, replicas included: it measures the
-            machine and stores the result on disk (`fusedmoe.runtime.cache`). `measured_costs(tokens, again_s=…)`
-            measures again.
+            machine and stores the result on disk (`fusedmoe.runtime.cache`).
         placement: "ep": each rank permanently holds the same number of experts, in order. "fssdp": a rank may own any
             number of experts, and `fusedmoe.training.ShardedExperts` replicates experts according to their load.
         device, dtype: of the parameters.
@@ -131,7 +125,7 @@ class MoELayer(PlannedLayer, nn.Module):
     - integers of at most 8 bytes: up to 2·S·K + 4·N + 2·S + 4·E, and with EP·ESP > 1 or hooks S·K + 2·N + 2·T + 4·P +
       R·K + 8·E more.
     Activations, outputs of the experts and padding are never saved. Other gates save as much, or document it; `Einsum`
-    saves its matrices, S·E·C twice; under autocast, x and expert parameters are also saved in the lower precision.
+    saves its matrices, twice S·E·C with C rows per expert; autocast adds x and expert parameters in lower precision.
 
     Raises:
         ConfigError: invalid arguments or input, at construction or, on one rank, in a call.
@@ -202,16 +196,17 @@ class MoELayer(PlannedLayer, nn.Module):
 
         Args:
             mask: [...] booleans, true for tokens and false for padding. Results, loads, losses and metrics are the same
-                as without the padding; the output at padding is 0. Hooks see all rows of x and y. The number of tokens
-                is read from the mask's device once per forward; a mask on the host avoids a synchronization with CUDA.
+                as without the padding; the output at padding is 0. Hooks see all rows of x and y. A mask on the host
+                avoids a synchronization with CUDA.
             cu_seqlens: [sequences + 1], int32 or int64, in FlashAttention's format. The gate's balance loss is then
                 computed per packed sequence of this rank, without padding, and averaged over the non-empty ones.
                 Requires `DeepSeekV3` without `sequence`, and mp_input="split" with several MP ranks.
 
         `torch.compile(fullgraph=True)` captures the layer, except with hooks, MP ranks, placements, a mask before
-        `ExpertChoice`, or a schedule with custom experts. Otherwise, and without `fullgraph` if there is a mask or
-        several ranks, the layer runs eagerly inside the compiled model. On one rank only a mask synchronizes, so a CUDA
-        graph can capture the layer; on CUDA non-finite logits are then reported by a later call or by `check`.
+        `ExpertChoice`, `cu_seqlens` on several ranks, or a schedule with custom experts. In these cases, and without
+        `fullgraph` if there is a mask or several ranks, the layer runs eagerly inside the compiled model. On one rank
+        only a mask synchronizes, so a CUDA graph can capture the layer; on CUDA non-finite logits are then reported by
+        a later call or by `check`.
         """
         if is_captured(self, mask, cu_seqlens):
             if self.check_wrapper is not None:
@@ -220,7 +215,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return self._forward_guarded(x, mask, cu_seqlens)
 
     def _forward_guarded(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        # Inlined condition of the check: nearly always nothing has changed, and the hot path avoids the call.
+        # Inlined condition of the check, for speed: nearly always nothing has changed.
         check = self.check_wrapper
         if check is not None and check.checked_state != (len(module_states), id(next(self.experts.parameters(), None))):
             check()
@@ -292,7 +287,7 @@ class MoELayer(PlannedLayer, nn.Module):
         """Step 3: sort the rows by expert, and count the load of each expert."""
         with part_span("permute"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
-        # After the order, which on CUDA reports expert ids that do not exist.
+        # Counted after the order, which on CUDA reports invalid expert ids.
         self.load.count(routing, ordered.kept_E, self.gate, self.training, ordered.all_kept)
         return ordered
 
@@ -304,11 +299,7 @@ class MoELayer(PlannedLayer, nn.Module):
         masked: bool,
         shared: SharedExpert | None,
     ) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 7: exchange metadata, dispatch, run the experts, combine. Returns y_SM and the auxiliary loss.
-
-        In a compiled graph the returned loss may depend on the exchange: otherwise the compiler would remove an
-        exchange whose results this rank does not use, and the other ranks would wait for it.
-        """
+        """Steps 4 to 7: exchange metadata, dispatch, run the experts, combine. Return y_SM and the auxiliary loss."""
         nonfinite, aux = self.checks.nonfinite_logits(routing), routing.aux_loss
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal or nonfinite, shared)
         count = None if nonfinite is None else nonfinite.number
@@ -321,10 +312,7 @@ class MoELayer(PlannedLayer, nn.Module):
     def _sum_results(self, y_SM: Tensor, ordered: Ordered, x_SM: Tensor, shared_SM: Tensor | None) -> Tensor:
         """Step 8: restore the order of this rank's tokens, and add the shared expert's results.
 
-        `_restore_tokens` gathers the tokens of the other MP ranks later.
-
-        Args:
-            shared_SM: the shared expert's results if a plan has computed them; None: compute them here.
+        `shared_SM`: the shared expert's results if a plan has computed them; None: compute them here.
         """
         with part_span("unpermute"):
             y_SM = self.order.restore(y_SM, ordered)
@@ -337,7 +325,7 @@ class MoELayer(PlannedLayer, nn.Module):
         return y_SM + shared_SM
 
     def _restore_tokens(self, y_SM: Tensor, tokens: _Tokens, x: Tensor) -> Tensor:
-        """Gather the tokens of all MP ranks, and restore masked tokens (zeros) and the shape of x."""
+        """Step 8: gather the tokens of all MP ranks, insert zeros at padding, and restore the shape of x."""
         if tokens.mp_counts is not None:
             y_SM = self.mp_tokens.gather(y_SM, tokens.mp_counts)
         if tokens.real_S is not None:
@@ -349,8 +337,8 @@ class MoELayer(PlannedLayer, nn.Module):
 
         Args:
             again_s: measure for about this many seconds, the same on every rank, instead of reading the cache
-                (`fusedmoe.runtime.cache`). A schedule that measures then plans the next forward in the parameters'
-                dtype with the new costs; the choice of one-sided kernels is kept.
+                (`fusedmoe.runtime.cache`). A schedule then plans forwards in the parameters' dtype with the new costs,
+                but keeps its choice of one-sided kernels.
         Raises:
             ConfigError: the experts do not describe their workload.
         """
@@ -391,8 +379,8 @@ class MoELayer(PlannedLayer, nn.Module):
     def check(self) -> None:
         """Raise errors of earlier forwards that were not reported yet. Synchronizes with the device.
 
-        Non-finite router logits and one-sided time-outs; needed only on CUDA if nothing else synchronizes, as in CUDA
-        graphs.
+        Such errors are non-finite router logits and faults of one-sided kernels. Needed only on CUDA if nothing else
+        synchronizes, as in CUDA graphs.
         """
         with self.topology.guard("MoELayer.check"):
             self.topology.check()

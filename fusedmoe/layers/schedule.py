@@ -40,7 +40,7 @@ _AUTO_POLICY = "joint"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Choice of how a layer overlaps communication with computation. Results do not depend on it.
+    """How a layer overlaps communication with computation. Results do not depend on it.
 
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.layer_policies()`; "fused", one-sided kernels if available and
@@ -50,12 +50,12 @@ class Schedule:
             them by `costs`. Experts that are custom modules need the same number in both passes.
         costs: costs of collectives and products on this machine, the same on every rank; None: measured when first
             needed, once per machine (`fusedmoe.runtime.cache`).
+        limit: maximum number of chunks that the policy may choose.
         puts: allow one-sided kernels if available and faster; set by "fused" and "auto".
-        row_factor: f, for one-sided kernels: allocate ⌈f·S⌉·K rows (times ESP) for a rank's experts, that is f times
-            the mean, where S is the largest number of tokens of a rank in the first batch; None: allocate for all rows
-            that all ranks can send. With it the host never synchronizes, and a CUDA graph can capture the layer. A
-            batch that needs more rows, and non-finite router logits, are reported on all ranks by a later forward or by
-            `MoELayer.check`.
+        row_factor: f, for one-sided kernels: allocate ⌈f·S⌉·K rows (times ESP) for a rank's experts, where S is the
+            largest number of tokens of a rank in the first batch; None: allocate for all rows that all ranks can send.
+            With it the host never synchronizes, and a CUDA graph can capture the layer. A batch that needs more rows,
+            and non-finite router logits, are reported on all ranks by a later forward or by `MoELayer.check`.
 
     Raises:
         ConfigError: unknown policy; a degree or `limit` < 1; degrees with your own policy, which chooses them;
@@ -91,11 +91,7 @@ class Schedule:
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """Return the schedule of a name: "off" (None), "auto", or a policy with measured costs.
-
-        Raises:
-            ConfigError: unknown name.
-        """
+        """Return the schedule of a name: "off" (None), "auto", or a policy. Raise `ConfigError` for other names."""
         if name not in (known := ("off", "auto", *_schedule_names())):
             raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_policy_hint(name)}")
         if name == "auto":
@@ -114,14 +110,15 @@ class Schedule:
         workload: Workload | None,
         costs: CostModel | None = None,
         *,
-        can_regroup: bool = True,
+        can_rechunk: bool = True,
     ) -> Plans:
         """Return the plans of a layer with these task kinds; the same on all ranks for the same arguments.
 
         Args:
             kinds: task kinds that the layer can run (`fusedmoe.runtime.execute`).
-            workload: of the layer on one rank; None if degrees are given.
-            can_regroup: backward may have another number of chunks than forward.
+            workload: of the layer on one rank; None if the schedule has degrees.
+            costs: used if the schedule has none.
+            can_rechunk: backward may have another number of chunks than forward.
         """
         policy = self._policy_object
         kind = next((kind for kind in FUSED if kind in kinds), None) if self.puts else None
@@ -132,13 +129,13 @@ class Schedule:
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
         plan = policy.plan(step_costs, self.limit)
-        fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, can_regroup)
+        fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, can_rechunk)
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
         # Experts by autograd save one graph per chunk, so both passes need the same chunks.
-        if can_regroup or policy.is_user_defined:
-            if not can_regroup and len({*plan.degrees.values()}) > 1:
+        if can_rechunk or policy.is_user_defined:
+            if not can_rechunk and len({*plan.degrees.values()}) > 1:
                 raise ConfigError(
                     f"policy {policy.name} has other chunks backward than forward; experts that are modules of their "
                     "own need one number for both passes"
@@ -159,34 +156,28 @@ def _schedule_names() -> tuple[str, ...]:
 
 
 class _FusedChoice(NamedTuple):
-    """The chosen chunks of a fused operation.
-
-    Attributes:
-        seconds: time of both passes.
-        degrees: number of chunks in forward and in backward.
-    """
+    """Numbers of chunks of a fused operation, forward and backward, and the time of both passes."""
 
     seconds: float
     degrees: tuple[int, int]
 
 
 def _best_fused(
-    kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_regroup: bool
+    kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_rechunk: bool
 ) -> _FusedChoice | None:
-    """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if it never ran.
+    """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if none was measured.
 
-    None: the operation has no costs. Different numbers of chunks add a copy of saved tensors
-    (`LayerCosts.regroup_s`).
+    None: the operation has no costs.
     """
     layer = step_costs.layers[0]
     seen = costs.observed.get(workload.shapes, Observed())
     # Scaled from the measured number of rows: fused operations have no fitted cost model.
     share = 1.0 if seen.rows is None else workload.rows / seen.rows
     ran = [
-        _FusedChoice(share * (there_s + back_s) + (0.0 if there == back else layer.regroup_s), (there, back))
+        _FusedChoice(share * (there_s + back_s) + (0.0 if there == back else layer.rechunk_s), (there, back))
         for there, there_s in seen.get(kind, "forward").items()
         for back, back_s in seen.get(kind, "backward").items()
-        if max(there, back) <= limit and (can_regroup or there == back)
+        if max(there, back) <= limit and (can_rechunk or there == back)
     ]
     if ran:
         return min(ran)
@@ -214,11 +205,7 @@ def require_degrees(degrees: object) -> None:
 
 
 def require_same_plans(topology: Topology, plans: Plans) -> None:
-    """Check that the ranks of ep and esp have the same plans. Collective over ep and esp.
-
-    Raises:
-        RankError: they differ; the same message on all of them lists the ranks of each plan.
-    """
+    """Raise `RankError` if ranks of ep and esp have different plans, naming the ranks. Collective over ep and esp."""
     operation = "comparing plans"
     own = {topology.rank: f"{plans.forward.fingerprint} forward, {plans.backward.fingerprint} backward"}
     for group in (topology.ep, topology.esp):
@@ -266,29 +253,28 @@ class ScheduledPlans(LayerPlans):
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __str__(self) -> str:
-        """Return the schedule, with the numbers of chunks of the last plan that a policy has chosen."""
         plans = [*self.plans_by_workload.values()]
         if not plans or self.schedule.degrees is not None:
             return str(self.schedule)
         return f"{self.schedule} in {plans[-1].degrees} chunks"
 
     @property
-    def is_unplanned(self) -> bool:
-        return False
+    def can_plan(self) -> bool:
+        return True
 
     def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
-        if self.cost_trial is not None:
+        if self.cost_measurement is not None:
             return super().find_plans(x_SM, exchange, in_chunks)
         assigned = self.assigned_plans()
         if assigned is not None or in_chunks is None:
             return assigned
         workload = self._workload(x_SM, exchange.max_pairs, exchange.tokens_per_pair)
         if workload not in self.plans_by_workload:
-            can_regroup = in_chunks().can_regroup
+            can_rechunk = in_chunks().can_rechunk
             self.plans_by_workload[workload] = self._make_plans(
-                x_SM, workload, can_regroup, self.kinds, exchange.algorithm
+                x_SM, workload, can_rechunk, self.kinds, exchange.algorithm
             )
         return AssignedPlans(self.plans_by_workload[workload])
 
@@ -300,7 +286,7 @@ class ScheduledPlans(LayerPlans):
         self.plans_by_workload.clear()
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
-        """Return the fused operation for rows like these; None: collectives. Collective once per dtype and device."""
+        """Return the fused operation for rows like `x_SM`; None: collectives. Collective once per dtype and device."""
         if self.assigned_plans() is not None or not self.puts:
             return None
         at = x_SM.dtype, x_SM.device
@@ -319,7 +305,7 @@ class ScheduledPlans(LayerPlans):
             share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
             workload = self._workload(x_SM, tokens * gate.k, share)
             # Fused operations require grouped experts.
-            return self._make_plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
+            return self._make_plans(x_SM, workload, can_rechunk=True, kinds=(*self.kinds, kind))
 
         return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
@@ -338,11 +324,7 @@ class ScheduledPlans(LayerPlans):
         return next((kind for kind in runnable_kinds(capabilities, "itself") if kind in FUSED), None)
 
     def _workload(self, x_SM: Tensor, pairs: int, share: float) -> Workload | None:
-        """Return the workload from which the schedule chooses; None if there is nothing to choose.
-
-        Args:
-            share: tokens sent per pair.
-        """
+        """Return the workload for which to plan; None if the schedule has degrees. `share`: tokens sent per pair."""
         if self.schedule.degrees is not None:
             return None
         ep, esp = self.topology.ep.size, self.topology.esp.size
@@ -353,7 +335,7 @@ class ScheduledPlans(LayerPlans):
     def _with_shared_expert(
         self, plans: Plans, workload: Workload | None, costs: CostModel | None, kinds: Collection[str], x_SM: Tensor
     ) -> Plans:
-        """Return the plans with the shared expert, at the position with the shortest predicted pass."""
+        """Return the plans with the shared expert; with costs, at the position with the shortest predicted pass."""
         assert self.shared is not None
         if workload is None or costs is None:
             return Plans(*(with_shared_expert(plans.of(phase), phase) for phase in PHASES))
@@ -373,17 +355,17 @@ class ScheduledPlans(LayerPlans):
         self,
         x_SM: Tensor,
         workload: Workload | None,
-        can_regroup: bool,
+        can_rechunk: bool,
         kinds: tuple[str, ...],
         all_to_all: AllToAll | None = None,
     ) -> Plans:
-        """Make plans of these task kinds. The first call is collective over all ranks if it measures."""
+        """Make plans of these task kinds. Collective over ep and esp; over all ranks if it measures costs."""
         costs = None
         if self.schedule.degrees is None and self.schedule.costs is None:
             costs = self._costs.get((x_SM.dtype, x_SM.device))
             if costs is None:
                 costs = self._costs[x_SM.dtype, x_SM.device] = self.measure_costs(x_SM, all_to_all)
-        plans = self.schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
+        plans = self.schedule.plans(kinds, workload, costs, can_rechunk=can_rechunk)
         if self.shared is not None:
             plans = self._with_shared_expert(plans, workload, self.schedule.costs or costs, kinds, x_SM)
         require_same_plans(self.topology, plans)

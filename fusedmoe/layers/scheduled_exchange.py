@@ -1,7 +1,4 @@
-"""Scheduled dispatch, experts and combine for MoE layers of other libraries.
-
-The other library provides routed tokens and experts of known width (`ExternalExperts`).
-"""
+"""Scheduled dispatch, experts and combine for MoE layers of other libraries, which route tokens themselves."""
 
 from __future__ import annotations
 
@@ -39,6 +36,7 @@ class ExternalExperts:
     """A rank's experts in a module of another library, whose forward and `in_chunks` follow `LocalExperts`.
 
     Args:
+        num_experts: over all ranks.
         widths: (M, H), with the hidden dimension H of an expert over all of its shards.
         gated: experts have two up projections.
     Attributes:
@@ -61,14 +59,16 @@ class ExternalExperts:
         return of_rows
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that `__call__` calls, and whose hooks it runs."""
         return self.module.named_modules()
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for _, module in self.named_modules())
 
     def graph_module(self) -> nn.Module | None:
-        """Return an equivalent module, called by operators with the parameters of a graph; None: there is none."""
+        """Return the module that an operator calls in a compiled graph, with the graph's tensors as its parameters.
+
+        None: the experts cannot be called this way.
+        """
         return self.module
 
     def parameters(self) -> Iterable[Tensor]:
@@ -84,20 +84,21 @@ class ExternalExperts:
 
 
 class ScheduledExchange(PlannedLayer):
-    """Dispatch, experts and combine of a layer's tokens, by a schedule, on which results do not depend.
+    """Dispatch, experts and combine of a layer's tokens, by a schedule. Results do not depend on the schedule.
 
         exchange = ScheduledExchange(topology, experts, "auto", "my library")
         y_SM = exchange.through_experts(x_SM, autograd.order(number_SK, experts.num_experts), weight_SK)
 
-    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result on disk.
-    A `torch.compile` graph holds the exchange as one operator. Under selective activation checkpoints it runs as with
-    "off".
+    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result
+    on disk. A `torch.compile` graph holds the exchange as one operator if it runs by a plan, otherwise as
+    several. Under selective activation checkpoints it runs as with "off".
 
     Attributes:
         number: index among the model's layers, for plans of steps.
     Raises:
         ConfigError: unknown schedule.
-        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both collective.
+        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both
+            collective.
     """
 
     placed = None
@@ -112,7 +113,7 @@ class ScheduledExchange(PlannedLayer):
 
     def set_schedule(self, schedule: str | Schedule) -> None:
         """Replace the schedule. Collective."""
-        # Replaces the other library's router, which cannot route random tokens, in measurements.
+        # Routes random tokens in measurements, in place of the other library's router.
         gate = Random(self.experts.num_experts)
         gate.setup(self.experts.widths[0])
         parts = LayerParts(self.topology, gate, Dropless(), self.experts)
@@ -131,8 +132,8 @@ class ScheduledExchange(PlannedLayer):
             collectives.graph_module = self.experts.graph_module()
 
     @property
-    def is_unplanned(self) -> bool:
-        return self.plans.is_unplanned
+    def can_plan(self) -> bool:
+        return self.plans.can_plan
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
@@ -145,7 +146,7 @@ class ScheduledExchange(PlannedLayer):
         Raises:
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
-        if torch.compiler.is_compiling() or self.is_unplanned:
+        if torch.compiler.is_compiling() or not self.can_plan:
             return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
@@ -154,7 +155,7 @@ class ScheduledExchange(PlannedLayer):
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
         if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.is_unplanned or not self.plans.can_compile or needs_module_call(self.experts):
+        if not (self.can_plan and self.plans.can_compile) or needs_module_call(self.experts):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
@@ -168,16 +169,19 @@ class ScheduledExchange(PlannedLayer):
 
 
 # Per world, because a process may destroy one and create another. The caller's process group is not referenced, so that
-# its owner can destroy it. Either all ranks of a topology find it here, or no rank does.
+# its owner can destroy it.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Topology]] = WeakKeyDictionary()
 
 
 def shared_topology(
     handle: dist.ProcessGroup | None, experts: Tensor | None = None, timeout_s: float = 300.0
 ) -> Topology:
-    """Return `Topology.from_group`, one for all layers over the same ranks. Collective on first use.
+    """Return `Topology.from_group`, or one rank without `handle`. Collective on first use.
 
-    Measurements for one layer, and buffers of its one-sided kernels, serve the next.
+    All layers over the same ranks share it, and with it measurements and buffers of one-sided kernels.
+
+    Args:
+        experts: as in `Topology.from_group`.
     """
     if handle is None or dist.get_world_size(handle) == 1:
         return Topology()

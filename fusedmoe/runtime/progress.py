@@ -20,21 +20,20 @@ from rich.text import Text
 
 from fusedmoe.errors import printable
 
-# No bar for shorter work.
 _SHOW_AFTER_S = 2.0
 
-# No remaining time before this fraction of the work is done: the first parts are often slower or faster than the rest.
+# No remaining time is shown before this fraction of the work is done.
 _MIN_DONE_FRACTION = 0.1
 
-# Seconds between two lines without a terminal.
+# Between two lines without a terminal.
 _LINE_INTERVAL_S = 15.0
 
 
 class ProgressBar:
     """Progress bar on stderr with the remaining time, shown after 2 s; without a terminal, a line every 15 s.
 
-    with ProgressBar("simulating") as bar:
-        work(bar.show)              # calls show(done, total)
+        with ProgressBar("simulating") as bar:
+            work(bar.show)              # calls show(done, total)
 
     Args:
         what: the work, as shown.
@@ -106,7 +105,6 @@ class Display:
 
 
 def make_display(rank: int, total: int, done: int) -> Display:
-    """Return a bar on a terminal, lines without one, and no output on ranks other than 0."""
     if rank:
         return Display()
     return TrainingBar(total, done) if sys.stdout.isatty() else LinePrinter(total)

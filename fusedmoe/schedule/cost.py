@@ -118,7 +118,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Durations:
-    """Costs given task by task."""
+    """Costs from a table of task durations, the same for every plan."""
 
     given: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
@@ -144,7 +144,7 @@ class Line:
         return 1 / max(self.beta_s, MIN_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up (F14)."""
+        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up `alpha_s`."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -219,9 +219,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Measured seconds per sample.
+    """Measured seconds of parts of a layer or step. Raises `ConfigError` for an invalid time or number of chunks.
 
-    `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
+    Attributes:
+        seconds: by part: kind of task, phase and number of chunks (`Sample`).
+        rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
     seconds: Mapping[Sample, float] = field(default_factory=dict)

@@ -173,7 +173,7 @@ class Workload:
         """Return the layer's costs on a machine, with those of the blocks without experts `before` it.
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
-        around the experts (F7). With these, the coefficients of the paper's Fig. 5 reproduce its Table 2. Each
+        around the experts. With these, the coefficients of the paper's Fig. 5 reproduce its Table 2. Each
         micro-batch pays the start-up times of all parts.
         """
 
@@ -192,7 +192,7 @@ class Workload:
         dense: dict[str, dict[str, StageTime]] = {}
         expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
         for phase, times in zip(PHASES, (1, 2), strict=True):
-            # Backward of attention and of fully trained experts takes twice the forward time (F13).
+            # Backward of attention and of fully trained experts takes twice the forward time.
             chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
             dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
@@ -205,8 +205,8 @@ class Workload:
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
-        regroup_s = copy.seconds(self.saved_elements() * self.itemsize)
-        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, regroup_s)
+        rechunk_s = copy.seconds(self.saved_elements() * self.itemsize)
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, rechunk_s)
 
     def step_costs(
         self,

@@ -167,10 +167,10 @@ def test_machine_at_the_ends_of_its_figures_encloses_the_machine() -> None:
 
 def test_settings_of_earlier_versions_are_read() -> None:
     new = ("head_dim", "vocab_size", "dense_layers", "dense_hidden", "q_rank", "kv_rank", "rope_dim", "value_dim")
-    data = Settings(named_model("Mixtral-7B")).to_json()
+    data = Settings(named_model("Mixtral-7B")).to_dict()
     for field in new:
         del data["model"][field]
-    read = Settings.from_json(data)
+    read = Settings.from_dict(data)
     assert read == Settings(named_model("Mixtral-7B")) and read.model.head_size == 128
     assert ModelConfig(**data["model"]).vocabulary == 256
 

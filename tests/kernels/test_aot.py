@@ -100,7 +100,8 @@ def test_every_kernel_has_cases() -> None:
         for name in re.findall(r"^@(?:triton\.|gluon\.)?jit.*\n(?:def (\w+_kernel)\()", file.read_text(), re.M)
     }
     covered = {f"{case.kernel.__module__}.{case.kernel.__name__}" for _, case in aot.cases()}
-    assert written == covered
+    assert written <= covered, f"add cases of {written - covered} to tests/kernels/cases"
+    assert covered <= written, f"no file defines {covered - written}"
 
 
 def test_half_precision_cases_require_hopper_instructions() -> None:

@@ -84,7 +84,7 @@ def check_chosen_algorithm(rank: int, world: int, seconds: dict[str, list[list[f
     topology = Topology.from_sizes(world, ranks_per_node=2, timeout_s=20)
     right = run_layer("direct", topology, experts.SwiGLU(5))
 
-    def measured(topology: Topology, through: Collectives, routed: Routed) -> list[float]:
+    def measured(through: Collectives, routed: Routed) -> list[float]:
         handle = through.dispatch(routed)  # a real dispatch; only the times are made up
         through.combine(*handle)
         return seconds[through.all_to_all.identity.split()[0]][rank]
