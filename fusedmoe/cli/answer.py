@@ -137,7 +137,9 @@ def answer_facts(
     if "joint" in plans and facts["pipeline"]["refusal"] is None:
         joint_s = _step_s(planning, plans["joint"])
         ends = _at_ends(planning, plans["joint"], plans["sequential"])
-        facts["pipeline"] |= {"call": job.pipeline} | _gain_facts(sequential_s, joint_s, ends)
+        keeps = ["all gathered blocks"] * (job.state.sharded == "all")
+        keeps += ["the experts' activations"] * planning.settings.recompute
+        facts["pipeline"] |= {"call": job.pipeline, "keeps": keeps} | _gain_facts(sequential_s, joint_s, ends)
     for overlaps in (facts["overlap"], facts["pipeline"]):
         overlaps["pays"] = "gain" in overlaps and overlaps["gain_range"][0] > error.value
     if facts["two_level"] is not None:
@@ -313,7 +315,9 @@ def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple
 def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str]:
     if "gain" not in pipeline:
         return "no", pipeline["refusal"] or "experts are not spread over ranks"
-    return _overlap_words(pipeline, error, f"{pipeline['call']}(…)")
+    answer, why = _overlap_words(pipeline, error, f"{pipeline['call']}(…)")
+    kept = f"; needs memory for {' and '.join(pipeline['keeps'])}" if pipeline["keeps"] else ""
+    return answer, why + kept
 
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:

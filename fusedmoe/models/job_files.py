@@ -80,12 +80,13 @@ class ExternalJob:
                 f"--config: {number} pipeline stages share the ranks: give --ranks as a multiple of {number}, or plan "
                 f"one stage: --layers {-(-model.layers // number)} and its own --ranks"
             )
-        words = "one pipeline stage, with embedding and head; bubbles and sends between stages are not in the step"
+        stage = "one pipeline stage"
         if layers is None:
             assert ranks is not None
             share, ranks = -(-model.layers // number), ranks // number
-            words = f"{words}: {share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks"
+            stage += f" ({share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks)"
             model = replace(model, layers=share, dense_layers=0)
+        words = f"{stage}, with embedding and head; bubbles and sends between stages are not in the step"
         return replace(self, model=model, assumptions=(words, *self.assumptions), stages=1), ranks
 
     def micro_batches(self, batch: int, replicas: int) -> int:

@@ -199,6 +199,7 @@ def test_integration_gains_by_its_own_schedule_only(
     assert "gradient-all-reduce" not in data["critical_path_s"] and "gradient-all-reduce" not in data["plan"]
     assert answer["overlap"]["gain"] == pytest.approx(1 - steps_s["auto"] / steps_s["sequential"])
     pipeline = answer["pipeline"]
+    assert pipeline["keeps"] == ["all gathered blocks"]
     assert pipeline["call"] == "fusedmoe.hf.pipeline" and pipeline["gain"] > answer["overlap"]["gain"]
     assert pipeline["gain"] == pytest.approx(1 - steps_s["joint"] / steps_s["sequential"])
     assert any("gradients are reduced after the backward pass" in words for words in answer["assumptions"])
