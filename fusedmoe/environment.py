@@ -46,7 +46,7 @@ def launch_command(ranks: int, arguments: str) -> str:
     """Return the shell command that runs `fusedmoe` on `ranks` ranks, with as many ranks per host as this job has."""
     if ranks == 1:
         return f"fusedmoe {arguments}"
-    local = read_integer("LOCAL_WORLD_SIZE", ranks, 1)
+    local = min(ranks, read_integer("LOCAL_WORLD_SIZE", ranks, 1))
     hosts = "--standalone" if local == ranks else f"--nnodes {ranks // local} --rdzv-endpoint HOST:PORT"
     return f"torchrun --nproc-per-node {local} {hosts} -m fusedmoe {arguments}"
 

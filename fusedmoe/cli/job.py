@@ -135,18 +135,19 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
     dist.destroy_process_group()
 
 
-def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
-    return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
+def make_topology(sizes: Sizes, timeout_s: float, duplex: bool = False) -> Topology:
+    ranks_per_node, ep, esp, mp = sizes.ranks_per_node, sizes.ep, sizes.esp, sizes.mp
+    return Topology.from_sizes(ep, esp, mp, ranks_per_node=ranks_per_node, timeout_s=timeout_s, duplex=duplex)
 
 
 @contextmanager
 def command_group(
-    settings: Settings, launch: Launch, sizes: Sizes, command: str
+    settings: Settings, launch: Launch, sizes: Sizes, command: str, duplex: bool = False
 ) -> Iterator[tuple[Topology, torch.device]]:
     """Context with a command's process group, topology and device. All ranks raise an exception inside."""
     device = choose_device(settings, launch)
     with process_group(launch, device, settings.timeout_s):
-        topology = make_topology(sizes, settings.timeout_s)
+        topology = make_topology(sizes, settings.timeout_s, duplex)
         with topology.guard(command):
             yield topology, device
 

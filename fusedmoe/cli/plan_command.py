@@ -31,11 +31,12 @@ from fusedmoe.cli.step_plans import (
     plans_by_policy,
     recomputation_bound_s,
     recomputed_pass,
+    sizes_outside_ranges,
     step_tokens,
     unplanned_gradients,
     with_cached_tasks,
 )
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.read_job import read_job
 from fusedmoe.models.transformer import Transformer
@@ -124,6 +125,7 @@ class PlanReport:
             "layout": {"ranks": launch.ranks, **vars(sizes), "dp": launch.ranks // sizes.mp},
             "machine": costs.machine,
             "poor_fits": costs.poor_fits,
+            "outside_ranges": sizes_outside_ranges(settings, sizes, costs),
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
@@ -185,6 +187,9 @@ class PlanReport:
             f"{number * step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
+        if outside := facts["outside_ranges"]:
+            text = f"costs outside the measured range: {outside}; run fusedmoe trace first, which measures them"
+            console.print(printable(text), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:
             print_answer(console, answer)
             console.print(self._policies_table())
@@ -306,6 +311,8 @@ def run(arguments: argparse.Namespace) -> int:
         job, arguments.ranks = job.one_stage(arguments.ranks, changes.get("model.layers"))
         settings = settings.changed({"model": job.model, **job.settings})
     settings = settings.changed(changes)
+    if job is None:
+        settings.model.require_byte_vocabulary()
     if settings.schedule == "off":
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     machine = _find_machine(arguments, settings)

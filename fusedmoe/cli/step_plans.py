@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -51,6 +52,8 @@ from fusedmoe.training.gradient_buckets import reduced_bytes
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Settings that affect the step time.
 _TIMING_SETTINGS = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
+# Multiple of the largest measured size up to which a fitted line is trusted.
+_FAR = 10
 # Numbers of chunks tried in measurement steps, in addition to 1.
 _DEGREES = (2, 3, 4)
 
@@ -399,6 +402,28 @@ def describe_costs(costs: CostModel) -> str:
         return named
     again = "start fusedmoe profile --again --budget 60 on the idle machine, with the same ranks"
     return f"{named}\npoor fits: {costs.poor_fits}. Predictions may be wrong and plans slow; {again}"
+
+
+def sizes_outside_ranges(settings: Settings, sizes: Sizes, costs: CostModel) -> str:
+    """Name the costs that are extrapolated far beyond their measured sizes; empty if none is, or tasks are measured."""
+    workload, named = step_workload(settings, sizes.ep, sizes.esp, sizes.mp), []
+    if any(shapes.startswith(workload.shapes) for shapes in costs.observed):
+        return ""
+    for line, needed in workload.operation_sizes().items():
+        least, most = costs.ranges.get(line, (0.0, math.inf))
+        unit = "FLOP" if line == "gemm" else "B"
+        # A slope has the same relative error at any larger size, but a start-up time dominates small ones.
+        if outside := [n for n in needed if 0 < n < least or n > _FAR * most]:
+            measured = f"measured {format_scaled(least, unit)} to {format_scaled(most, unit)}"
+            named.append(f"{line} of {' and '.join(format_scaled(n, unit) for n in outside)} ({measured})")
+    return ", ".join(named)
+
+
+def format_scaled(value: float, unit: str) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def make_table(title: str, columns: Sequence[str], right: Collection[str] = ()) -> Table:

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(given_settings(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes, settings = resolve_sizes(settings, launch)
+    settings.model.require_byte_vocabulary()
     followed_policy(settings, sizes)  # raises before the machine is measured
     with command_group(settings, launch, sizes, "fusedmoe trace") as (topology, device):
         costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs

@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_launcher()
         end_with_launcher()
     sizes, settings = resolve_sizes(settings, launch, sizes_for_ranks if settings.survive else choose_sizes)
+    settings.model.require_byte_vocabulary()
     followed_policy(settings, sizes)  # raises before measuring
     device, stop_request = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":

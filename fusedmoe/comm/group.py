@@ -238,6 +238,15 @@ class ProcessGroups:
                 destroy_group(handle)
 
 
+def device_backend(handle: dist.ProcessGroup, device_type: str) -> str:
+    """Return the backend of a process group on a type of device, such as "gloo" on CPUs after `init_process_group()`.
+
+    `torch.distributed.get_backend` returns the initialisation string, "undefined" without one.
+    """
+    by_device = dict(pair.split(":", 1) for pair in dist.get_backend_config(handle).split(","))
+    return by_device.get(device_type) or dist.get_backend(handle)
+
+
 _POOLS: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
 
 

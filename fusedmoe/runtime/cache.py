@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,10 +29,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import scipy
 import torch
-import torch.distributed as dist
 
 from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.group import device_backend
 from fusedmoe.comm.topology import Topology
 from fusedmoe.environment import launch_command
 from fusedmoe.errors import ConfigError, warn
@@ -48,8 +49,14 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
-# Version 1 of step measurements included contention.
-_OBSERVED_VERSION = 2
+# Version 1 of step measurements included contention, and version 1 of profiles had no small sizes.
+_OBSERVED_VERSION = _PROFILE_VERSION = 2
+
+#: Dtypes of measured matrix products, by value of `fusedmoe profile --dtype`.
+PRODUCT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Variables whose values are part of the machine's facts.
+_NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
@@ -69,7 +76,8 @@ def _read_on_rank_0(topology: Topology, path: Path, operation: str, again: bool 
     return all_gather_object(topology.world, text, operation)[0]
 
 
-def write_or_warn(path: Path, text: str, what: str) -> None:
+def write_or_warn(path: Path, text: str, what: str) -> bool:
+    """Write a cache file, or warn about `what`. Return whether the file was written."""
     try:
         write_cache_file(path, text)
     except OSError as error:
@@ -77,6 +85,8 @@ def write_or_warn(path: Path, text: str, what: str) -> None:
             f"{what} could not be cached ({error}); the next job has to repeat it. Set {CACHE} to a writable folder",
             stacklevel=3,
         )
+        return False
+    return True
 
 
 def cached_profile(
@@ -92,7 +102,7 @@ def cached_profile(
     Rank 0 shows a progress bar while measuring, and warns about poorly fitted lines. Raises the errors of `profile`.
     """
     facts = machine_facts(topology, device, dtype)
-    path = cache_dir() / f"costs-{fingerprint(facts)}.json"
+    path = cache_dir() / f"costs-{fingerprint({'format': _PROFILE_VERSION, **facts})}.json"
     text = _read_on_rank_0(topology, path, "reading the profile", again)
     measured = None if text is None else _parse_valid_profile(text, topology, device)
     if measured is None:
@@ -100,24 +110,29 @@ def cached_profile(
             show = bar.show if topology.is_first else None
             machine = describe_machine(facts)
             measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
-        if topology.is_first:
-            write_or_warn(path, measured.to_json(), "what was measured")
+            if topology.is_first:
+                is_cached = write_or_warn(path, measured.to_json(), "what was measured")
+                bar.finish("measured", f", cached in {path}" * is_cached)
     if measured.costs.poor_fits and topology.is_first:
         warn(
             f"{path}: measured times of {measured.costs.poor_fits} are noisy, so schedules may be slow. Measure again "
-            f"on the idle machine for longer: {_profile_command(topology, dtype)}",
+            f"on the idle machine for longer: {profile_command(facts, device)}",
             stacklevel=2,
         )
     return measured, path
 
 
-def _profile_command(topology: Topology, dtype: torch.dtype) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-    flags = f"--again --budget 60 --dtype {names.get(dtype, 'fp32')}"
-    sizes = {"ranks-per-node": topology.ranks_per_node, "ep": topology.ep.size, "esp": topology.esp.size}
-    sizes["mp"] = topology.mp.size
-    flags += "".join(f" --{name} {size}" for name, size in sizes.items()) if topology.size > 1 else ""
-    return launch_command(topology.size, f"profile {flags}")
+def profile_command(facts: dict[str, Any], device: torch.device) -> str:
+    """Return the command that measures a machine with these facts again, for longer, and replaces its cache file."""
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in PRODUCT_DTYPES.items()}
+    flags = f"--again --budget 60 --device {device.type} --dtype {names.get(facts['dtype'], facts['dtype'])}"
+    if (ranks := len(facts["ranks"])) > 1:
+        flags += "".join(f" --{name.replace('_', '-')} {facts[name]}" for name in ("ranks_per_node", "ep", "esp", "mp"))
+        flags += " --duplex" * facts["duplex"]
+    variables = {name: os.environ[name] for name in (CACHE, *_NETWORK_VARIABLES) if name in os.environ}
+    variables["OMP_NUM_THREADS"] = str(facts["ranks"][0]["threads"])
+    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    return f"{environment} {launch_command(ranks, f'profile {flags}')}"
 
 
 _costs_by_topology: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
@@ -187,12 +202,17 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
     # Hosts by index: jobs on identical machines with other names share the profile.
     hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
     sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
+    handle = topology.world.handle
+    backend = "none" if handle is None else device_backend(handle, device.type)
+    has_downward = any(group.downward is not None for group in (topology.ep, topology.esp, topology.dp))
     return {
         "ranks": [rank | {"host": hosts.index(rank["host"])} for rank in ranks],
         **sizes,
-        "ranks_per_node": topology.ranks_per_node,
-        "backend": "none" if topology.world.handle is None else dist.get_backend(topology.world.handle),
-        "duplex": any(group.downward is not None for group in (topology.ep, topology.esp, topology.dp)),
+        # The topology of a part of the ranks may be smaller than a node.
+        "ranks_per_node": min(topology.ranks_per_node, topology.size),
+        "backend": backend,
+        # NCCL uses both directions of a link anyway.
+        "duplex": has_downward and backend == "gloo",
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],
@@ -207,7 +227,8 @@ def describe_machine(facts: dict[str, Any]) -> str:
     sizes = ", ".join(f"{axis} {facts[axis]}" for axis in ("ep", "esp", "mp", "dp"))
     threads = f", {ranks[0]['threads']} threads each" if ranks[0]["device"] == "cpu" else ""
     where = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    software = f"{facts['backend']}, {facts['dtype']} products, torch {facts['torch']}"
+    backend = f"{facts['backend']}{' duplex' * facts['duplex']}"
+    software = f"{backend}, {facts['dtype']} products, torch {facts['torch']}"
     return f"{where} ({' and '.join(devices)}{threads}), {sizes}, {software}"
 
 
@@ -234,8 +255,7 @@ def _networks() -> Sequence[str]:
             cards.append(f"{card.name} {_speed(card / 'speed')} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         cards.append(f"{port.parent.parent.name}/{port.name} {_speed(port / 'rate')}")
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-    return [*cards, *(f"{name}={os.environ[name]}" for name in variables if name in os.environ)]
+    return [*cards, *(f"{name}={os.environ[name]}" for name in _NETWORK_VARIABLES if name in os.environ)]
 
 
 def _speed(path: Path) -> str:

@@ -10,6 +10,7 @@ used.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,9 @@ from fusedmoe.schedule.cost import (
     FusedCosts,
     Line,
     Observed,
+    fit_large_sizes,
     fit_nonnegative_line,
+    speed_fractions,
 )
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -73,7 +76,9 @@ _STEP_ROUNDS = 5
 _UNIT, _STEPS = 2**18, 24
 _GEMM_UNIT, _GEMM_STEPS = 2**19, 12
 _COPY_UNIT, _COPY_STEPS = 2**21, 12
-# The right factor is a square of this size; copied rows have this many elements.
+# Fractions of a unit that are measured too. They bound the start-up time, which large sizes do not determine.
+_SMALL_PARTS = (64, 4)
+# The right factor is a square of at most this size; copied rows have this many elements.
 _SIDE = 1024
 # To fit the time limit, first the number of sizes is halved down to the first value, then the unit down to this
 # fraction: few distant sizes fit a line better than many small ones.
@@ -88,8 +93,6 @@ _CONTENDERS = {
     "intra": (Task(TaskKind.ALL_GATHER, 0), "all-gather/esp"),
     "inter": (Task(TaskKind.DISPATCH, 0), "all-to-all/ep"),
 }
-# Smaller measured fractions are noise.
-_MIN_FRACTION = 0.05
 # Exchanges of one row per measurement.
 _NUM_SIGNALS = 8
 _EMPTY_PLAN, _NUM_EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
@@ -137,11 +140,11 @@ def profile(
 
     Operations and sizes:
 
-    - all-to-all over EP, all-gather and reduce-scatter over ESP, all-reduce over DP, for groups of several ranks: 1 to
-      24 times 2¹⁸ fp32 elements
-    - products with a 1024×1024 matrix: 1 to 12 times 2¹⁹ elements
-    - permuting copies of rows of 1024 elements, as a layer makes if its two passes have different chunks: 1 to 12 times
-      2²¹ elements
+    - all-to-all over EP, all-gather and reduce-scatter over ESP, all-reduce over DP, for groups of several ranks:
+      1/64, 1/4 and 1 to 24 times 2¹⁸ fp32 elements
+    - products with a square matrix, up to 1024×1024: 1/64, 1/4 and 1 to 12 times 2¹⁹ elements
+    - permuting copies of rows of 1024 elements, as a layer makes if its two passes have different chunks: 1/64, 1/4 and
+      1 to 12 times 2²¹ elements
 
     The n of a collective is the bytes that a rank sends (for an all-gather: receives). Each time is the median of five
     rounds, each on the slowest rank.
@@ -179,21 +182,6 @@ def line_names(topology: Topology) -> tuple[str, ...]:
     return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
 
 
-def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float]) -> tuple[float, float]:
-    """Return the fraction of its speed, in (0, 1], that each of two tasks keeps while both run.
-
-    Args:
-        alone_s: seconds of each task alone.
-        together_s: seconds of each task if both start at the same time.
-    """
-    first = int(together_s[1] < together_s[0])
-    both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
-    # The task that ends first does all its work while both run; the other finishes alone.
-    done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
-    shares = [min(1.0, max(_MIN_FRACTION, done_s[which] / both_s)) for which in range(2)]
-    return shares[0], shares[1]
-
-
 class _Operation(NamedTuple):
     """A measured operation. Sizes are numbers of fp32 elements (for a product: of its left factor)."""
 
@@ -211,7 +199,7 @@ class _Profiler:
         self._clock, self._began_s = clock, clock()
         self._recorder = Recorder(topology.rank, device=device, clock=clock)
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
-        self._comm_device = device_of(topology.world)
+        self._comm_device = device_of(topology.world, device)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._comm_device)
         operations = {**self._collectives(), "gemm": self._gemm_operation(dtype), "copy": self._copy_operation()}
         self._operations = {name: operations[name] for name in line_names(topology)}
@@ -233,12 +221,13 @@ class _Profiler:
             points.setdefault(name, []).append((float(self._operations[name].n(size)), float(seconds)))
         # Start-up time includes at least the executor's overhead per task.
         task_s = float(self._max_over_ranks([self._measure_task_s()])[0])
-        fitted = {name: fit_nonnegative_line(of) for name, of in points.items()}
+        fitted = {name: fit_large_sizes(of) for name, of in points.items()}
         fitted = {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         lines = self._broadcast_rank_0(fitted)
         contention = self._measure_contention(resources, pairs, lines, points, total) if pairs else NO_CONTENTION
-        tiled = self._device.type == "cpu"
-        costs = CostModel(lines, contention, machine, self._fused_costs(), tiled=tiled, task_s=task_s)
+        ranges = {name: (of[0][0], of[-1][0]) for name, of in points.items()}
+        tiled, fused = self._device.type == "cpu", self._fused_costs()
+        costs = CostModel(lines, contention, machine, fused, tiled, task_s, ranges=ranges)
         return Profile(costs, {name: tuple(pairs) for name, pairs in points.items()}, self._elapsed_s())
 
     def _measure_task_s(self) -> float:
@@ -310,11 +299,16 @@ class _Profiler:
         )
         out = torch.empty_like(left)
 
-        def product(size: int) -> None:
-            rows = size // _SIDE
-            torch.mm(left[:rows], right, out=out[:rows])
+        def shape(size: int) -> tuple[int, int]:
+            # Small factors are square: products with few rows are limited by memory.
+            side = min(_SIDE, math.isqrt(size))
+            return size // side, side
 
-        return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
+        def product(size: int) -> None:
+            rows, side = shape(size)
+            torch.mm(left[:rows, :side], right[:side, :side], out=out[:rows, :side])
+
+        return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * math.prod(shape(size)) * shape(size)[1])
 
     def _copy_operation(self) -> _Operation:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
@@ -329,15 +323,21 @@ class _Profiler:
 
     def _choose_samples(self) -> list[Sample]:
         """Return the sizes to measure of each operation, within its share of the time limit. Collective."""
-        ends = [(name, work.unit // part) for name, work in self._operations.items() for part in (64, 4)]
+        ends = [(name, work.unit // part) for name, work in self._operations.items() for part in _SMALL_PARTS]
         self._measure_round(ends, 0, 0)  # warm-up
         # Minimum: one outlier would halve the samples.
         probed = np.min([self._measure_round(ends, 0, 0) for _ in range(_NUM_PROBES)], axis=0)
         both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._operations)}
         guesses = {name: fit_nonnegative_line([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
 
+        def sizes_of(name: str, unit: int, steps: int) -> list[int]:
+            # At least one row, and one element per rank.
+            least = _SIDE if name in ("gemm", "copy") else self._topology.size
+            whole = {max(least, unit) * step for step in range(1, steps + 1)}
+            return sorted(whole | {max(least, unit // part) for part in _SMALL_PARTS})
+
         def total_s(name: str, unit: int, steps: int) -> float:
-            return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
+            return sum(map(guesses[name].seconds, sizes_of(name, unit, steps))) * ROUNDS
 
         left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
         sizes: dict[str, list[int]] = {}
@@ -350,8 +350,7 @@ class _Profiler:
             while total_s(name, unit, steps) > share_s and unit > work.unit // _MIN_UNIT_DIVISOR:
                 unit //= 2
             left_s -= total_s(name, unit, steps)
-            unit = max(unit, _SIDE if name in ("gemm", "copy") else self._topology.size)
-            sizes[name] = [unit * step for step in range(1, steps + 1)]
+            sizes[name] = sizes_of(name, unit, steps)
         return self._broadcast_rank_0([(name, size) for name in self._operations for size in sizes[name]])
 
     def _measure_round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
@@ -436,7 +435,9 @@ class _Profiler:
             self._operations[name].run(size)
 
     def _num_elements(self, name: str, n: float) -> int:
-        return int(n / (2 * _SIDE)) if name == "gemm" else int(n / self._buffer.element_size())
+        if name == "gemm":
+            return int(max(n / (2 * _SIDE), min(_SIDE**2, (n / 2) ** (2 / 3))))
+        return int(n / self._buffer.element_size())
 
 
 def observe_steps(
@@ -473,6 +474,7 @@ def observe_steps(
             longest_s = max(longest_s, (taken_s - before_s) / num_runs)
             if topology.is_first:
                 bar.show(number + 1, _STEP_ROUNDS * len(plans))
+        bar.finish("measured steps")
     observed = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
         observed |= observe(plan, costs, timelines)

@@ -49,6 +49,7 @@ class ProgressBar:
         self._progress = Progress(*parts, console=console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(what, total=None)
         self._next_s = self._began_s + _SHOW_AFTER_S
+        self._is_shown = False
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -61,16 +62,24 @@ class ProgressBar:
         now = time.monotonic()
         if self._terminal:
             if now > self._next_s:
+                self._is_shown = True
                 self._progress.start()
                 self._progress.update(self._task, completed=done, total=total)
         elif self._next_s < now and 0 < done < total:
-            self._next_s = now + _LINE_INTERVAL_S
+            self._is_shown, self._next_s = True, now + _LINE_INTERVAL_S
             left = ""
             if self._budget_s is not None:
                 left = f", at most {_format_duration(self._budget_s)} in all"
             elif done >= _MIN_DONE_FRACTION * total:
                 left = f", {_format_duration((now - self._began_s) / done * (total - done))} left"
             print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
+
+    def finish(self, done: str, suffix: str = "") -> None:
+        """Print that the work ended and its duration, such as "measured in 17 s", if progress was shown."""
+        self._progress.stop()
+        if self._is_shown:
+            text = f"fusedmoe: {done} in {time.monotonic() - self._began_s:.0f} s{suffix}"
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 class RemainingColumn(ProgressColumn):

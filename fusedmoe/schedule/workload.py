@@ -139,6 +139,13 @@ class Workload:
             volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
+    def operation_sizes(self) -> dict[str, list[float]]:
+        """Return the n of an unchunked layer's operations by line: FLOP of each product, bytes of each collective."""
+        volumes = self.volumes()
+        sizes = {_LINES[kind]: [volume] for kind, volume in volumes.items() if kind != TaskKind.EXPERT}
+        products = [self.projection_flop() / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
+        return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
+
     def saved_elements(self) -> float:
         """Return the elements that the experts' forward saves: tokens (if W1 has a gradient) and pre-activations."""
         tokens = self.share * self.model_dim if "w1" in self.trained else 0.0

@@ -89,6 +89,17 @@ def test_flags_override_the_file(small: str, capsys: pytest.CaptureFixture[str])
     assert given["answer"]["layouts_compared"] == 0 and given["layout"]["mp"] == 1
 
 
+def test_vocabulary_of_the_file_may_be_smaller_than_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The models that the command trains read bytes; a job of another framework has its own symbols."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(SMALL | {"vocab_size": 64}))
+    data = planned(capsys, "--config", str(path), "--machine", "dgx-h100", "--ranks", "8", "--seq-len", "64")
+    assert data["model"]["vocab_size"] == 64
+    for command in (["plan", "--testbed", "B"], ["train", "--run-dir", str(tmp_path / "run")], ["trace"]):
+        assert main([*command, "--vocab-size", "64"]) == 2
+        assert "vocab_size = 64 is smaller than the 256 bytes" in capsys.readouterr().err
+
+
 def test_overlap_is_left_off_if_it_gains_less_than_the_error(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On one node with tiny batches, start-up times leave nothing to gain."""
     flags = ("--machine", "dgx-h100", "--ranks", "8", "--ep", "8", "--esp", "1", "--mp", "1", "--seq-len", "16")
