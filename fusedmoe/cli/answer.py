@@ -14,13 +14,23 @@ from rich.console import Console
 from rich.text import Text
 
 from fusedmoe.cli.job import Launch, Sizes
-from fusedmoe.cli.layouts import memory_facts, rank_memory
+from fusedmoe.cli.layouts import find_remedy, memory_facts, rank_memory
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import Planned, head_s, machine_costs, make_table, step_costs, unplanned_gradients
-from fusedmoe.errors import printable
+from fusedmoe.cli.step_plans import (
+    Planned,
+    head_s,
+    machine_costs,
+    make_table,
+    no_split_reason,
+    planned_s,
+    recomputed_pass,
+    step_costs,
+    unplanned_gradients,
+)
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule import POLICIES, CostModel, makespan, simulate
+from fusedmoe.schedule import POLICIES, CostModel, simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum, Machine
 from fusedmoe.schedule.task import PHASES
@@ -32,7 +42,11 @@ _MP_ASSUMPTION = {
     True: (),
     False: ("the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough",),
 }
-#: Policy that compares the dispatch algorithms: fast to plan, with overlap.
+_GRADIENTS = (
+    "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or overlap_grad_reduce "
+    "hide a part of them"
+)
+#: Policy that replicas are added to: fast to plan, with overlap.
 COMPARED = "fsmoe"
 
 
@@ -45,6 +59,27 @@ class Planning(NamedTuple):
     costs: CostModel
     machine: Machine | None
     meta: Transformer
+    micro_batches: int = 1  # per replica and step
+
+
+def pipeline_refusal(job: ExternalJob, settings: Settings, sizes: Sizes) -> str | None:
+    """Return why the job's blocks cannot run in micro-batches; None: they can."""
+    if job.pipeline is None:
+        return "this integration has no pipeline"
+    if sizes.mp > 1:
+        return "it does not support tensor parallelism"
+    if settings.model.batch == 1:
+        return "one sample per rank: --batch 2 plans with two"
+    return no_split_reason(settings)
+
+
+def runnable_policies(job: ExternalJob, settings: Settings, sizes: Sizes) -> list[str]:
+    """Return the policies that the job's integration can run. Raises `ConfigError` if --schedule is none of them."""
+    refusal = pipeline_refusal(job, settings, sizes)
+    names = [name for name, policy in POLICIES.items() if refusal is None or not policy.uses_micro_batches]
+    if settings.schedule not in ("auto", *names):
+        raise ConfigError(f"--schedule {settings.schedule} plans whole models: {refusal}; use auto or another policy")
+    return names
 
 
 def answer_facts(
@@ -62,26 +97,26 @@ def answer_facts(
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of compared layouts; 0 if the sizes were given.
     """
-    fixed_s, planned = _unplanned_s(planning, planning.costs, planning.machine), plans[policy]
-    gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
-    timeline = simulate(*planned)
-    step_s, sequential_s = timeline.end_s + fixed_s, makespan(*plans["sequential"]) + fixed_s
+    planned, gradients_s = plans[policy], _gradients_s(planning, planning.costs, planning.machine)
+    timeline, again = simulate(*planned), recomputed_pass(planning.settings, planned)
+    step_s, sequential_s = (_step_s(planning, one) for one in (planned, plans["sequential"]))
+    exposed_s = timeline.exposed_s() + (0.0 if again is None else again.exposed_s())
     is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
     error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
-    ends = (
-        [_at_end(planning, planned, plans["sequential"], is_fast) for is_fast in (False, True)]
-        if planning.machine
-        else []
-    )
+    ends = _at_ends(planning, planned, plans["sequential"])
     steps_s = [step_s, *(end_s for end_s, _ in ends)]
-    gains = [1 - step_s / sequential_s, *(1 - end_s / alone_s for end_s, alone_s in ends)]
     facts: dict[str, Any] = {
-        "assumptions": [*job.assumptions, *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp]],
+        "assumptions": [
+            *job.assumptions,
+            str(job.state),
+            _describe_batch(planning.micro_batches, job),
+            _GRADIENTS,
+            *_recomputation(planning.settings, planning.costs, job),
+            *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
+        ],
         "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
         "layouts_compared": layouts,
-        "memory_bytes": memory_facts(
-            rank_memory(planning.settings, planning.launch, planning.sizes, planning.meta, job.state), planning.machine
-        ),
+        "memory_bytes": _memory(planning, job),
         "chunks": {
             phase: sorted({degree for (where, _), degree in planned.plan.degrees.items() if where == phase} or {1})
             for phase in PHASES
@@ -89,25 +124,76 @@ def answer_facts(
         "policy": policy,
         "step_s": step_s,
         "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
-        "exposed_s": timeline.exposed_s() + gradients_s,
+        "exposed_s": planning.micro_batches * exposed_s + gradients_s,
         "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
-        "overlap": {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]},
-        "two_level": _two_level(planning, fixed_s),
-        "replicas": _replicas(copies, makespan(*plans[COMPARED]) + fixed_s if COMPARED in plans else None),
+        "overlap": _gain_facts(sequential_s, step_s, ends),
+        "pipeline": {"refusal": pipeline_refusal(job, planning.settings, planning.sizes)},
+        "micro_batches": planning.micro_batches,
+        "two_level": _two_level(planning, policy),
+        "replicas": _replicas(copies, _step_s(planning, plans[COMPARED]) if COMPARED in plans else None),
     }
-    facts["overlap"]["pays"] = min(gains) > error.value
+    if "joint" in plans and facts["pipeline"]["refusal"] is None:
+        joint_s = _step_s(planning, plans["joint"])
+        ends = _at_ends(planning, plans["joint"], plans["sequential"])
+        keeps = ["all gathered blocks"] * (job.state.sharded == "all")
+        keeps += ["the experts' activations"] * planning.settings.recompute
+        facts["pipeline"] |= {"call": job.pipeline, "keeps": keeps} | _gain_facts(sequential_s, joint_s, ends)
+    for overlaps in (facts["overlap"], facts["pipeline"]):
+        overlaps["pays"] = "gain" in overlaps and overlaps["gain_range"][0] > error.value
     if facts["two_level"] is not None:
         facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
     return facts
 
 
-def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
-    after_s = unplanned_gradients(
-        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta
+def _memory(planning: Planning, job: ExternalJob) -> dict[str, Any]:
+    settings, launch, sizes, _, machine, meta, _ = planning
+    facts = memory_facts(rank_memory(settings, launch, sizes, meta, job.state), machine)
+    remedy = None
+    if facts["fits"] is False:
+        remedy = find_remedy(settings, launch, sizes, meta, job.state, facts["device"])
+    return facts | {"remedy": None if remedy is None else remedy._asdict()}
+
+
+def _gain_facts(sequential_s: float, step_s: float, ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    gains = [1 - end_s / alone_s for end_s, alone_s in ((step_s, sequential_s), *ends)]
+    return {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]}
+
+
+def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> list[str]:
+    if not settings.recompute:
+        return [] if job.selective is None else [f"no recomputation ({job.selective} is selective)"]
+    if costs.observed:
+        return ["recomputed communication and experts are not in the step time"]
+    return ["each block's forward runs again in the backward pass, dispatch and combine included"]
+
+
+def _describe_batch(number: int, job: ExternalJob) -> str:
+    if job.global_batch is None:
+        return "one micro-batch per replica and step, because the file has no global batch size"
+    return f"{number} micro-batches per replica and step (global batch {job.global_batch}), gradients reduced once"
+
+
+def _gradients_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
+    return unplanned_gradients(
+        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta, external=True
     ).seconds
-    return after_s + head_s(planning.settings, planning.sizes, costs)
+
+
+def _step_s(
+    planning: Planning, planned: Planned, costs: CostModel | None = None, machine: Machine | None = None
+) -> float:
+    """Return the seconds of a step of all micro-batches; by default on the planned machine."""
+    if costs is None:
+        costs, machine = planning.costs, planning.machine
+    batch_s = planned_s(planning.settings, planned) + head_s(planning.settings, planning.sizes, costs)
+    return planning.micro_batches * batch_s + _gradients_s(planning, costs, machine)
+
+
+def _at_ends(planning: Planning, planned: Planned, sequential: Planned) -> list[tuple[float, float]]:
+    """Return the step's seconds with and without overlap at both ends of the machine's figures."""
+    return [] if planning.machine is None else [_at_end(planning, planned, sequential, end) for end in (False, True)]
 
 
 def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
@@ -115,24 +201,33 @@ def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: 
     assert planning.machine is not None
     machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
-    fixed_s = _unplanned_s(planning, costs, machine)
-    both = {whole: step_costs(*planning[:3], costs, planning.meta, whole=whole) for whole in (False, True)}
-    plan_s, alone_s = (makespan(one.plan, both[one.costs.can_split]) for one in (planned, sequential))
-    return plan_s + fixed_s, alone_s + fixed_s
+    both = {
+        whole: step_costs(*planning[:3], costs, planning.meta, whole=whole, external=True)
+        for whole in {one.costs.can_split for one in (planned, sequential)}
+    }
+    plan_s, alone_s = (
+        _step_s(planning, Planned(one.plan, both[one.costs.can_split]), costs, machine) for one in (planned, sequential)
+    )
+    return plan_s, alone_s
 
 
-def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
-    """Return step times by dispatch algorithm; None without a machine, or for EP with one node or one rank per node."""
+def _two_level(planning: Planning, policy: str) -> dict[str, Any] | None:
+    """Return step times by a policy with each dispatch algorithm; None if EP stays in a node, or costs are measured.
+
+    Policies for whole models are replaced by "auto".
+    """
     node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
     if planning.machine is None or not 1 < node < planning.sizes.ep:
         return None
     times_s = {}
+    policy = "auto" if policy == "auto" or POLICIES[policy].uses_micro_batches else policy
+    plan = POLICIES["joint" if policy == "auto" else policy].plan
     for dispatch in ("direct", "2dh"):
         settings = replace(planning.settings, dispatch=dispatch)
         costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
-        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta)
-        times_s[dispatch] = makespan(POLICIES[COMPARED].plan(step), step) + fixed_s
-    return {"policy": COMPARED, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
+        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta, external=True)
+        times_s[dispatch] = _step_s(planning, Planned(plan(step), step))
+    return {"policy": policy, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
 
 
 def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict[str, Any] | None:
@@ -152,22 +247,32 @@ def print_answer(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    layout, error = facts["layout"], facts["error"]
+    layout, error, policy = facts["layout"], facts["error"], facts["policy"]
+    is_whole = policy in POLICIES and POLICIES[policy].uses_micro_batches
+    schedule = f"{facts['pipeline'].get('call')}(policy={policy!r})" if is_whole else f"schedule={policy}"
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("ep", "esp", "mp", "dp"))
     compared = facts["layouts_compared"]
-    why = f"least time per token of the {compared} layouts that fit" if compared else "given, or the default"
+    why = "given, or the default"
+    if compared:
+        why = f"of {compared} EP sizes that fit, least memory within {PREDICTION_ERROR.value:.0%} of the least time"
     memory = facts["memory_bytes"]
     if memory["fits"] is False:
-        why = "least memory; none fits: try --recompute or more ranks" if compared else why
+        why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
+    batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
-        ("chunks", chunks, f"policy {facts['policy']}"),
-        ("step", f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})", f"±{error:.0%}: {facts['error_source']}"),
+        ("chunks", chunks, f"policy {policy}"),
+        (
+            "step",
+            f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})",
+            f"{batches}±{error:.0%}: {facts['error_source']}",
+        ),
         ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
-        ("overlap", *_overlap_words(facts["overlap"], error)),
+        ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
+        ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
         ("expert replicas", *_replica_words(facts["replicas"])),
     ]
@@ -183,7 +288,12 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
     total = f"{memory['total'] / 1e9:.3g} GB"
     if memory["device"] is None:
         return total, f"GB: {named}"
-    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    fits = "fits"
+    if not memory["fits"]:
+        remedy = memory["remedy"]
+        fits = "DOES NOT FIT; " + (
+            "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
+        )
     return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
 
 
@@ -193,13 +303,21 @@ def _exposed_words(facts: Mapping[str, Any]) -> str:
     return f"{share}, {ms(after_s)} of it gradients reduced after the step" if after_s else share
 
 
-def _overlap_words(overlap: Mapping[str, Any], error: float) -> tuple[str, str]:
+def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple[str, str]:
     low, high = overlap["gain_range"]
     gain = f"saves {overlap['gain']:.1%} of {ms(overlap['sequential_s'])}"
     gain += f" ({low:.1%} to {high:.1%} by the sources' ranges)" if high - low > 5e-4 else ""
     if overlap["pays"]:
-        return "use it: schedule=auto", gain
+        return f"use it: {name}", gain
     return "leave it off, or measure", f"{gain}; not more than the error of {error:.0%}"
+
+
+def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str]:
+    if "gain" not in pipeline:
+        return "no", pipeline["refusal"] or "experts are not spread over ranks"
+    answer, why = _overlap_words(pipeline, error, f"{pipeline['call']}(…)")
+    kept = f"; needs memory for {' and '.join(pipeline['keeps'])}" if pipeline["keeps"] else ""
+    return answer, why + kept
 
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:
@@ -209,8 +327,12 @@ def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple
             "EP ranks are all in one node or all in different nodes, or costs are measured for direct",
         )
     times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
+    times += f" by {two_level['policy']}"
     if two_level["pays"]:
-        return "use it: --dispatch 2dh", f"{times}: saves {two_level['gain']:.1%}"
+        return (
+            "only with MoELayer: dispatch='2dh'",
+            f"{times}: saves {two_level['gain']:.1%}; integrations send directly",
+        )
     return "leave it off", f"{times}: not better by more than the error of {error:.0%}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.sharding import parameter_shardings
-from fusedmoe.models.job_files import TrainingState
+from fusedmoe.models.job_files import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.machines import Machine
+from fusedmoe.schedule.machines import PREDICTION_ERROR, Machine
 from fusedmoe.schedule.task import PHASES
 
 _RESIDUAL_BYTES = 4
@@ -36,7 +36,7 @@ class RankMemory:
     """Bytes on one rank during a step, without buffers of collectives and fragmentation.
 
     `activations`: tensors saved for the backward pass, with uniform expert loads. `workspace`: the logits' gradient,
-    and the bfloat16 copies of the parameters under autocast.
+    and the bfloat16 copies of the parameters under autocast, or the blocks that FSDP gathers.
     """
 
     parameters: float
@@ -99,9 +99,15 @@ def rank_memory(
     optimizer = shards if state.sharded != "none" else total
     rest = shards if state.sharded == "all" else total
     saved, logits = _saved_bytes(settings, sizes)
+    # FSDP gathers the parameters of this block and the next, and reduces the gradients of one.
+    gathered = (2 * compute_dtype(settings).itemsize + state.gradient) * total / settings.model.layers
     copies = 2 * total if settings.dtype == "bf16" and state.parameter == 4 and state.sharded != "all" else 0
     return RankMemory(
-        state.parameter * rest, state.gradient * rest, state.optimizer * optimizer, saved + logits, logits + copies
+        state.parameter * rest,
+        state.gradient * rest,
+        state.optimizer * optimizer,
+        saved + logits,
+        logits + (gathered if state.sharded == "all" else copies),
     )
 
 
@@ -147,13 +153,13 @@ class ParallelLayout(NamedTuple):
 
 
 def layouts(
-    settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
+    settings: Settings, launch: Launch, machine: Machine, job: ExternalJob, meta: Transformer
 ) -> list[ParallelLayout]:
     """Return the layouts of a job that fit a machine's memory, fastest per token first.
 
-    If none fits, returns all layouts, least memory first. EP divides the experts, ESP the ranks of a node and the
-    expert hidden dim, MP the ranks of a node and the key heads. Sizes that the settings state are kept. Raises
-    `ConfigError` if there is no layout or no MoE layer.
+    If none fits, returns all layouts, least memory first. EP divides the experts. ESP and MP are 1 unless the settings
+    state them: no integration splits experts, and times with tensor parallelism are rough. Raises `ConfigError` if
+    there is no layout or no MoE layer.
     """
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
@@ -161,21 +167,22 @@ def layouts(
     for sizes in _candidate_sizes(settings, launch, machine):
         try:
             costs = machine_costs(machine, settings, sizes, launch.ranks)
-            step = step_costs(settings, launch, sizes, costs, meta)
-            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta).seconds
+            step = step_costs(settings, launch, sizes, costs, meta, external=True)
+            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=True).seconds
         except ConfigError:
             continue  # groups that are not spread evenly over nodes
         alone_s = {
             id(layer): sum(
                 layer.dense_total_s(phase) + sum(part.seconds(1) for part in layer.chunks[phase].values())
-                for phase in PHASES
+                for phase in (*PHASES, *PHASES[: settings.recompute])
             )
             for layer in step.layers
         }
-        reduced_s = sum(step.all_reduce.seconds(size) for size in step.gradient_bytes if size)
-        step_s = sum(alone_s[id(layer)] for layer in step.layers) + reduced_s + after_s + head_s(settings, sizes, costs)
+        replica_batch = settings.model.batch * (launch.ranks // sizes.mp)
+        after_s /= max(1, (job.global_batch or 0) / replica_batch)  # per micro-batch
+        step_s = sum(alone_s[id(layer)] for layer in step.layers) + after_s + head_s(settings, sizes, costs)
         tokens = step_tokens(settings, launch.ranks, sizes.mp)
-        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, state), step_s / tokens))
+        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, job.state), step_s / tokens))
     if not candidates:
         raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
     fits = [layout for layout in candidates if room is None or layout.memory.total <= room]
@@ -185,23 +192,58 @@ def layouts(
 
 
 def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> Iterator[Sizes]:
-    model, ranks, node = settings.model, launch.ranks, machine.node(launch.ranks)
+    ranks, experts, esp, mp = launch.ranks, settings.model.experts, settings.esp or 1, settings.mp or 1
+    assert experts is not None
+    for ep in range(1, experts + 1) if settings.ep is None else [settings.ep]:
+        if experts % ep == 0 and ranks % (ep * esp) == 0 and ranks % mp == 0:
+            yield Sizes(machine.node(ranks), ep, esp, mp)
 
-    def divisors(given: int | None, *numbers: int) -> list[int]:
-        every = [n for n in range(1, min(numbers) + 1) if not any(number % n for number in numbers)]
-        return every if given is None else [given]
 
-    assert model.experts is not None
-    dense = [model.dense_size] if model.has_dense_layers else []
-    for ep, esp, mp in product(
-        divisors(settings.ep, ranks, model.experts),
-        divisors(settings.esp, node, model.hidden),
-        divisors(settings.mp, node, model.key_heads, *dense),
+def chosen_settings(settings: Settings, found: Sequence[ParallelLayout]) -> Settings:
+    """Return the settings with the sizes of the `layouts` found that need least memory.
+
+    Layouts slower than the fastest by more than the error of predictions are not considered.
+    """
+    limit_s = found[0].token_s * (1 + PREDICTION_ERROR.value)
+    sizes = min((one for one in found if one.token_s <= limit_s), key=lambda layout: layout.memory.total).sizes
+    return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
+
+
+class Remedy(NamedTuple):
+    """Changes of a job that does not fit the memory, and its bytes per rank with them."""
+
+    changes: str
+    total: float
+
+
+def find_remedy(
+    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState, room: float
+) -> Remedy | None:
+    """Return the first changes after which a rank fits `room` bytes; None: there are none.
+
+    Tried in this order: recomputation, a smaller batch, a larger EP size, training state sharded over all ranks.
+    """
+    assert settings.model.experts is not None
+    batch, experts, ranks = settings.model.batch, settings.model.experts, launch.ranks
+    batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
+    larger = (ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp))
+    states = {"": state}
+    if state.sharded != "all":
+        states["state sharded over all ranks (FSDP)"] = replace(state, sharded="all")
+    for (sharding, sharded), ep, few, recompute in product(
+        states.items(), (sizes.ep, *larger), batches, dict.fromkeys((settings.recompute, True))
     ):
-        # The cost model has the MP collectives of FSMoE's layer, where MP and ESP have the same ranks.
-        is_modelled = mp == esp or None not in (settings.esp, settings.mp)
-        if is_modelled and ranks % (ep * esp) == 0 and ranks % mp == 0:
-            yield Sizes(node, ep, esp, mp)
+        changed = replace(settings.changed({"model.batch": few}), recompute=recompute)
+        total = rank_memory(changed, launch, replace(sizes, ep=ep), meta, sharded).total
+        if total <= room:
+            changes = {
+                "--recompute": recompute != settings.recompute,
+                f"--batch {few}": few != batch,
+                f"--ep {ep}": ep != sizes.ep,
+                sharding: bool(sharding),
+            }
+            return Remedy(", ".join(words for words, is_changed in changes.items() if is_changed), total)
+    return None
 
 
 def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, NoReturn
 
 from fusedmoe import __version__
 from fusedmoe.cli.commands import add_commands
@@ -36,6 +36,11 @@ class _CommandParser(argparse.ArgumentParser):
             advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all flags"
             self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
         return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1) if found else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
 
 
 class _PrintCompletion(argparse.Action):

@@ -6,15 +6,14 @@ import argparse
 import json
 import statistics
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from rich.table import Table
 
-from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
+from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer, runnable_policies
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
-from fusedmoe.cli.layouts import layouts
+from fusedmoe.cli.layouts import chosen_settings, layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
@@ -28,7 +27,10 @@ from fusedmoe.cli.step_plans import (
     make_meta_model,
     make_table,
     no_split_reason,
+    planned_s,
     plans_by_policy,
+    recomputation_bound_s,
+    recomputed_pass,
     sizes_outside_ranges,
     step_tokens,
     unplanned_gradients,
@@ -41,7 +43,7 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule import CostModel, Plan, draw, makespan, simulate
+from fusedmoe.schedule import CostModel, Plan, draw, simulate
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.draw import ms
@@ -87,13 +89,18 @@ class PlanReport:
         compared: int = 0,
         meta: Transformer | None = None,
     ) -> None:
-        self.policy = followed_policy(settings, sizes)
+        self.policy, external = followed_policy(settings, sizes), job is not None
         meta = meta or make_meta_model(settings)
-        plans = plans_by_policy(settings, launch, sizes, costs, meta, again=again)
+        policies = None if job is None else runnable_policies(job, settings, sizes)
+        if external and settings.schedule == "auto" and follows_plan(settings, sizes.ep, sizes.esp):
+            self.policy = "auto"
+        plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=policies, again=again, external=external)
         self.plan, step = plans[self.policy]
-        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
-        fixed_s = after.seconds + head_s(settings, sizes, costs)
-        self.step_s = {name: makespan(*planned) + fixed_s for name, planned in plans.items()}
+        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=external)
+        dp = launch.ranks // sizes.mp
+        number = self._micro_batches_per_step = 1 if job is None else job.micro_batches(settings.model.batch, dp)
+        fixed_s = after.seconds + number * head_s(settings, sizes, costs)
+        self.step_s = {name: number * planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
         self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
         self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
@@ -102,10 +109,12 @@ class PlanReport:
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
             copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] += fixed_s
+            copies["step_s"] = self.step_s[self.policy] + number * (copies["step_s"] - self.timeline.end_s)
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
-        bound = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
-        bound += fixed_s
+        distinct = {id(planned.costs): planned.costs for planned in plans.values()}.values()
+        bound = number * min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
+        repeated = recomputed_pass(settings, plans[self.policy])
+        recomputed_s = 0.0 if repeated is None else repeated.end_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Tasks of the path may run at the same time.
@@ -120,6 +129,7 @@ class PlanReport:
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
+            "recomputed_s": recomputed_s,
             "policies_s": self.step_s,
             "gap_to_bound": step_s / bound - 1,
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
@@ -141,9 +151,10 @@ class PlanReport:
             replicas = None
             if sizes.ep > 1 and COMPARED in plans:
                 of_layers = plans[COMPARED]
-                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, simulate(*of_layers))
-                replicas["step_s"] += fixed_s
-            planning = Planning(settings, launch, sizes, costs, machine, meta)
+                timeline = simulate(*of_layers)
+                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, timeline)
+                replicas["step_s"] = self.step_s[COMPARED] + number * (replicas["step_s"] - timeline.end_s)
+            planning = Planning(settings, launch, sizes, costs, machine, meta, number)
             self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
@@ -169,9 +180,11 @@ class PlanReport:
         model, step_s = self._settings.model, facts["step_s"]
         console.print(describe(model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
+        number = self._micro_batches_per_step
+        batches = f"{number} micro-batches of " if number > 1 else ""
         console.print(
-            f"per replica and step {model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
-            f"{step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
+            f"per replica and step {batches}{model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
+            f"{number * step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
         if outside := facts["outside_ranges"]:
@@ -189,6 +202,10 @@ class PlanReport:
             console.print(_describe_replicas(facts["copies"], facts["step_s"]), soft_wrap=True)
         if facts["exposed_gradients_s"] > 0:
             console.print(f"after the last pass: {ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce")
+        if facts["recomputed_s"]:
+            console.print(f"forward passes run again by activation checkpoints: {ms(facts['recomputed_s'])}")
+        elif self._settings.recompute and self._costs.observed:
+            console.print("recomputed communication and experts are not in measured step times")
         if self._after.seconds > 0:
             parts = {"embedding, head": self._after.dense_s, "experts": self._after.experts_s}
             named = ", ".join(f"{part} {ms(seconds)}" for part, seconds in parts.items() if seconds)
@@ -291,6 +308,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "model" in changes:
             raise ConfigError("--config and --model both describe the model; leave one out")
         job = read_job(arguments.config.expanduser())
+        job, arguments.ranks = job.one_stage(arguments.ranks, changes.get("model.layers"))
         settings = settings.changed({"model": job.model, **job.settings})
     settings = settings.changed(changes)
     if job is None:
@@ -303,12 +321,16 @@ def run(arguments: argparse.Namespace) -> int:
         settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
+    elif job is not None and launched.ranks == 1 and arguments.costs is None and arguments.testbed is None:
+        raise ConfigError(
+            "--config: costs of one rank are no costs of a job; pass --machine NAME, --costs FILE or run under torchrun"
+        )
     launch, settings = _resolve_launch(arguments, launched, settings, machine)
     number, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
-        found = layouts(settings, launch, machine, job.state, meta)
-        number, settings = len(found), replace(settings, **vars(found[0].sizes))
+        found = layouts(settings, launch, machine, job, meta)
+        number, settings = len(found), chosen_settings(settings, found)
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:

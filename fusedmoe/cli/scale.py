@@ -22,7 +22,9 @@ from fusedmoe.cli.step_plans import (
     machine_costs,
     make_meta_model,
     make_table,
+    planned_s,
     plans_by_policy,
+    recomputed_pass,
     step_tokens,
     unplanned_gradients,
 )
@@ -70,7 +72,11 @@ def simulate_point(
     layers = len({task.layer for task in plan if task.layer is not None})
     after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
     fixed_s = after.seconds + head_s(settings, sizes, costs)
-    sequential_s, step_s = none.end_s + fixed_s, timeline.end_s + fixed_s
+    sequential_s, step_s = (planned_s(settings, plans[name]) + fixed_s for name in ("sequential", policy))
+    # Communication of forward passes that activation checkpoints repeat: exposed seconds of both plans, and all.
+    repeated = [recomputed_pass(settings, plans[name]) for name in ("sequential", policy)]
+    again_exposed_s = [0.0 if one is None else one.exposed_s() for one in repeated]
+    again_s = 0.0 if repeated[1] is None else sum(repeated[1].busy_s(link) for link in ("intra", "inter"))
     return {
         "ranks": num_ranks,
         **vars(sizes),
@@ -79,9 +85,9 @@ def simulate_point(
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
         "tokens_per_s": step_tokens(settings, num_ranks, sizes.mp) / step_s,
-        "sequential_exposed_s": none.exposed_s() + after.seconds,
-        "exposed_s": timeline.exposed_s() + after.seconds,
-        "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + after.seconds,
+        "sequential_exposed_s": none.exposed_s() + again_exposed_s[0] + after.seconds,
+        "exposed_s": timeline.exposed_s() + again_exposed_s[1] + after.seconds,
+        "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + again_s + after.seconds,
         "dense_after_s": after.dense_s,
         "experts_s": after.experts_s,
         "slowest": slowest_rank_factor(num_ranks, machine.spread.value),

@@ -17,7 +17,7 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from fusedmoe.errors import TIMEOUT_CURE, ConfigError, printable
 from fusedmoe.files import parse_json, read_text
-from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
+from fusedmoe.models.config import ALIASES, EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
 from fusedmoe.names import ACTIVATIONS, ALGORITHMS, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
 from fusedmoe.schedule import POLICIES, CostModel
 
@@ -340,7 +340,8 @@ def add_flags(
                 type=_model_name,
                 choices=tuple(MODELS),
                 metavar="NAME",
-                help=f"model preset (default: {defaults.model.name}): {', '.join(MODELS)}. Sets batch, sequence length "
+                help=f"model preset (default: {defaults.model.name}): {', '.join(MODELS)}; "
+                f"{', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}. Sets batch, sequence length "
                 "and experts too; other flags override it. Defaults shown below are those of bytes-small",
             )
         for flag in flags:

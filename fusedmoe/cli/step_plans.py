@@ -41,7 +41,11 @@ from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.simulate import ROUNDING
+from fusedmoe.schedule.simulate import ROUNDING, simulate
+from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, chunk_times, pass_bound_s
+from fusedmoe.schedule.task import PHASES
+from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import PER_LAYER_SUFFIX, DenseWork
 from fusedmoe.training.gradient_buckets import reduced_bytes
 
@@ -161,10 +165,12 @@ def step_costs(
     meta: Transformer | None = None,
     *,
     whole: bool = False,
+    external: bool = False,
 ) -> StepCosts:
     """Return the costs of a training step over the model's MoE layers. No communication.
 
     `meta`: result of `make_meta_model`, if it exists already. `whole`: micro-batches can pass through whole layers.
+    `external`: another framework reduces all gradients, and micro-batches are cut from samples.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
@@ -172,8 +178,26 @@ def step_costs(
     meta = meta or make_meta_model(settings)
     bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    waits = whole and meta.pipeline_blocks(split_axis(settings, sizes.mp)).routes_first[0]
-    return workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+    along: Along = "samples" if external else split_axis(settings, sizes.mp)
+    waits = whole and meta.pipeline_blocks(along).routes_first[0]
+    bucketed = [0] * len(bucketed) if external else bucketed
+    found = workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+    # Measured backward tasks include the recomputation.
+    return _with_recomputed_dense(found) if settings.recompute and whole and found.loss_s is None else found
+
+
+def _with_recomputed_dense(costs: StepCosts) -> StepCosts:
+    """Add the dense parts' forward to their backward: micro-batches recompute dense parts only."""
+
+    def changed(layer: LayerCosts) -> LayerCosts:
+        micro = layer.micro_batch_costs()
+        forward, backward = (micro.dense[phase] for phase in PHASES)
+        dense = {"forward": forward, "backward": {kind: part + forward[kind] for kind, part in backward.items()}}
+        dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
+        return replace(layer, dense_s=dense_s, micro=replace(micro, dense=dense))
+
+    layers = {id(layer): changed(layer) for layer in {id(layer): layer for layer in costs.layers}.values()}
+    return replace(costs, layers=tuple(layers[id(layer)] for layer in costs.layers))
 
 
 def require_moe_layers(model: ModelConfig) -> None:
@@ -229,7 +253,8 @@ class UnplannedGradients(NamedTuple):
     """Seconds of the gradient all-reduces that no plan contains and that follow every step.
 
     Attributes:
-        dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer.
+        dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer. All parameters outside
+            experts if another framework reduces them.
         experts_s: experts that several ranks hold.
     """
 
@@ -248,14 +273,18 @@ def unplanned_gradients(
     costs: CostModel,
     machine: Machine | None = None,
     meta: Transformer | None = None,
+    *,
+    external: bool = False,
 ) -> UnplannedGradients:
     """Predict the gradient all-reduces that no plan contains. No communication.
 
-    `machine` gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs`. `meta`: as for `step_costs`.
+    `machine` gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs`. `meta`, `external`: as for
+    `step_costs`.
     """
     meta = meta or make_meta_model(settings)
-    _, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
-    dense_s = costs.line("all-reduce/dp").seconds(rest) if rest else 0.0
+    bucketed, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
+    reduced = [size for size in (rest, *(bucketed if external else ())) if size]
+    dense_s = sum(costs.line("all-reduce/dp").seconds(size) for size in reduced)
     holders = launch.ranks // (sizes.ep * sizes.esp)
     if holders == 1:
         return UnplannedGradients(dense_s, 0.0)
@@ -274,6 +303,38 @@ class Planned(NamedTuple):
     costs: StepCosts
 
 
+def recomputed_pass(settings: Settings, planned: Planned) -> Timeline | None:
+    """Return the forward passes that activation checkpoints run again in the backward pass; None without.
+
+    A checkpoint repeats its block's forward before the block's backward, dispatch and combine included. Steps in
+    micro-batches recompute dense parts in their backward tasks (`step_costs`).
+    """
+    if not settings.recompute or planned.costs.can_split or planned.costs.loss_s is not None:
+        return None
+    return simulate(one_pass(planned.plan, "forward"), planned.costs)
+
+
+def planned_s(settings: Settings, planned: Planned) -> float:
+    """Return the seconds of a planned step, recomputed forward passes included."""
+    again = recomputed_pass(settings, planned)
+    return makespan(*planned) + (0.0 if again is None else again.end_s)
+
+
+def recomputation_bound_s(settings: Settings, costs: StepCosts) -> float:
+    """Return a lower bound of the seconds of `recomputed_pass` for any plan."""
+    if not settings.recompute or costs.can_split or costs.loss_s is not None:
+        return 0.0
+
+    def least_s(layer: LayerCosts) -> float:
+        passes_s = (
+            pass_bound_s(degree, chunk_times(layer.chunks["forward"], degree), contention=costs.contention)
+            for degree in range(1, MAX_DEGREE + 1)
+        )
+        return layer.dense_total_s("forward") + min(passes_s)
+
+    return sum(map(least_s, costs.layers))
+
+
 def followed_policy(settings: Settings, sizes: Sizes) -> str:
     """Return the policy that training follows; "sequential" if steps follow no plan."""
     return selected_policy(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
@@ -289,15 +350,17 @@ def plans_by_policy(
     policies: Collection[str] | None = None,
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
+    external: bool = False,
 ) -> dict[str, Planned]:
     """Return the plans of a step by these policies (None: all) that training could execute.
 
-    Policies for whole models split layers if possible; other policies plan each layer separately. If training follows
-    no plan, the result has only "sequential". `show` is called with completed and total work.
+    Policies for whole models split layers if possible; other policies plan each layer separately. "auto" is the plan
+    of layers with schedule="auto" in an `external` framework (`step_costs`). If training follows no plan, the result
+    has only "sequential". `show` is called with completed and total work.
     """
     policies = POLICIES if policies is None else policies
     meta = meta or make_meta_model(settings)
-    layered = step_costs(settings, launch, sizes, costs, meta)
+    layered = step_costs(settings, launch, sizes, costs, meta, external=external)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
     whole = [
@@ -308,14 +371,18 @@ def plans_by_policy(
     by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:
-        split = step_costs(settings, launch, sizes, costs, meta, whole=True)
-        limit = micro_batch_axis_size(settings, sizes.mp)
+        split = step_costs(settings, launch, sizes, costs, meta, whole=True, external=external)
+        limit = settings.model.batch if external else micro_batch_axis_size(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
+    if external:
+        plans["auto"] = Planned(POLICIES["joint"].plan(layered), layered)
     # A policy for single layers may be faster than the joint plan.
     if "joint" in plans:
-        fastest, joint = min(plans.values(), key=lambda planned: makespan(*planned)), plans["joint"]
-        plans["joint"] = fastest if makespan(*fastest) < makespan(*joint) * (1 - ROUNDING) else joint
+        steps_s = {name: planned_s(settings, planned) for name, planned in plans.items()}
+        fastest = min(steps_s, key=steps_s.__getitem__)
+        if steps_s[fastest] < steps_s["joint"] * (1 - ROUNDING):
+            plans["joint"] = plans[fastest]
     for name, planned in plans.items():
         kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
         require_runnable(planned.plan, kinds, f"the plan by {name}")

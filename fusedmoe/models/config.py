@@ -228,13 +228,18 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
+#: Other names of models. FSMoE calls Mixtral 8x7B "Mixtral-7B".
+ALIASES = {"Mixtral-8x7B": "Mixtral-7B"}
+
+
 def named_model(name: str) -> ModelConfig:
     """Return the model with this name, case-insensitively. Raises `ConfigError` for an unknown name.
 
-    FSMoE calls Mixtral 8x7B "Mixtral-7B"; both names are known.
+    Names in `ALIASES` are known, too.
     """
-    key = "mixtral-7b" if name.lower() == "mixtral-8x7b" else name.lower()
+    keys = {alias.lower(): known.lower() for alias, known in ALIASES.items()}
+    key = keys.get(name.lower(), name.lower())
     for known, model in MODELS.items():
         if known.lower() == key:
             return model
-    raise ConfigError(f"no model is called {name!r}; known: {', '.join(MODELS)}")
+    raise ConfigError(f"no model is called {name!r}; known: {', '.join((*MODELS, *ALIASES))}")

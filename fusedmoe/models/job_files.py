@@ -7,7 +7,7 @@ norms of queries and keys) are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ class TrainingState:
     optimizer: int = 8  # AdamW's two moments
     sharded: str = "none"
 
+    def __str__(self) -> str:
+        kept = {"none": "unsharded", "optimizer": "optimizer state sharded over replicas"}
+        dtypes = "float32 parameters, gradients and AdamW moments"
+        if self.parameter == 2:
+            dtypes = "16-bit parameters, float32 gradients, master weights and AdamW moments"
+        fsdp = "sharded over all ranks (FSDP), whose all-gathers are not in the step"
+        return f"{dtypes}, {kept.get(self.sharded, fsdp)}"
+
 
 @dataclass(frozen=True)
 class ExternalJob:
@@ -44,13 +52,53 @@ class ExternalJob:
         model: its model. Batch and sequence length are those of a micro-batch per data-parallel replica.
         settings: parallel sizes and other settings that the file states ("ep", "esp", "mp", "recompute").
         assumptions: what the file leaves open, and what the plan does not model.
-        state: bytes of training state; None: that of `fusedmoe train`.
+        pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
+        global_batch: samples of all replicas in one step; None: one micro-batch per replica.
+        stages: pipeline stages that share the layers and ranks.
+        selective: name of the field that selects selective recomputation; None: none does.
     """
 
     model: ModelConfig
     settings: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
-    state: TrainingState | None = None
+    state: TrainingState = TrainingState()
+    selective: str | None = None
+    pipeline: str | None = None
+    global_batch: int | None = None
+    stages: int = 1
+
+    def one_stage(self, ranks: int | None, layers: int | None) -> tuple[ExternalJob, int | None]:
+        """Return the job of one pipeline stage and the stage's ranks: an equal share of `ranks`.
+
+        With `layers` given, layers and ranks are those of the stage. Raises `ConfigError` if ranks are not divisible.
+        """
+        if self.stages == 1:
+            return self, ranks
+        model, number = self.model, self.stages
+        if layers is None and (ranks is None or ranks % number):
+            raise ConfigError(
+                f"--config: {number} pipeline stages share the ranks: give --ranks as a multiple of {number}, or plan "
+                f"one stage: --layers {-(-model.layers // number)} and its own --ranks"
+            )
+        stage = "one pipeline stage"
+        if layers is None:
+            assert ranks is not None
+            share, ranks = -(-model.layers // number), ranks // number
+            stage += f" ({share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks)"
+            model = replace(model, layers=share, dense_layers=0)
+        words = f"{stage}, with embedding and head; bubbles and sends between stages are not in the step"
+        return replace(self, model=model, assumptions=(words, *self.assumptions), stages=1), ranks
+
+    def micro_batches(self, batch: int, replicas: int) -> int:
+        """Return the micro-batches of `batch` samples per replica and step. Raises `ConfigError` for a fraction."""
+        if self.global_batch is None:
+            return 1
+        if self.global_batch % (batch * replicas):
+            raise ConfigError(
+                f"--config: the global batch of {self.global_batch} samples is not a multiple of {batch} samples on "
+                f"each of {replicas} replicas; change --batch or --ranks"
+            )
+        return self.global_batch // (batch * replicas)
 
 
 class Fields:
@@ -74,6 +122,15 @@ class Fields:
         if default is None:
             raise self.error(f"the field {' or '.join(names)} is missing")
         return default
+
+    def stages(self, pipeline: str, context: str) -> int:
+        """Return the number of pipeline stages. Raises `ConfigError` for context parallelism."""
+        if (shards := self.count(context, default=1)) > 1:
+            raise self.error(
+                f"{context} = {shards} is not supported: plan has no context parallelism. For an estimate, remove it "
+                f"from a copy of the file and divide --seq-len by {shards}"
+            )
+        return self.count(pipeline, default=1)
 
     def optional(self, *names: str) -> int | None:
         return self.count(*names) if any(self.data.get(name) is not None for name in names) else None
@@ -136,7 +193,10 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     seq_len = min(positions, _MAX_SEQ_LEN)
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
-    return ExternalJob(fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes), {}, tuple(assumptions))
+    model = fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes)
+    # fsdp_size * tp_size is the number of ranks in `DistributedConfig`.
+    state = TrainingState(sharded="all")
+    return ExternalJob(model, {}, tuple(assumptions), state, pipeline="fusedmoe.hf.pipeline")
 
 
 def _latent(fields: Fields) -> dict[str, int | None]:

@@ -21,7 +21,6 @@ _PARALLEL = {
     "ep": "expert_model_parallel_size",
     "esp": "expert_tensor_parallel_size",
 }
-_UNSUPPORTED_SIZES = ("pipeline_model_parallel_size", "context_parallel_size")
 _TRUE, _FALSE = (True, "true", "True"), (False, None, "false", "False")
 # Without parentheses, which are part of unquoted patterns.
 _SHELL_SYNTAX = ";<>|&"
@@ -98,11 +97,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     Raises `ConfigError` with argument and file if one is missing or unsupported.
     """
     fields = Fields(path, data)
-    for name in _UNSUPPORTED_SIZES:
-        if fields.count(name, default=1) > 1:
-            raise fields.error(
-                f"{name} = {data[name]} is not supported: plan has no pipeline or context parallelism; set 1"
-            )
+    stages = fields.stages("pipeline_model_parallel_size", "context_parallel_size")
     layers, model_dim, heads = (fields.count(name) for name in ("num_layers", "hidden_size", "num_attention_heads"))
     latent = _latent(fields) if _is_set(fields, "multi_latent_attention") else {}
     is_gated = _is_set(fields, "swiglu") or _is_set(fields, "gated_linear_unit")
@@ -135,7 +130,16 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "head_dim": fields.count("kv_channels", default=max(1, model_dim // heads)),
     }
     model = fields.model("megatron", **sizes | latent)
-    return ExternalJob(model, _settings(fields), tuple(_assumptions(fields)), _state(fields))
+    selective = "recompute_granularity" if data.get("recompute_granularity") == "selective" else None
+    return ExternalJob(
+        model,
+        _settings(fields),
+        tuple(_assumptions(fields)),
+        _state(fields),
+        selective,
+        global_batch=fields.optional("global_batch_size"),
+        stages=stages,
+    )
 
 
 def _is_set(fields: Fields, name: str) -> bool:
@@ -226,13 +230,11 @@ def _state(fields: Fields) -> TrainingState:
 
 
 def _assumptions(fields: Fields) -> list[str]:
-    assumptions = ["one micro-batch with the gradients' reduction; Megatron reduces them once per global batch"]
+    assumptions = []
     if fields.optional("padded_vocab_size", "vocab_size") is None:
         assumptions.append("no vocabulary in the file, so embedding and head have 256 symbols: give --vocab-size")
     elif not _is_set(fields, "untie_embeddings_and_output_weights"):
         assumptions.append("embedding and head as two matrices, although they are tied")
-    if fields.data.get("recompute_granularity") == "selective":
-        assumptions.append("no recomputation (recompute_granularity is selective)")
     if fields.data.get("mtp_num_layers"):
         assumptions.append("no multi-token prediction")
     return assumptions

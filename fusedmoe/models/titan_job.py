@@ -28,7 +28,6 @@ _PARALLEL = {
     "ep": "expert_parallel_degree",
     "esp": "expert_tensor_parallel_degree",
 }
-_UNSUPPORTED_SIZES = ("pipeline_parallel_degree", "context_parallel_degree")
 
 
 def titan_job(path: Path, text: str) -> ExternalJob:
@@ -57,17 +56,16 @@ def titan_job(path: Path, text: str) -> ExternalJob:
             raise fields.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
     sections = {name: Fields(path, {**_defaults(trainer, name), **data.get(name, {})}) for name in _SECTIONS}
     training, parallel = sections["training"], sections["parallelism"]
-    for name in _UNSUPPORTED_SIZES:
-        if parallel.count(name, default=1) > 1:
-            raise fields.error(f"{name} is not supported: plan has no pipeline or context parallelism")
+    stages = parallel.stages("pipeline_parallel_degree", "context_parallel_degree")
     mode = sections["activation_checkpoint"].data.get("mode")
     if mode is None and trainer is not None:
         mode = type(trainer.activation_checkpoint).__qualname__.partition(".")[0].removesuffix("AC").lower()
     settings: dict[str, Any] = {}
     if any(field in parallel.data for field in _PARALLEL.values()):
         settings = {name: parallel.count(field, default=1) for name, field in _PARALLEL.items()}
-    assumptions = ["no recomputation (activation_checkpoint is selective)"] if mode == "selective" else []
-    assumptions.append("one micro-batch with the gradients' reduction")
+    # -1: torchtitan's default, one micro-batch.
+    global_batch = None if training.data.get("global_batch_size", -1) == -1 else training.count("global_batch_size")
+    assumptions = []
     if getattr(spec.model, "enable_weight_tying", False):
         assumptions.append("embedding and head as two matrices, although they are tied")
     sizes = _sizes(fields, spec.model)
@@ -79,7 +77,11 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     read = fields.model(name, **SWIGLU_ROPE, **sizes)
     shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
     state = TrainingState(sharded=shards)
-    return ExternalJob(read, settings | ({"recompute": True} if mode == "full" else {}), tuple(assumptions), state)
+    settings |= {"recompute": True} if mode == "full" else {}
+    selective = "activation_checkpoint" if mode == "selective" else None
+    return ExternalJob(
+        read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline", global_batch, stages
+    )
 
 
 def _defaults(trainer: Any, section: str) -> dict[str, Any]:

@@ -370,7 +370,9 @@ def text_width(text: str, size: float) -> float:
 
 
 def ms(seconds: float) -> str:
-    """Format seconds as milliseconds with three significant digits."""
+    """Format seconds as milliseconds with three significant digits, from 10 s as seconds."""
+    if seconds >= 9.9995:
+        return f"{seconds:.{int(seconds < 99.95)}f} s"
     value = seconds * 1e3
     decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
     return f"{value:.{decimals}f} ms"

@@ -343,3 +343,32 @@ def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixtu
 def test_plan_accepts_einsum_order_and_wire_dtype(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
     assert "lancet" in capsys.readouterr().out
+
+
+def test_recomputation_adds_forward_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints of blocks repeat all of the forward pass; micro-batches repeat dense parts only."""
+    flags = (*MODEL, "--testbed", "B", "--schedule", "fsmoe")
+    saved, again = planned(capsys, *flags), planned(capsys, *flags, "--recompute")
+    assert saved["recomputed_s"] == 0.0 and again["plan"] == saved["plan"]
+    forward_s = sum(layer["forward"]["seconds"] for layer in saved["layers"])
+    assert again["recomputed_s"] == pytest.approx(forward_s)
+    assert again["step_s"] == pytest.approx(saved["step_s"] + again["recomputed_s"])
+    for policy, seconds in again["policies_s"].items():
+        assert seconds > saved["policies_s"][policy] and seconds >= again["bound_s"] * (1 - 1e-9)
+    lengthened = {name: again["policies_s"][name] - saved["policies_s"][name] for name in ("fsmoe", "flowmoe")}
+    assert 0 < lengthened["flowmoe"] < lengthened["fsmoe"]
+    assert main(["plan", *flags, "--recompute"]) == 0
+    assert "run again by activation checkpoints" in capsys.readouterr().out
+
+
+def test_near_names_are_suggested_and_aliases_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, near in ((("--machine", "h100"), "dgx-h100"), (("--model", "mixtral"), "Mixtral-7B")):
+        with pytest.raises(SystemExit):
+            main(["plan", *flags])
+        assert f"did you mean {near}?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--machine", "xyz"])
+    assert "did you mean" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "Mixtral-8x7B is Mixtral-7B" in " ".join(capsys.readouterr().out.split())

@@ -13,6 +13,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule import POLICIES
 from fusedmoe.schedule.machines import MACHINES, PREDICTION_ERROR, TESTBEDS
 from tests.cli.on_ranks import is_picture
 from tests.marks import slowly
@@ -57,7 +58,11 @@ def test_published_models_are_planned_on_64_ranks(name: str, fits: bool, capsys:
     assert memory["fits"] is fits and (memory["total"] <= memory["device"]) is fits
     parts = ("parameters", "gradients", "optimizer", "activations", "workspace")
     assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
-    assert answer["step_s"] == data["policies_s"]["joint"] == min(data["policies_s"].values())
+    assert answer["step_s"] == pytest.approx(data["policies_s"]["auto"])
+    layered = {
+        name: s for name, s in data["policies_s"].items() if name == "auto" or not POLICIES[name].uses_micro_batches
+    }
+    assert answer["step_s"] == pytest.approx(min(layered.values()))
     low_s, high_s = answer["step_range_s"]
     assert low_s <= answer["step_s"] * (1 - PREDICTION_ERROR.value) and high_s >= answer["step_s"] * 1.12
     gain = 1 - answer["step_s"] / data["policies_s"]["sequential"]
@@ -111,7 +116,11 @@ def test_two_level_dispatch_is_compared_where_it_differs(small: str, capsys: pyt
     assert across["seconds"]["2dh"] < across["seconds"]["direct"] and 0 < across["gain"] < 1
     assert across["pays"] is (across["gain"] > 0.12)
     followed = planned(capsys, "--config", small, "--ranks", "32", "--ep", "32", "--dispatch", "2dh", *sizes)
-    assert followed["policies_s"]["fsmoe"] == pytest.approx(across["seconds"]["2dh"])
+    assert followed["answer"]["two_level"]["policy"] == "auto"
+    assert followed["answer"]["step_s"] == pytest.approx(across["seconds"]["2dh"])
+    tutel = planned(capsys, "--config", small, "--ranks", "32", "--ep", "32", "--schedule", "tutel", *sizes)
+    assert tutel["answer"]["two_level"]["policy"] == "tutel"
+    assert tutel["answer"]["two_level"]["seconds"]["direct"] == pytest.approx(tutel["step_s"])
     inside = planned(capsys, "--config", small, "--ranks", "32", "--ep", "8", *sizes)["answer"]
     assert inside["two_level"] is None
     alone = planned(capsys, "--config", small, "--ranks", "32", "--ep", "1", *sizes)["answer"]
@@ -175,3 +184,107 @@ def test_settings_of_earlier_versions_are_read() -> None:
     read = Settings.from_dict(data)
     assert read == Settings(named_model("Mixtral-7B")) and read.model.head_size == 128
     assert ModelConfig(**data["model"]).vocabulary == 256
+
+
+def test_recomputation_given_replaces_that_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(f"{line} --recompute-granularity selective")
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ranks", "8", "--schedule", "fsmoe")
+    saved, again = planned(capsys, *flags)["answer"], planned(capsys, *flags, "--recompute")["answer"]
+    assert any(words.startswith("no recomputation") for words in saved["assumptions"])
+    assert not any("no recomputation" in words for words in again["assumptions"])
+    assert any("forward runs again" in words for words in again["assumptions"])
+    assert again["step_s"] > saved["step_s"] and again["overlap"]["sequential_s"] > saved["overlap"]["sequential_s"]
+
+
+def test_integration_gains_by_its_own_schedule_only(
+    small: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another framework reduces gradients, with and without overlap; micro-batches are `pipeline`'s."""
+    flags = ("--machine", "dgx-h100", "--ranks", "16", "--ep", "16", "--esp", "1", "--mp", "1")
+    data = planned(capsys, "--config", small, *flags, "--batch", "4")
+    answer, steps_s = data["answer"], data["policies_s"]
+    assert answer["policy"] == "auto" and answer["exposed_s"] > answer["gradients_after_s"] > 0
+    assert answer["gradients_after_s"] == pytest.approx(sum(data["gradients_after_step_s"].values()))
+    assert "gradient-all-reduce" not in data["critical_path_s"] and "gradient-all-reduce" not in data["plan"]
+    assert answer["overlap"]["gain"] == pytest.approx(1 - steps_s["auto"] / steps_s["sequential"])
+    pipeline = answer["pipeline"]
+    assert pipeline["keeps"] == ["all gathered blocks"]
+    assert pipeline["call"] == "fusedmoe.hf.pipeline" and pipeline["gain"] > answer["overlap"]["gain"]
+    assert pipeline["gain"] == pytest.approx(1 - steps_s["joint"] / steps_s["sequential"])
+    assert any("gradients are reduced after the backward pass" in words for words in answer["assumptions"])
+    one = planned(capsys, "--config", small, *flags)
+    assert "one sample" in one["answer"]["pipeline"]["refusal"] and "joint" not in one["policies_s"]
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(line)
+    assert "no pipeline" in planned(capsys, "--config", str(path), *flags)["answer"]["pipeline"]["refusal"]
+    assert main(["plan", "--config", str(path), *flags, "--schedule", "joint"]) == 2
+    assert "--schedule joint plans whole models: this integration has no pipeline" in capsys.readouterr().err
+
+
+def test_step_has_the_micro_batches_of_the_global_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Gradients are reduced once, after the last micro-batch."""
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ranks", "16", "--ep", "8")
+    path.write_text(line)
+    one = planned(capsys, *flags)["answer"]
+    path.write_text(f"{line} --global-batch-size 64")
+    four = planned(capsys, *flags)["answer"]
+    assert (one["micro_batches"], four["micro_batches"]) == (1, 4)
+    assert four["gradients_after_s"] == one["gradients_after_s"] > 0
+    batch_s = one["step_s"] - one["gradients_after_s"]
+    assert four["step_s"] == pytest.approx(4 * batch_s + one["gradients_after_s"])
+    assert four["replicas"]["lengthens"] < one["replicas"]["lengthens"] * 4 + 1e-9
+    assert any("4 micro-batches per replica and step (global batch 64)" in words for words in four["assumptions"])
+    assert main(["plan", *flags]) == 0
+    assert "per replica and step 4 micro-batches of 1 × 512 tokens" in capsys.readouterr().out
+    assert main(["plan", *flags, "--batch", "3"]) == 2
+    assert "global batch of 64 samples is not a multiple of 3 samples on each of 16" in capsys.readouterr().err
+
+
+def test_pipeline_stage_is_planned_on_its_share_of_the_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --seq-length 512 --vocab-size 512"
+    path = tmp_path / "job.sh"
+    path.write_text(f"{line} --pipeline-model-parallel-size 2 --global-batch-size 64")
+    flags = ("--config", str(path), "--machine", "dgx-h100", "--ep", "8")
+    shared = planned(capsys, *flags, "--ranks", "32")
+    assert shared["layout"]["ranks"] == 16 and shared["model"]["layers"] == 2
+    assert shared["answer"]["micro_batches"] == 4
+    assert any("2 of 4 layers" in words for words in shared["answer"]["assumptions"])
+    given = planned(capsys, *flags, "--ranks", "16", "--layers", "2")
+    assert given["step_s"] == shared["step_s"]
+
+
+def test_job_that_does_not_fit_is_answered_with_a_remedy(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--config", small, "--machine", "dgx-h100", "--ranks", "8", "--ep", "8", "--esp", "1", "--mp", "1")
+    assert planned(capsys, *flags)["answer"]["memory_bytes"]["remedy"] is None
+    memory = planned(capsys, *flags, "--batch", "256")["answer"]["memory_bytes"]
+    assert memory["fits"] is False and memory["remedy"]["total"] <= memory["device"]
+    assert main(["plan", *flags, "--batch", "256"]) == 0
+    assert "DOES NOT FIT; " in capsys.readouterr().out
+    assert (
+        planned(capsys, *flags, "--layers", "300", "--model-dim", "16384")["answer"]["memory_bytes"]["remedy"] is None
+    )
+
+
+def test_chosen_sizes_and_state_are_those_of_the_integration(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hugging Face: EP and FSDP. Experts are not split."""
+    data = planned(capsys, "--config", small, "--machine", "dgx-h100", "--ranks", "16")
+    answer = data["answer"]
+    assert answer["layouts_compared"] > 1 and (data["layout"]["esp"], data["layout"]["mp"]) == (1, 1)
+    state = next(words for words in answer["assumptions"] if "AdamW" in words)
+    assert state.startswith("float32 parameters") and "sharded over all ranks (FSDP)" in state
+
+
+def test_config_on_one_rank_needs_costs(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for ranks in ((), ("--ranks", "16")):
+        assert main(["plan", "--config", small, *ranks]) == 2
+        assert "pass --machine NAME, --costs FILE or run under torchrun" in capsys.readouterr().err

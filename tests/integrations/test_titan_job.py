@@ -53,10 +53,11 @@ def test_module_and_config_names_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         activation_checkpoint=SelectiveAC.Config(),
     )
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    text = 'module = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n[training]\nlocal_batch_size = 3\n'
+    text = 'module = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n[training]\n'
+    text += "local_batch_size = 3\nglobal_batch_size = 24\n"
     read = job(tmp_path, text)
-    assert (read.model.batch, read.model.seq_len, read.model.layers) == (3, 1024, 6)
-    assert read.settings == {"mp": 1, "ep": 4, "esp": 1} and any("selective" in words for words in read.assumptions)
+    assert (read.model.batch, read.model.seq_len, read.model.layers, read.global_batch) == (3, 1024, 6, 24)
+    assert read.settings == {"mp": 1, "ep": 4, "esp": 1} and read.selective == "activation_checkpoint"
     with pytest.raises(ConfigError, match="no 'other'"):
         job(tmp_path, text.replace("deepseek_v3_debugmodel", "other"))
 
@@ -72,8 +73,8 @@ PIPELINED = '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\npipelin
         ('[model]\nname = "../qwen3"\nflavor = "8B"', "model.name"),
         ('[model]\nname = "unheard_of"\nflavor = "8B"', "unheard_of"),
         (
-            '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\npipeline_parallel_degree = 2',
-            "pipeline_parallel",
+            '[model]\nname = "qwen3"\nflavor = "30B-A3B"\n[parallelism]\ncontext_parallel_degree = 2',
+            "context_parallel_degree = 2",
         ),
         ('[training]\nlocal_batch_size = "2"', "model.name"),
         ("training = 1", "expected the tables"),

@@ -34,6 +34,7 @@ def test_recorded_jobs_have_published_parameters_and_their_sizes() -> None:
     assert mixtral.settings == {"mp": 2, "ep": 8, "esp": 1}
     assert mixtral.state == TrainingState(2, 4, 12, "optimizer") and mixtral.model.batch == 1
     assert deepseek.settings == {"mp": 1, "ep": 64, "esp": 1, "recompute": True}
+    assert mixtral.global_batch == 256 and deepseek.global_batch is None
     assert deepseek.model.dense_layers == 3 and deepseek.model.shared_hidden == 2048
 
 
@@ -100,8 +101,7 @@ def test_negative_capacity_factor_drops_no_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--pipeline-model-parallel-size 4", "pipeline_model_parallel_size = 4"),
-        ("--context-parallel-size 2", "context_parallel_size"),
+        ("--context-parallel-size 2", "context_parallel_size = 2 .* divide --seq-len by 2"),
         ("--moe-layer-freq 2", "moe_layer_freq = 2"),
         ("--moe-layer-freq '([1]*2+[0]*2)'", "before all layers"),
         ("--moe-layer-freq '__import__(1)'", "moe_layer_freq"),
@@ -146,3 +146,17 @@ def test_invalid_file_error_names_it(text: str, name: str, tmp_path: Path) -> No
 def test_dense_layers_are_read_from_a_pattern() -> None:
     data = line_arguments(Path("x"), f'{LINE} --moe-layer-freq "([0]*1+[1,1]+[1])"')
     assert megatron_job(Path("x"), data).model.dense_layers == 1
+
+
+def test_pipeline_stages_share_layers_and_ranks(tmp_path: Path) -> None:
+    read = job(tmp_path, f"{LINE} --pipeline-model-parallel-size 2 --moe-layer-freq '([0]*1+[1]*3)'")
+    stage, ranks = read.one_stage(64, None)
+    assert (read.stages, stage.stages, ranks) == (2, 1, 32)
+    assert (stage.model.layers, stage.model.dense_layers) == (2, 0)
+    assert "2 of 4 layers, all with experts, on 32 of 64 ranks" in stage.assumptions[0]
+    given, ranks = read.one_stage(32, 3)
+    assert ranks == 32 and given.model == read.model and given.assumptions[0].startswith("one pipeline stage")
+    for ranks in (33, None):
+        with pytest.raises(ConfigError, match="plan one stage: --layers 2 and its own --ranks"):
+            read.one_stage(ranks, None)
+    assert job(tmp_path, LINE).one_stage(33, None) == (job(tmp_path, LINE), 33)

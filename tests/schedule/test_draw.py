@@ -23,6 +23,7 @@ from fusedmoe.schedule.draw import (
     figure,
     free_of,
     ground_of,
+    ms,
     stripes_of,
 )
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
@@ -340,3 +341,15 @@ def test_figure_draws_fused_span_in_each_resource_row():
                 found.append(tuple(image[image.shape[0] - 1 - round(y), round(column)]))
             band = tuple(rgb(COLOURS[FUSED[span.kind][0]]))
             assert (found == [band, tuple(rgb(COLOURS["expert"]))]) == (resource in span.resources), (span, resource)
+
+
+def test_durations_have_three_digits_and_their_unit():
+    durations = {
+        0.00012: "0.120 ms",
+        0.0123: "12.3 ms",
+        0.317: "317 ms",
+        9.9: "9900 ms",
+        10.0: "10.0 s",
+        99.97: "100 s",
+    }
+    assert {seconds: ms(seconds) for seconds in durations} == durations
