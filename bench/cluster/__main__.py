@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.cluster import balance
+from bench.cluster import balance, own
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.report import MEASURED, show
 from bench.cluster.setting import SETTINGS, Setting
@@ -73,6 +73,9 @@ def main() -> int:
     if lacking is not None:
         console.print(f"cluster benchmark skipped: {lacking}")
         return 0
+    if options.policy is not None:
+        name = options.policy.partition(":")[2]
+        console.print(f"{name} is compared in {own.parts_text(wanted, options.whole)}", highlight=False)
     signal.signal(signal.SIGTERM, _interrupt)
     ends = time.monotonic() + 60 * options.minutes
     written: list[str] = []
@@ -96,8 +99,8 @@ def main() -> int:
             begun = provenance(MEASURED) | {"rounds": options.rounds}
 
             def keep(part: str, found: dict[str, Any], seconds: float) -> None:
-                own = {"run": begun | {"seconds": round(seconds)}, **found}  # noqa: B023  called in this turn only
-                _store(options.results, setting, part, own)  # noqa: B023
+                result = {"run": begun | {"seconds": round(seconds)}, **found}  # noqa: B023  called in this turn only
+                _store(options.results, setting, part, result)  # noqa: B023
                 written.append(f"{setting.name}:{part}")  # noqa: B023
 
             try:
@@ -314,9 +317,11 @@ def _options() -> argparse.Namespace:
         if options.results == ROOT / "bench/results":
             parser.error("--policy: choose another --results folder; bench/results has the library's own policies only")
         try:
-            register_own(options.policy, options.whole)
+            name = register_own(options.policy, options.whole)
+            if not options.show:
+                own.check(name, options.whole, options.settings)
         except ConfigError as error:
-            parser.error(str(error))
+            parser.exit(2, f"{parser.prog}: {error}\n")
     return options
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.own_policy import add_policy_flags, register_own
-from bench.simulate.grid import ABLATION, ASSUMPTIONS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
+from bench.own_policy import add_policy_flags, check_own, register_own
+from bench.simulate.grid import ABLATION, ASSUMPTIONS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid, sample_costs
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule.machines import TESTBEDS
@@ -51,10 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse(arguments)
     try:
         own = None if settings.policy is None else register_own(settings.policy, settings.whole)
+        if own is not None:
+            for costs in sample_costs(settings.layers):
+                check_own(own, costs)
         with ProgressBar("simulating") as bar:
             results = run_grid(settings.layers, settings.sample, bar.show, own)
     except ConfigError as error:
-        sys.exit(f"bench.simulate: {error}")
+        print(f"bench.simulate: {error}", file=sys.stderr)
+        sys.exit(2)
     assumptions = _assumptions(settings.layers, settings.sample)
     if settings.json:
         print(json.dumps(_as_dict(results, settings.layers, assumptions), indent=2))

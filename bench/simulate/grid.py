@@ -137,6 +137,18 @@ def workloads(testbed: Testbed) -> Iterator[Workload]:
         )
 
 
+def step_costs(testbed: Testbed, workload: Workload, layers: int) -> StepCosts:
+    """Return the costs of a step of equal layers, without contention."""
+    layer = workload.layer_costs(testbed.costs)
+    return StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), workload=workload)
+
+
+def sample_costs(layers: int) -> Iterator[StepCosts]:
+    """Yield the costs of one case of each testbed."""
+    for testbed in TESTBEDS.values():
+        yield step_costs(testbed, next(workloads(testbed)), layers)
+
+
 # Cost of a case with policies of whole models, in units of other cases.
 _WHOLE_CASES = 35
 
@@ -162,14 +174,13 @@ def run_grid(
         differing = [0 for _ in contentions]
         sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
         for number, workload in enumerate(found):
-            layer = workload.layer_costs(testbed.costs)
-            costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), workload=workload)
+            costs = step_costs(testbed, workload, layers)
             for index, row in enumerate(_rows(costs, contentions, own)):
                 whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
                 rows[index].append(row | whole)
                 degrees = {
                     choose_degree(chunks, contention=contentions[index], limit=_DIFFERING_LIMIT).degree
-                    for chunks in layer.chunks.values()
+                    for chunks in costs.layers[0].chunks.values()
                 }
                 differing[index] += _HEADS * (len(degrees) > 1)
             done += 1 + _WHOLE_CASES * (number in sampled)

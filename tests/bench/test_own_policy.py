@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.cluster.__main__ import _options
+from bench.cluster.own import parts_text
 from bench.own_policy import EXAMPLE, VARIABLE, policy_environment, register_from_environment, register_own
 from bench.simulate.__main__ import main
 from fusedmoe.errors import ConfigError
@@ -75,8 +76,107 @@ def test_results_of_own_policies_are_kept_apart(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SystemExit):
         _options()
     assert "choose another --results folder" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--policy", EXAMPLE, "--results", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["bench.cluster", "--policy", EXAMPLE, "--results", str(tmp_path), "--settings", "layer"]
+    )
     assert _options().policy == EXAMPLE and "half_a_millisecond" in POLICIES
+
+
+POLICIES_OF_A_USER = """
+from fusedmoe.schedule import ChunkedPass, StepSplit, micro_schedule, step_plan, three_queues
+
+def one_pass(workload, costs):
+    return step_plan(costs, *[[ChunkedPass(three_queues, 2)]] * 2)
+
+def no_plan(workload, costs):
+    pass
+
+def raises(workload, costs):
+    return costs.layerz
+
+def seventeen(workload, costs):
+    return step_plan(costs, *[[ChunkedPass(three_queues, 17)] * len(costs.layers)] * 2)
+
+def nine(workload, costs):
+    return step_plan(costs, *[[ChunkedPass(three_queues, 9)] * len(costs.layers)] * 2)
+
+def two_micro(workload, costs):
+    return micro_schedule(costs, StepSplit(2, 2)).plan()
+"""
+
+
+@pytest.fixture
+def my_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "policies_of_a_user.py").write_text(POLICIES_OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "policies_of_a_user"
+
+
+def cluster_options(monkeypatch: pytest.MonkeyPatch, folder: Path, policy: str, settings: str) -> Any:
+    flags = ["--policy", policy, "--results", str(folder), "--settings", *settings.split()]
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", *flags])
+    return _options()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "text"),
+    [
+        ("one_pass", "emulated:model", "emulated:model: policy one_pass: step_plan: 1 forward passes for 3 layers"),
+        ("one_pass", "layer:layer computed:job", "computed:job: policy one_pass: step_plan: 1 forward passes for 2"),
+        ("no_plan", "layer:layer", "layer:layer: policy no_plan: it returned a NoneType, no Plan"),
+        (
+            "raises",
+            "layer:layer",
+            "policy raises: AttributeError: 'StepCosts' object has no attribute 'layerz' (policies",
+        ),
+        ("seventeen", "layer:layer", "the forward pass of layer 0 has 17 chunks, more than limit = 16"),
+        ("nine", "emulated:layer,steps", "emulated:steps: policy nine: the forward pass of layer 0 has 9 chunks"),
+        ("two_micro", "layer:layer", "for micro-batches through whole layers, add --whole"),
+        (
+            "two_micro",
+            "layer:layer --whole",
+            "--whole: no selected part compares it; choose from --settings computed:job",
+        ),
+        ("seventeen", "layer:shared", "without --whole: no selected part compares it"),
+    ],
+)
+def test_cluster_refuses_a_wrong_policy_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    tmp_path: Path,
+    my_policies: str,
+    policy: str,
+    settings: str,
+    text: str,
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cluster_options(monkeypatch, tmp_path, f"{my_policies}:{policy}", settings)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and text in error
+    assert error.startswith("bench.cluster: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "parts"),
+    [
+        ("one_pass", "layer", "layer:layer"),
+        ("nine", "emulated:layer,model computed:job,price", "emulated:layer emulated:model computed:job"),
+        ("two_micro", "layer blocks computed:job --whole", "blocks:model computed:job"),
+    ],
+)
+def test_cluster_accepts_complete_plans(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_policies: str, policy: str, settings: str, parts: str
+) -> None:
+    options = cluster_options(monkeypatch, tmp_path, f"{my_policies}:{policy}", settings)
+    assert parts_text(options.settings, options.whole) == parts
+
+
+def test_simulation_calls_the_policy_at_start(capsys: Any, my_policies: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--grid", "fsmoe", "--policy", f"{my_policies}:raises"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("bench.simulate: policy raises: AttributeError: 'StepCosts'")
+    assert error.count("\n") == 1
 
 
 def test_simulation_ends_with_the_error() -> None:
@@ -84,4 +184,4 @@ def test_simulation_ends_with_the_error() -> None:
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    assert (ended.returncode, ended.stderr) == (1, "bench.simulate: --policy nothing:here: No module named 'nothing'\n")
+    assert (ended.returncode, ended.stderr) == (2, "bench.simulate: --policy nothing:here: No module named 'nothing'\n")
