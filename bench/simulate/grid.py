@@ -201,7 +201,9 @@ def _rows(costs: StepCosts, contentions: tuple[Contention, ...], own: str | None
     for contention in contentions:
         here = replace(costs, contention=contention)
         three = ["fsmoe"] if own is None or POLICIES[own].uses_micro_batches else ["fsmoe", own]
-        yield same | {name: makespan(POLICIES[name].plan(here), here) for name in three}
+        # As a single layer sees them: without micro-batches.
+        layers = here.by_layer()
+        yield same | {name: makespan(POLICIES[name].plan(layers), layers) for name in three}
 
 
 # Their plans do not use intra-node links.

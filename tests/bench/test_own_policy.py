@@ -15,8 +15,12 @@ import pytest
 from bench.cluster.__main__ import _options
 from bench.cluster.own import parts_text
 from bench.own_policy import EXAMPLE, VARIABLE, policy_environment, register_from_environment, register_own
+from bench.simulate import grid
 from bench.simulate.__main__ import main
+from fusedmoe import register_policy
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule import Plan, StepCosts, Workload
+from fusedmoe.schedule.cost import NO_CONTENTION
 from fusedmoe.schedule.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -171,12 +175,31 @@ def test_cluster_accepts_complete_plans(
     assert parts_text(options.settings, options.whole) == parts
 
 
-def test_simulation_calls_the_policy_at_start(capsys: Any, my_policies: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("raises", "policy raises: AttributeError: 'StepCosts' object has no attribute 'layerz'"),
+        ("two_micro", "policy two_micro: micro-batches: the layer cannot be split"),
+    ],
+)
+def test_simulation_calls_the_policy_at_start(capsys: Any, my_policies: str, policy: str, text: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--grid", "fsmoe", "--policy", f"{my_policies}:raises"])
+        main(["--grid", "fsmoe", "--policy", f"{my_policies}:{policy}"])
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("bench.simulate: policy raises: AttributeError: 'StepCosts'")
-    assert error.count("\n") == 1
+    assert ended.value.code == 2 and error.startswith(f"bench.simulate: {text}") and error.count("\n") == 1
+    assert ("add --whole" in error) == (policy == "two_micro")
+
+
+def test_simulated_layer_policies_see_costs_without_micro_batches() -> None:
+    seen = []
+
+    def mine(workload: Workload, costs: StepCosts) -> Plan:
+        seen.append(costs.can_split)
+        return POLICIES["sequential"].plan(costs)
+
+    register_policy("mine", mine)
+    list(grid._rows(next(grid.sample_costs(1)), (NO_CONTENTION,), "mine"))
+    assert seen == [False]
 
 
 def test_simulation_ends_with_the_error() -> None:
