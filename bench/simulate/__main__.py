@@ -115,6 +115,8 @@ def _print_table(results: list[Result], layers: int, assumptions: list[str]) -> 
         speedups.add_section()
     for table in (speedups, parts, gaps):
         console.print(table)
+        if table is speedups and layers != LAYERS:
+            console.print(f"published rows: only with --layers {LAYERS}", highlight=False)
     for text in assumptions:
         console.print(f"· {text}", highlight=False, markup=False)
 
