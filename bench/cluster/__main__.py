@@ -22,12 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from bench.cluster import balance, own
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.report import MEASURED, show
 from bench.cluster.setting import SETTINGS, Setting
+from bench.console import stdout_console
 from bench.gpu.process import ROOT, Process
 from bench.own_policy import add_policy_flags, policy_environment, register_own
 from bench.provenance import provenance
@@ -60,7 +59,7 @@ Wanted = tuple[Setting, list[str]]
 
 def main() -> int:
     options = _options()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = stdout_console()
     wanted = options.settings
     if options.show:
         found = _stored(options.results, wanted)
