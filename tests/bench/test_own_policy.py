@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.cluster.__main__ import _options
 from bench.cluster.own import parts_text
 from bench.own_policy import EXAMPLE, VARIABLE, policy_environment, register_from_environment, register_own
 from bench.simulate import grid
-from bench.simulate.__main__ import main
+from bench.simulate.__main__ import _print_table, main
 from fusedmoe import register_policy
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule import Plan, StepCosts, Workload
@@ -48,9 +49,28 @@ def test_simulation_adds_a_column(
     main([*arguments, *["--whole"] * whole])
     data = json.loads(capsys.readouterr().out)
     for testbed in ("A", "B"):
-        assert data[testbed]["ideal"]["copied"] == pytest.approx(
-            data[testbed]["ideal"]["sequential"], rel=1e-9 if not whole else 1
-        )
+        found = data[testbed]["ideal"]
+        assert found["copied"] == pytest.approx(found["sequential"], rel=1e-9 if not whole else 1)
+        assert found["sampled"]["copied"] == pytest.approx(found["sampled"]["sequential"], rel=1e-9)
+        assert found["sampled"]["joint"] == found["joint"] and found["cases"]["copied"] == (1 if whole else 486)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_piped_table_compares_the_policy_in_the_sample(capsys: Any, whole: bool) -> None:
+    seconds = {name: np.array([1.0, 2.0, 1.0]) for name in (*grid.COLUMNS, *grid.ABLATION, grid.BASELINE)}
+    for name in ("lancet", "flowmoe", "joint", "bound", *grid.ABLATION, *["my_policy"] * whole):
+        seconds[name] = np.array([1.0, np.nan, np.nan])
+    seconds = {"my_policy": np.array([0.5, 1.0, 1.0])} | seconds
+    _print_table([grid.Result(name, 1.0, seconds, 0, "my_policy") for name in ("A", "B")], 4, [])
+    lines = capsys.readouterr().out.splitlines()
+    second = next(number for number, line in enumerate(lines) if "sequential" in line)
+    above, below = ([cell.strip() for cell in lines[number].split("┃")] for number in (second - 1, second))
+    sampled = ["lancet", "flowmoe", "joint", "bound", "my_policy"]
+    assert [name for name, text in zip(above, below, strict=True) if text == "n=1"] == sampled
+    assert ("my_policy" in below) == (not whole) and "fsmoe no iio" in below
+    if not whole:
+        row = next(line for line in lines if "A ideal" in line).split("│")
+        assert [cell.strip() for cell in row[-4:-2]] == ["1.667", "2.000"]
 
 
 @pytest.mark.parametrize(
