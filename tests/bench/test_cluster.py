@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from bench.cluster import balance, job, model, network, placed, predicted, profi
 from bench.cluster.blocks import UNTUNED_BYTES, plans_by_policy
 from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.rank import Parts, leave_waits_alone, setting_of
+from bench.cluster.rank import Parts, leave_waits_alone, reword_noise, setting_of
 from bench.cluster.report import MEASURED
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
 from bench.cluster.stacks import plan_of, same_results
@@ -453,6 +454,18 @@ def test_namespaces_connect_and_are_removed() -> None:
         nodes.remove()
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
     assert not any(name in listed for name in nodes.names)
+
+
+def test_noise_warning_does_not_name_a_command_that_cannot_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: shown.append(str(message)))
+    reword_noise()
+    for text in ("costs.json: measured times of gemm, copy are noisy, so … profile --again", "another"):
+        warnings.showwarning(UserWarning(text), UserWarning, "", 1)
+    assert shown == ["another"]
+    assert capsys.readouterr().out == "  measured times of gemm, copy are noisy: predictions and plans may be poor\n"
 
 
 def test_ranks_are_killed_when_saving_results_fails(tmp_path: Path) -> None:
