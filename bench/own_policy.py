@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import fusedmoe
 from fusedmoe.errors import ConfigError
@@ -41,21 +42,31 @@ def register_from_environment() -> None:
         register_own(given.removesuffix(":whole"), given.endswith(":whole"))
 
 
+def import_function(policy: str, example: str = EXAMPLE) -> Any:
+    """Import MODULE:FUNCTION, from the current folder too.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, colon, name = policy.partition(":")
+    if not (module and colon and name.isidentifier()):
+        raise ConfigError(f"--policy {policy}: expected MODULE:FUNCTION, such as {example}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--policy {policy}: {error}") from error
+
+
 def register_own(policy: str, whole: bool) -> str:
     """Import and register a policy. Returns its name, that of the function.
 
     Raises:
         ConfigError: it cannot be imported, or is no policy.
     """
-    module, colon, name = policy.partition(":")
-    if not (module and colon and name.isidentifier()):
-        raise ConfigError(f"--policy {policy}: expected MODULE:FUNCTION, such as {EXAMPLE}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: PolicyFunction = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--policy {policy}: {error}") from error
+    function: PolicyFunction = import_function(policy)
+    name = policy.partition(":")[2]
     fusedmoe.register_policy(name, function, whole=whole)
     return name
 
