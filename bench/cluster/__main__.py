@@ -112,8 +112,8 @@ def main() -> int:
             except RuntimeError as error:  # other settings may succeed
                 console.print(f"{setting.name}: {error}", highlight=False, markup=False)
                 code = 1
-            options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
+                options.pictures.mkdir(parents=True, exist_ok=True)
                 (options.pictures / f"{setting.name}-{picture.name}").write_bytes(picture.read_bytes())
     found = _stored(options.results, wanted)
     show(

@@ -505,6 +505,9 @@ def test_finished_parts_are_saved_when_setting_fails(
         if setting is BLOCKS:
             raise RuntimeError("rank 1 ended with 1")
         keep(parts[0], {"number": len(asked)}, 12.0)
+        assert (tmp_path / "pictures").exists() == (setting is EMULATED)  # after the first picture
+        if setting is COMPUTED:
+            (folder / "fsmoe.png").touch()
         if setting is EMULATED:
             raise KeyboardInterrupt
 
@@ -519,6 +522,7 @@ def test_finished_parts_are_saved_when_setting_fails(
     out = capsys.readouterr().out
     assert "no time for placement" in out and "blocks: rank 1 ended" in out
     assert "computed:job and emulated:layer written" in out
+    assert [picture.name for picture in (tmp_path / "pictures").iterdir()] == ["computed-fsmoe.png"]
     stored = json.loads((tmp_path / "cluster.json").read_text())["settings"]
     assert stored.keys() == {"computed", "emulated"} and stored["computed"].keys() == {"job"}
     assert stored["computed"]["job"]["number"] == 2
