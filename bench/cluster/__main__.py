@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -75,6 +76,8 @@ def main() -> int:
     if options.policy is not None:
         name = options.policy.partition(":")[2]
         console.print(f"{name} is compared in {own.parts_text(wanted, options.whole)}", highlight=False)
+    if (load := os.getloadavg()[0]) > 1:
+        console.print(f"load {load:.1f}: other processes are running, so times will be larger", highlight=False)
     signal.signal(signal.SIGTERM, _interrupt)
     ends = time.monotonic() + 60 * options.minutes
     written: list[str] = []
